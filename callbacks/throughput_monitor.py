@@ -11,6 +11,7 @@ import torch
 
 from ..common.messages import warn
 from ..common.validation import check_int, check_number
+from ..engine.metrics import read_numbers
 from ._throughput import Throughput, get_available_flops
 from .best_effort import BestEffortCallback
 
@@ -137,7 +138,7 @@ class ThroughputMonitor(BestEffortCallback):
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 
-    def _count(self, trainer: Trainer, task: TaskModule, batch: Any, counts: list[float]) -> None:
+    def _count(self, trainer: Trainer, task: TaskModule, batch: Any, counts: list[Any]) -> None:
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a stand-in, which keeps the processes in step
         if self._failed:
@@ -145,16 +146,17 @@ class ThroughputMonitor(BestEffortCallback):
             return
         try:
             with torch.no_grad():
-                counts[0] += 0.0 if self.batch_size_fn is None else float(self.batch_size_fn(batch))
-                counts[1] += 0.0 if self.length_fn is None else float(self.length_fn(batch))
+                counts[0] += 0.0 if self.batch_size_fn is None else _as_number(self.batch_size_fn(batch))
+                counts[1] += 0.0 if self.length_fn is None else _as_number(self.length_fn(batch))
                 counts[2] += float(task.flops_per_batch) if self._has_flops else 0.0  # type: ignore[arg-type]
         except Exception as error:
             counts[0], self._failed = math.nan, True
             warn(f"ThroughputMonitor can't count a batch, and leaves it: {type(error).__name__}: {error}")
 
-    def _average_counts(self, trainer: Trainer, counts: list[float]) -> list[float] | None:
+    def _average_counts(self, trainer: Trainer, numbers: list[Any]) -> list[float] | None:
         """What was counted, per device, over all processes: one small exchange. None where one could not count."""
         world = trainer.accelerator.data_world
+        counts: list[float] = read_numbers(numbers)
         if world.size > 1:
             parts = world.all_gather(torch.tensor(counts, dtype=torch.float64, device=world.device))
             counts = torch.stack(list(parts)).sum(0).div(trainer.world_size).tolist()
@@ -272,6 +274,13 @@ class ThroughputMonitor(BestEffortCallback):
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """One row."""
         self._end(trainer, "predict")
+
+
+def _as_number(value: Any) -> Any:
+    """Return a number; one that a GPU still computes stays there, to be read with the others."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.detach().reshape(()).clone()
+    return float(value)
 
 
 def _wait_for(trainer: Trainer) -> None:

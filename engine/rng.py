@@ -17,10 +17,13 @@ State = dict[str, Any]
 
 
 def random_state() -> State:
-    """The state of every generator a step may draw from: Python's, NumPy's, torch's, and each CUDA device's."""
+    """The state of every generator a step may draw from: Python's, NumPy's, torch's, and each device's."""
     state = host_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda_device"] = torch.cuda.current_device()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
@@ -43,6 +46,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         count = min(len(state["cuda"]), torch.cuda.device_count())
         for device in range(count):
             torch.cuda.set_rng_state(state["cuda"][device], device)
+        if "cuda_device" in state:  # the process may compute on another one now
+            torch.cuda.set_rng_state(state["cuda"][state["cuda_device"]], torch.cuda.current_device())
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from ..common.durations import parse_duration
 from ..common.messages import nearest
-from ..common.validation import check_bool, check_int, check_path, check_positive
+from ..common.validation import check_bool, check_int, check_path, check_positive, choose
 from ..engine import TorchDynamoPlugin
 from ..strategies import Precision, Strategy, TorchSyncBatchNorm
 from .settings import Limit
@@ -140,6 +140,19 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
     if benchmark is not None or deterministic:
         torch.backends.cudnn.benchmark = bool(benchmark)
 
+
+def set_matmul_precision(precision: str | None) -> None:
+    """Set how float32 matrices are multiplied; it is the whole process's, and None leaves it alone.
+
+    Raises:
+        ValueError: for a value that torch doesn't have.
+    """
+    if precision is not None:
+        torch.set_float32_matmul_precision(choose("float32_matmul_precision", precision, MATMUL_PRECISIONS))
+
+
+MATMUL_PRECISIONS = ("highest", "high", "medium")
+"""Of the products of float32 matrices; `torch.set_float32_matmul_precision` says what each is."""
 
 _ABSENT = {
     "model_registry": "it is one vendor's; give fit's ckpt_path a path",

@@ -59,6 +59,7 @@ class TrainerSettings:
     gradient_clip_algorithm: str | None = None
     deterministic: bool | str | None = None
     benchmark: bool | None = None
+    float32_matmul_precision: str | None = None
     inference_mode: bool = True
     use_distributed_sampler: bool = True
     sync_batchnorm: bool = False

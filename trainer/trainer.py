@@ -96,6 +96,9 @@ class Trainer(LightningAliases):
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         deterministic: use deterministic algorithms only; ``"warn"`` warns where there is none.
         benchmark: let cuDNN try its algorithms.
+        float32_matmul_precision: how float32 matrices are multiplied: ``"highest"``, or ``"high"`` or ``"medium"``
+            with fewer bits (TF32 or bfloat16 on GPUs that have it), which is several times faster. It is the whole
+            process's. Default: as it is set, ``"highest"`` unless the script has called torch.
         inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``).
         use_distributed_sampler: share the data out over the processes; False if your loaders do so themselves.
         sync_batchnorm: BatchNorm layers see the samples of all processes (DDP).
@@ -162,6 +165,7 @@ class Trainer(LightningAliases):
         gradient_clip_algorithm: str | None = None,
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
+        float32_matmul_precision: str | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
@@ -241,6 +245,7 @@ class Trainer(LightningAliases):
         self.default_root_dir = arguments.check_directory("default_root_dir", default_root_dir)
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         arguments.set_determinism(deterministic, benchmark)
+        arguments.set_matmul_precision(float32_matmul_precision)
         self.accelerator = Accelerator(
             strategy=strategy,
             accelerator=accelerator,

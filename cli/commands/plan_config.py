@@ -105,7 +105,8 @@ class _PlannedRun:
     def __init__(self, checked: CheckedConfig, options: argparse.Namespace) -> None:
         self.checked = checked
         self.options = options
-        flags = {name: recipe.make() for name, recipe in checked.trainer.items() if name in (*_PLACE, *_LENGTH)}
+        planned = (*_PLACE, *_LENGTH, "float32_matmul_precision")  # the last is the process's, and the costs read it
+        flags = {name: recipe.make() for name, recipe in checked.trainer.items() if name in planned}
         placement = {name: flags.pop(name) for name in _PLACE if name in flags}
         self._read_placement(placement)
         requested = {

@@ -96,6 +96,8 @@ class RandomState(TypedDict):
     numpy: Any
     torch: Tensor
     cuda: NotRequired[list[Tensor]]
+    cuda_device: NotRequired[int]  # the one that the process computed on; earlier versions lack it
+    mps: NotRequired[Tensor]
     loaders: NotRequired[list[Any]]  # checkpoints of earlier versions lack it
 
 

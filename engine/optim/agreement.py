@@ -128,7 +128,7 @@ class Agreement:
         self.has_voted = True
         if self.alone:
             return
-        votes = torch.zeros(BALLOT_SIZE, device=self._device)
+        votes = torch.zeros(BALLOT_SIZE, dtype=torch.float32, device=self._device)  # counts pass a bfloat16's 256
         if weight is not None:
             votes[_WEIGHT] = weight
         if self.stop_vote:
@@ -279,7 +279,7 @@ class Ballots:
         if self._on_device.is_cuda:
             self._on_host = torch.empty(self._on_device.shape, device="cpu", pin_memory=True)
             self._on_host.copy_(self._on_device, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(blocking=True)  # else each rank's wait keeps a core busy
             self._event.record()
         return self
 

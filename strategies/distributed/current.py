@@ -51,7 +51,8 @@ def backend_of(world: World) -> str | None:
     """What carries the tensors between the processes; None where there are no others."""
     if world.size == 1:
         return None
-    return "nccl" if world.device.type == "cuda" else "gloo"
+    backends = dict(part.split(":") for part in dist.get_backend_config(world.group).split(","))
+    return backends.get(world.device.type) or next(iter(backends.values()))
 
 
 def disconnect() -> None:

@@ -16,12 +16,16 @@ import torch
 import torch.distributed as dist
 
 from ...common.version import __version__
+from ..processes import name_gloo_interface
+from .launch_environment import LaunchEnvironment
 from .matching_calls import forget_arrivals
 from .tracebacks import forget_store, report_uncaught
 from .watchdog import dismiss
 
 # Groups of all processes that Worlds made for threads beside the training, and left; with their timeouts.
 spare_lines: list[tuple[timedelta, dist.ProcessGroup]] = []
+
+_OTHER_FILES = 512  # of the datasets, the data workers and the libraries
 
 _protected: list[bool] = []  # one entry once forks are protected
 
@@ -63,6 +67,10 @@ def connect(
         # that never ends, whose sockets stay open (seen in torch 2.6 to 2.13). Imported before, they have none.
         import torch.distributed.nn.functional  # noqa: F401
 
+        launched = LaunchEnvironment.read()
+        if launched is not None and launched.world_size > launched.local_world_size:
+            name_gloo_interface(os.environ.get("MASTER_ADDR", "") if address is None else address[0])
+        _allow_sockets(size)
         store: dist.Store = dist.HashStore()  # nobody to meet: no address and no port is needed
         if size > 1:
             store = meeting_place(rank, size, timeout, address)
@@ -81,6 +89,21 @@ def connect(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the process group that is "
             f"already initialised, but rank {rank} of {size} by its environment."
         )
+
+
+def _allow_sockets(size: int) -> None:
+    """Raise the limit of open files, within the system's: each group of gloo's holds a socket to every other process.
+
+    512 ranks with two groups pass the usual limit of 1,024, and the connection fails.
+    """
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = 4 * size + _OTHER_FILES
+        if resource.RLIM_INFINITY != soft < needed:
+            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def _check_versions(store: dist.Store, rank: int) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...common.validation import check_int, check_positive
+from ..processes import find_source_address, interface_of, is_named_loopback, open_datagram_socket
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # which end a run
 GRACE = 30.0
@@ -169,12 +167,8 @@ def _add_brackets(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _open_datagram_socket(address: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
-
-
 def _is_local_address(address: str) -> bool:
-    with _open_datagram_socket(address) as probe:
+    with open_datagram_socket(address) as probe:
         try:
             probe.bind((address, 0))
         except OSError:
@@ -183,16 +177,14 @@ def _is_local_address(address: str) -> bool:
 
 
 def _find_source_address(target: str, port: int) -> str:
-    """The address from which this machine reaches ``target``, by its routes; nothing is sent."""
-    with _open_datagram_socket(target) as probe:
-        try:
-            probe.connect((target, port))
-        except OSError as error:
-            raise ValueError(
-                f"this machine has no route to {target}:{port}, where the machines should meet ({error}). "
-                "Check --rdzv-endpoint or --master-addr, and the network."
-            ) from None
-        return str(probe.getsockname()[0])
+    """The address from which this machine reaches ``target``."""
+    try:
+        return find_source_address(target, port)
+    except OSError as error:
+        raise ValueError(
+            f"this machine has no route to {target}:{port}, where the machines should meet ({error}). "
+            "Check --rdzv-endpoint or --master-addr, and the network."
+        ) from None
 
 
 def _choose_interface(address: str) -> str | None:
@@ -205,29 +197,9 @@ def _choose_interface(address: str) -> str | None:
         return None
     if (interface := interface_of(address)) is not None:
         return interface
-    with contextlib.suppress(OSError):
-        if ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback:
-            raise ValueError(
-                f"this machine's name is a loopback address, and no network interface has {address} as its first: set "
-                "GLOO_SOCKET_IFNAME to the interface by which the others reach it (`ip addr`), or give --local-addr."
-            )
-    return None
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface with this first address, or None."""
-    import fcntl
-
-    if ":" in address:
-        with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
-            packed = ipaddress.ip_address(address.partition("%")[0]).packed.hex()
-            return next((line.split()[-1] for line in table if line.startswith(packed)), None)
-        return None
-    get_address = 0x8915  # SIOCGIFADDR of linux/sockios.h
-    with _open_datagram_socket(address) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # down, or without an address
-                response = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(response[20:24]) == address:
-                    return name
+    if is_named_loopback():
+        raise ValueError(
+            f"this machine's name is a loopback address, and no network interface has {address} as its first: set "
+            "GLOO_SOCKET_IFNAME to the interface by which the others reach it (`ip addr`), or give --local-addr."
+        )
     return None

@@ -10,6 +10,13 @@ if TYPE_CHECKING:
     from . import scratch
     from .ending import end_at_once, run_briefly
     from .idleness import Idleness
+    from .network import (
+        find_source_address,
+        interface_of,
+        is_named_loopback,
+        name_gloo_interface,
+        open_datagram_socket,
+    )
     from .os_process import die_with_parent, identify_host, is_alive, kill_session, read_start_time
     from .rank_board import BOARD_RECORD, is_stage_running, mark_leaving, mark_stage, was_signaled, write_beat
     from .scratch import end_by_signal, forget_unfinished, leave_on_sigterm, note_unfinished, open_scratch, sweep

@@ -1,6 +1,5 @@
 """What measures a run: `ThroughputMonitor`, `DeviceStatsMonitor`, and `LearningRateMonitor`'s names."""
 
-import itertools
 import time
 
 import pytest
@@ -382,10 +381,12 @@ def test_they_cost_a_step_next_to_nothing(tmp_path):
     made = fit(tmp_path, *monitors, logger=Rows(), log_every_n_steps=1000)
     hooks = (made.hooks.on_train_batch_start, made.hooks.on_train_batch_end, made.hooks.on_step_end)
     arguments = ((None, 0), ({}, None, 0), ())
-    began = time.perf_counter()
-    for _ in range(5000):
-        for hook, given in itertools.chain.from_iterable(
-            [(hook, given) for hook in every] for every, given in zip(hooks, arguments, strict=True)
-        ):
-            hook(*given)
-    assert (time.perf_counter() - began) / 5000 < 20e-6  # 2 µs on a free core
+    calls = [(hook, given) for every, given in zip(hooks, arguments, strict=True) for hook in every]
+    durations = []
+    for _ in range(50):  # in one of which no other process had the core
+        began = time.perf_counter()
+        for _ in range(100):
+            for hook, given in calls:
+                hook(*given)
+        durations.append(time.perf_counter() - began)
+    assert min(durations) / 100 < 10e-6  # 2 µs on a free core

@@ -234,6 +234,20 @@ def test_benchmark():
         assert torch.backends.cudnn.benchmark is expected, flags
 
 
+def test_float32_matmul_precision():
+    before = torch.get_float32_matmul_precision()
+    try:
+        trainer(float32_matmul_precision="high")
+        assert torch.get_float32_matmul_precision() == "high"
+        trainer()  # None leaves what is set
+        assert torch.get_float32_matmul_precision() == "high"
+        with pytest.raises(ValueError, match=r"'hihg' is not one of highest, high, medium. Did you mean 'high'"):
+            trainer(float32_matmul_precision="hihg")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_limits_of_tests():
     class Tests(Task):
         def test_step(self, batch, batch_idx):

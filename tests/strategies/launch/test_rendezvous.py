@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from machines import namespaces
 from processes import clean_environment, python
-from treadle.strategies.launch import rendezvous
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals, /proc and interfaces as on Linux")
 
@@ -198,11 +197,6 @@ def test_nobody_at_the_endpoint_is_said_in_time(script: str, tmp_path: Path) -> 
     assert "needs a place to meet" in texts[2]
 
 
-def test_the_interface_of_an_address() -> None:
-    assert rendezvous.interface_of("127.0.0.1") == "lo"
-    assert rendezvous.interface_of("192.0.2.1") is None
-
-
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
     with namespaces() as names:
@@ -210,11 +204,17 @@ def hosts() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_hosts_whose_names_are_loopback_addresses(
-    script: str, alone: list[float], hosts: list[str], tmp_path: Path
+    launcher: str, script: str, alone: list[float], hosts: list[str], tmp_path: Path
 ) -> None:
-    launch = [python(), *LAUNCHERS["treadle"], "--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400", script]
-    codes, texts = run([["ip", "netns", "exec", host, *launch] for host in reversed(hosts)], tmp_path)
+    command = [python(), *LAUNCHERS[launcher], "--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400"]
+    commands = []
+    for number, host in reversed(list(enumerate(hosts, 1))):
+        # torchrun would guess both from the host's name.
+        own = ["--local-addr", f"10.213.7.{number}", "--rdzv-conf", f"is_host={number == 1}"]
+        commands.append(["ip", "netns", "exec", host, *command, *own * (launcher == "torchrun"), script])
+    codes, texts = run(commands, tmp_path)
     assert codes == [0, 0], texts
     seen = places(*texts)
     assert [place[:3] for place in seen] == [(0, 2, 0), (1, 2, 1)]
