@@ -50,8 +50,8 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether bfloat16 can be computed in here."""
-    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+    """Whether bfloat16 can be computed in here; on a GPU that only emulates it, it can't."""
+    return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True
 
 
 def is_fp16_available() -> bool:

@@ -183,7 +183,8 @@ class StandardLibrary(tl.DataModule):
 
 
 def main() -> None:
-    precision = "bf16-mixed" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "32-true"
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    precision = "bf16-mixed" if has_bf16 else "32-true"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")

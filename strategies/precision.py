@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from ..common.messages import nearest
+from ..common.messages import nearest, warn
 
 # Lightning's names, then the short forms both peers accept.
 _ALIASES: dict[Any, str] = {
@@ -65,6 +65,15 @@ class Precision:
         if self.compute is not None:
             return _Autocast(device.type, self.compute, self.cached)
         return None if self.storage is None else _DefaultDtype(self.storage)
+
+    def warn_if_emulated(self, device: torch.device) -> None:
+        """Warn of a GPU that has no bfloat16 of its own, and computes it many times slower."""
+        needs_bf16 = torch.bfloat16 in (self.compute, self.storage)
+        if needs_bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            warn(
+                f"precision={self.name!r}, but {torch.cuda.get_device_name(device)} has no bfloat16 of its own and "
+                "computes it many times slower: use '16-mixed' or '32-true'."
+            )
 
     def cast(self, batch: Any) -> Any:
         """Return ``batch`` with its floating-point tensors in the storage format."""

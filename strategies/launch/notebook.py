@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -204,6 +205,12 @@ class _Launch:
                 f"this session has used a GPU ({cause}), and what used one can't fork. Restart the session and use "
                 "GPUs only inside the function."
             )
+        if not self.variables and _has_opened_gpu():
+            raise ValueError(
+                "this session has opened the GPU's driver, as `torch.cuda.is_available()` does, and a fork could not "
+                "use a GPU then. Restart the session, and begin it with "
+                "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1': then the question alone opens nothing."
+            )
 
     def _run_attempt(self, attempt: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -336,6 +343,15 @@ def _on_gpu(value: Any) -> bool:
     if isinstance(value, torch.nn.Module):
         return any(parameter.is_cuda for parameter in value.parameters())
     return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _has_opened_gpu() -> bool:
+    """Tell whether CUDA's driver is open in this process: its forks can't use it then, even if torch never has."""
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor) == "/dev/nvidia-uvm":
+                return True
+    return False
 
 
 def _receive_failure(pipe: Connection) -> tuple[float, str]:

@@ -254,6 +254,17 @@ def test_precision_names():
         Precision.parse("bf16-mxed")
 
 
+def test_a_gpu_without_bfloat16(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    for name in ("bf16-mixed", "bf16-true"):
+        with pytest.warns(UserWarning, match=f"'{name}', but Tesla T4 has no bfloat16 of its own"):
+            Precision.parse(name).warn_if_emulated(gpu)
+        Precision.parse(name).warn_if_emulated(torch.device("cpu"))  # a warning is an error in these tests
+    Precision.parse("16-mixed").warn_if_emulated(gpu)
+
+
 def test_contexts_may_be_entered_again():
     generator = random.Random(3)
     for name in ("bf16-mixed", "16-mixed", "bf16-true", "64-true"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -237,6 +238,12 @@ def with_a_group() -> str:
         notebook_launcher(nothing, num_processes=2)
     os.environ.update(launched)
     return str(caught.value)
+
+
+def test_a_session_that_has_opened_the_gpus_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia-uvm")
+    with pytest.raises(ValueError, match=r"begin it with os.environ\['PYTORCH_NVML_BASED_CUDA_CHECK'\] = '1'"):
+        notebook_launcher(print, num_processes=2)
 
 
 def test_no_launch_within_a_launch() -> None:
