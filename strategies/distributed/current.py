@@ -64,6 +64,12 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
+def abort() -> None:
+    """Break off all collectives, and the process group with them. nccl's end waits for those that are under way."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
 def connected() -> bool:
     """Whether a process group is up."""
     return dist.is_initialized()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from datetime import timedelta
 
 import torch
@@ -10,11 +11,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from . import process_group
-from .current import current_place, current_world, disconnect
+from .current import abort, current_place, current_world, disconnect
 from .launch_environment import LaunchEnvironment
 from .tracebacks import PeerFailed
 
 DONE, RETRY = "done", "retry"
+
+_LOOK_EVERY = 0.5  # seconds
 
 
 class Attempts:
@@ -22,7 +25,8 @@ class Attempts:
 
     A process that fails inside a step leaves the others waiting in a collective. So it reports here, then ends its
     connection, which breaks off the others' waiting; they find its report and know the cause. The next attempt has a
-    new process group. gloo's collectives break off so; nccl's do not, and a process that waits in one reports late.
+    new process group. gloo's collectives break off so. nccl's do not, and to end a connection waits for them: there a
+    thread of each process looks for the others' reports, and aborts what its process waits in.
 
     Args:
         patience: how long a process that failed waits for the others' reports.
@@ -35,6 +39,7 @@ class Attempts:
         self.patience = patience
         self.rank, self.size, _ = current_place()
         self._number = 0
+        self._over = threading.Event()
         if self.size == 1:
             return
         launched = LaunchEnvironment.read()
@@ -53,17 +58,33 @@ class Attempts:
     def begin(self) -> None:
         """A new attempt."""
         self._number += 1
+        if self.size > 1 and _may_use_nccl():
+            self._over = threading.Event()
+            threading.Thread(target=self._abort_after_others, args=(self._over,), daemon=True).start()
 
     def report(self, outcome: str) -> None:
         """Say how this process's attempt ended: `DONE`, `RETRY`, or what went wrong."""
+        self._over.set()
         if self.size > 1:
             self._store.set(f"{self._number}/{self.rank}", outcome)
             self._store.get(f"{self._number}/{self.rank}")  # now the others can see it
 
     def someone_retries(self) -> bool:
         """Whether another process has reported `RETRY`. Waits for nobody."""
+        return RETRY in self._read_reports()
+
+    def _read_reports(self) -> list[str]:
+        """What the others have reported so far."""
         names = [f"{self._number}/{rank}" for rank in range(self.size) if rank != self.rank]
-        return any(self._store.check([name]) and self._store.get(name).decode() == RETRY for name in names)
+        return [self._store.get(name).decode() for name in names if self._store.check([name])]
+
+    def _abort_after_others(self, over: threading.Event) -> None:
+        """Abort the collectives once another process's attempt has failed, unless this one's is over first."""
+        while not over.wait(_LOOK_EVERY):
+            if any(outcome != DONE for outcome in self._read_reports()):
+                if _is_nccl():
+                    abort()
+                return
 
     def agree(self) -> bool:
         """Once this process is `DONE`: whether all are; False asks for another attempt.
@@ -88,6 +109,8 @@ class Attempts:
         gc.collect()
         if self.size > 1:
             _cut_off_replicas()
+            if _is_nccl():
+                abort()
             disconnect()
             gc.collect()
             outcomes = self._gather_outcomes(self.patience)
@@ -110,6 +133,14 @@ class Attempts:
                 "attempt ended: they may wait in a collective that nothing breaks off."
             ) from None
         return [self._store.get(name).decode() for name in names]
+
+
+def _may_use_nccl() -> bool:
+    return torch.cuda.is_available()
+
+
+def _is_nccl() -> bool:
+    return dist.is_initialized() and "nccl" in dist.get_backend_config()
 
 
 def _cut_off_replicas() -> None:

@@ -2,15 +2,18 @@
 
 import gc
 import logging
+import time
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.engine import find_executable_batch_size
 from treadle.engine.optim.batch_size import is_out_of_memory
+from treadle.strategies.distributed import retry
 
 import treadle
 
@@ -231,6 +234,34 @@ def test_memory_runs_out_on_one_of_two(outside, place):
         for steps, weights in found:
             assert steps == 2
             assert weights == pytest.approx(by_hand(), abs=1e-6)
+
+
+def waiting_in_a_collective_that_nothing_breaks_off():
+    retry._may_use_nccl = lambda: True  # gloo's collectives can be aborted, as nccl's
+    retry._is_nccl = dist.is_initialized
+    durations = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size):
+        accelerator = treadle.Accelerator(cpu=True)
+        if batch_size > 4 and accelerator.process_index == 1:
+            # As of nccl: the connection stays, and the other process waits on.
+            retry.disconnect = lambda: time.sleep(3)
+            raise MemoryError("on rank 1 alone")
+        began = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1))
+        finally:
+            durations.append(time.monotonic() - began)
+        return batch_size
+
+    return train(), durations
+
+
+def test_a_process_aborts_what_it_waits_in_once_another_has_failed():
+    (size, durations), (other_size, _) = run(waiting_in_a_collective_that_nothing_breaks_off, 2, timeout=60)
+    assert size == other_size == 4
+    assert durations[0] < 2.5
 
 
 def failing():
