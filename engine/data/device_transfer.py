@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from ...common.messages import warn
 from ...strategies import Precision
 
 
@@ -20,14 +23,19 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
     Raises:
         TypeError: if something in the batch has a ``.to`` that does not take a device.
     """
-    # Into CUDA a pinned host tensor is copied while the device still computes, in stream order. A non-blocking copy to
-    # the host returns before its values are there, and one to MPS may read a host tensor that was freed meanwhile
-    # (https://github.com/pytorch/pytorch/issues/83015).
-    non_blocking = torch.device(device).type not in ("cpu", "mps")
+    # A non-blocking copy to the host returns before its values are there, and one to MPS may read a host tensor that
+    # was freed meanwhile (https://github.com/pytorch/pytorch/issues/83015).
+    target = torch.device(device)
+    non_blocking = target.type not in ("cpu", "mps")
+    copier: _HostCopier | None = None  # once it is needed
 
     def to(item: Any) -> Any:
+        nonlocal copier
         try:
             if isinstance(item, torch.Tensor):
+                if target.type == "cuda" and _can_pin(item):
+                    copier = copier or _begin_copies(target)
+                    return copier(item)
                 return item.to(device, non_blocking=non_blocking)
             moved = item.to(device)
         except TypeError as error:
@@ -38,6 +46,89 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
         return item if moved is None else moved
 
     return apply_to_collection(batch, _Movable, to)
+
+
+class _HostCopier:
+    """Copies a batch's tensors from the host to a GPU, and lets neither wait for the other.
+
+    Host memory is pinned, so that the copy goes on by itself. A large tensor is copied on a stream of its own, while
+    the device still computes the step before. The host gets at most two such batches ahead of the device: each that it
+    is ahead is memory there.
+
+    A batch is not read ahead of its step: datasets draw random numbers, and a checkpoint says what was read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pins = True
+        self._stream: torch.cuda.Stream | None = None
+        self._handed_out: deque[torch.cuda.Event] = deque()  # of batches
+        self._is_first = True
+
+    def begin_batch(self) -> _HostCopier:
+        """What is copied from here on is of another batch."""
+        self._is_first = True
+        return self
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on the device, to be used on the current stream."""
+        pinned = self._pin(tensor)
+        if pinned is None:
+            return tensor.to(self._device, non_blocking=True)
+        if tensor.nbytes < _LARGE:
+            return pinned.to(self._device, non_blocking=True)
+        return self._copy_beside(pinned)
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return it in pinned memory; None where the system gives none, which a warning says once."""
+        if not self._pins:
+            return None
+        try:
+            return tensor if tensor.is_pinned() else tensor.pin_memory()
+        except RuntimeError as error:
+            self._pins = False
+            first_line = str(error).partition("\n")[0]
+            warn(f"batches are copied without pinned memory, and the host waits for each copy: {first_line}")
+            return None
+
+    def _copy_beside(self, pinned: torch.Tensor) -> torch.Tensor:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        if self._is_first:
+            self._is_first = False
+            self._handed_out.append(current.record_event(torch.cuda.Event(blocking=True)))
+            if len(self._handed_out) > _AHEAD:
+                self._handed_out.popleft().synchronize()
+        with torch.cuda.stream(self._stream):
+            copied = pinned.to(self._device, non_blocking=True)
+        current.wait_stream(self._stream)
+        copied.record_stream(current)  # whose work is to be done before the memory is given to another batch
+        return copied
+
+
+def _can_pin(tensor: torch.Tensor) -> bool:
+    """Tell whether a copy in pinned memory is the same: in host memory, of this class and strides, in no graph."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.is_nested
+        and not tensor.requires_grad
+        and tensor.numel() > 0
+        and (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last))
+    )
+
+
+_LARGE = 1 << 20  # bytes; a smaller copy takes less time than to let two streams wait for each other
+_AHEAD = 2
+
+_make_copier = cache(_HostCopier)
+
+
+def _begin_copies(device: torch.device) -> _HostCopier:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _make_copier(torch.device("cuda", index)).begin_batch()
 
 
 @runtime_checkable

@@ -11,7 +11,17 @@ if TYPE_CHECKING:
     from .current import backend_of, connected, current_place, current_world, disconnect
     from .device_mesh import SHARD, TENSOR, Layout
     from .devices import ACCELERATORS, Devices, device_of, device_type, parse_devices
-    from .dtensor import Whole, clip_to_norm, cut_like, get_original_class, is_sharded, local, piece_of, whole
+    from .dtensor import (
+        Whole,
+        clip_to_norm,
+        cut_like,
+        get_original_class,
+        is_sharded,
+        keep_random_state,
+        local,
+        piece_of,
+        whole,
+    )
     from .launch_environment import LaunchEnvironment, is_forked, variables_set
     from .open_world import make_world, open_world
     from .retry import DONE, RETRY, Attempts

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Group = list[Tensor]
 
@@ -43,6 +46,18 @@ def whole(value: Any, keep: bool) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([whole(item, keep) for item in value])
     return value
+
+
+def keep_random_state(mesh: DeviceMesh) -> None:
+    """Let each process's GPU go on from its own random numbers when something is drawn for shards.
+
+    The first such operation would give all processes rank zero's (torch 2.13), and dropout the same masks everywhere.
+    Ranks that hold parts of one sample's activations are seeded alike before.
+    """
+    from torch.distributed.tensor import _random
+
+    if not _random._rng_tracker:
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 class Piece(NamedTuple):

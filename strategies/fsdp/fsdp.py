@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.messages import announce
-from ..distributed import TENSOR, Layout, World, clip_to_norm, cut_like, local
+from ..distributed import TENSOR, Layout, World, clip_to_norm, cut_like, keep_random_state, local
 from ..forward_router import Router
 from ..model_init import built_in_place
 from ..precision import Precision
@@ -110,6 +110,8 @@ class FSDP(Strategy):
         check_device(world.device)
         self.device_mesh = self._mesh = self.layout.mesh(world)
         self._data_world = self.layout.data_world(world)
+        if world.device.type == "cuda":
+            keep_random_state(self._mesh)
         self.delays_sync = not self.sync_each_batch
 
     def detach(self) -> None:

@@ -959,3 +959,15 @@ def test_no_cast_copy_of_the_whole_model_where_activations_are_computed_again(po
     strategy = FSDP(auto_wrap_policy={Looks}, activation_checkpointing_policy=policy)
     trainer(strategy, epochs=1, precision="bf16-mixed").fit(task, DataLoader(torch.ones(2, 4), batch_size=1))
     assert {seen for block in task.blocks for seen in block.kept} == {kept}
+
+
+def test_each_gpu_goes_on_from_its_own_random_numbers(monkeypatch):
+    from torch.distributed.tensor import _random
+    from treadle.strategies.distributed import keep_random_state
+
+    made = []
+    monkeypatch.setattr(_random, "OffsetBasedRNGTracker", lambda mesh, run_state_sync: made.append(run_state_sync) or 1)
+    monkeypatch.setattr(_random, "_rng_tracker", None)
+    keep_random_state("mesh")
+    keep_random_state("mesh")
+    assert made == [False]  # torch's default is True: all ranks would go on from rank zero's
