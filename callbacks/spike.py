@@ -130,7 +130,7 @@ class SpikeWatch(Callback):
         """Add a micro-batch's loss; keep the step's value if it is over."""
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
-            self._add(loss.detach())
+            self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
         if not trainer.progress.in_step:  # the step's last one
             step, self._step = self._step, trainer.progress.step
             if self._sum is not None and step != self._step:  # else float16 has left it out

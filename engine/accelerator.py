@@ -38,6 +38,7 @@ from .configuration import (
 )
 from .data import CombinedLoader, JointLoader, Loader, choose_mover, replace_random_sampler, skip_first_batches
 from .garbage_collection import collect, is_memory_short
+from .modules import CompiledBatches, is_compiled
 from .optim import (
     Accumulation,
     Agreement,
@@ -314,6 +315,9 @@ class Accelerator(Process):
             self.dynamo_plugin.compile(module)
         elif model is self.models[index]:
             model = module
+        if self.cursor.around is None and is_compiled(model):
+            self._refuse_graphs_under_accumulation()
+            self.cursor.around = CompiledBatches(self.dynamo_plugin.uses_cuda_graphs(self.device))
         if evaluation_mode:  # which one rank may do alone
             wrapped = self.strategy.place(model)
         else:
@@ -562,6 +566,18 @@ class Accelerator(Process):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         self.accumulation.micro_batches = value
+        if self.cursor.around is not None:
+            self._refuse_graphs_under_accumulation()
+
+    def _refuse_graphs_under_accumulation(self) -> None:
+        plugin, count = self.dynamo_plugin, self.gradient_accumulation_steps
+        if count > 1 and plugin.uses_cuda_graphs(self.device):
+            setting = f"mode={plugin.mode!r}" if plugin.mode else f"options={plugin.options!r}"
+            raise ValueError(
+                f"torch.compile's {setting} replays CUDA graphs, whose gradients each micro-batch writes into the same "
+                f"memory, and gradient_accumulation_steps={count} adds them up: use "
+                "mode='max-autotune-no-cudagraphs', or accumulate 1."
+            )
 
     @property
     def sync_gradients(self) -> bool:

@@ -198,8 +198,8 @@ class TorchDynamoPlugin(KwargsHandler):
     """How prepared models are compiled: arguments of ``torch.compile``; ``backend="no"`` for not at all.
 
     Args:
-        use_regional_compilation: compile each block of the model's ``nn.ModuleList``\\ s by itself, which takes less
-            time where they are alike.
+        use_regional_compilation: compile each repeated block of the model by itself, which takes less time where they
+            are alike. By default the Trainer does so where most of them are, and an Accelerator does not.
     """
 
     backend: Any = "no"
@@ -236,7 +236,7 @@ class TorchDynamoPlugin(KwargsHandler):
             return
         if self.backend != "no" and users is not None:
             raise ValueError("Trainer(compile=...) and torch.compile(task) both say how to compile: give one of them.")
-        parts, hooks_outside = strategy.compiled_parts(model)
+        parts, hooks_outside = strategy.compiled_parts(model, self.use_regional_compilation)
         if not parts and type(model).forward is not nn.Module.forward:
             parts = [model]
         if not parts:
@@ -246,6 +246,13 @@ class TorchDynamoPlugin(KwargsHandler):
             )
         options = None if users is not None else self._collect_arguments()
         compile_modules(parts, users or self._make_compiler, options, hooks_outside=hooks_outside)
+
+    def uses_cuda_graphs(self, device: torch.device) -> bool:
+        """Tell whether the compiled code replays CUDA graphs, into memory that each replay writes anew."""
+        if device.type != "cuda" or self.backend == "no":
+            return False
+        by_option = bool((self.options or {}).get("triton.cudagraphs"))
+        return by_option or self.mode in ("reduce-overhead", "max-autotune") or self.backend == "cudagraphs"
 
     def _make_compiler(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, **self._collect_arguments())  # type: ignore[no-any-return]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
+
+from ..strategies.wrap_policy import describe_kind
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -29,7 +33,7 @@ def compile_modules(
     for module in modules:
         if is_users(module) or (options is not None and _get_compile_options(module) == options):
             continue
-        alike = (type(module), repr(module), tuple((p.shape, p.dtype) for p in module.parameters()))
+        alike = describe_kind(module)
         if alike not in shared:
             shared[alike] = compiler(_copy_function(_forward if hooks_outside else _call, type(module).__name__))
         run = _bind_forward if hooks_outside else _bind_compiled
@@ -40,6 +44,11 @@ def is_users(module: nn.Module) -> bool:
     """Whether the user has compiled it."""
     call = module._compiled_call_impl
     return "_orig_mod" in module._modules or (call is not None and not hasattr(call, "options"))
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a part of ``model`` runs compiled, on whoever's word."""
+    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in model.modules())
 
 
 def forget(model: nn.Module) -> None:
@@ -58,6 +67,24 @@ def list_compiled_names(model: nn.Module) -> list[str]:
     """The names of the modules in ``model`` that run compiled; its class's name is its own."""
     parts = ((name, part) for name, part in model.named_modules() if part._compiled_call_impl is not None)
     return [name or type(part).__name__ for name, part in parts]
+
+
+def describe_compilations(since: float) -> str:
+    """Say how many graphs torch has made since a moment (``time.time()``), how many anew, and why; "" for none."""
+    if "torch._dynamo" not in sys.modules:
+        return ""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    made = [metric for metric in get_compilation_metrics() if metric.co_name and (metric.start_time or 0) >= since]
+    again = [metric for metric in made if getattr(metric, "recompile_reason", None)]
+    if not made:
+        return ""
+    text = f"torch.compile: {len(made)} graph{'s' * (len(made) > 1)}"
+    if again:
+        name, reason = str(again[0].co_name).removeprefix("_call_").removeprefix("_forward_"), again[0].recompile_reason
+        reason = str(reason).partition("\n")[0].partition(": ")[2] or str(reason)
+        text += f", {len(again)} of them as another did not fit; the first, of {name}: {reason}"
+    return text
 
 
 def _get_compile_options(module: nn.Module) -> Any:
@@ -112,6 +139,38 @@ def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[...
     call.options = first.options = options  # type: ignore[attr-defined]
     first.unused = True  # type: ignore[attr-defined]
     return first
+
+
+class CompiledBatches:
+    """What each batch means to the code that is compiled for it.
+
+    The short last batch of an epoch runs as it would without compilation, where no graph is there that fits it. A graph
+    of its own would have to be made; torch would make one for any size, and use it for the full batches that follow.
+
+    Args:
+        graphs: the code replays CUDA graphs, which are to be told where an iteration begins.
+    """
+
+    def __init__(self, graphs: bool) -> None:
+        self._graphs = graphs
+        self._in_short_batch = False
+
+    def __call__(self, is_short: bool) -> AbstractContextManager[Any]:
+        """Return the context that one batch is worked on in; a validation may come within that of a training batch."""
+        if self._graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        if is_short:
+            return self._run_short()
+        return torch.compiler.set_stance("default") if self._in_short_batch else nullcontext()
+
+    @contextmanager
+    def _run_short(self) -> Iterator[None]:
+        before, self._in_short_batch = self._in_short_batch, True
+        try:
+            with torch.compiler.set_stance("eager_on_recompile"):
+                yield
+        finally:
+            self._in_short_batch = before
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from .forward_router import Router, routed
 from .lightning_aliases import StrategyAliases
 from .model_init import built_in_place
 from .precision import Precision
-from .wrap_policy import direct_parts
+from .wrap_policy import split_into_blocks
 
 
 class Strategy(StrategyAliases):
@@ -126,13 +126,17 @@ class Strategy(StrategyAliases):
             )
         return module.to(device=self.world.device, dtype=self.precision.storage)
 
-    def compiled_parts(self, module: nn.Module) -> tuple[list[nn.Module], bool]:
+    def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
         """What to compile, each by itself, of a module whose methods are run; before it is wrapped.
+
+        Args:
+            module: the user's module.
+            blocks: whether repeated blocks are parts of their own; by default where most are alike.
 
         Returns:
             The parts, and whether their hooks must stay out of what is compiled.
         """
-        return direct_parts(module), False
+        return split_into_blocks(module, blocks), False
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return what to step in the place of ``optimizer``, whose model is wrapped by now."""

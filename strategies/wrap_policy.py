@@ -62,18 +62,55 @@ def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]
     return [block for block in blocks if alone(block)]
 
 
-def direct_parts(model: nn.Module) -> list[nn.Module]:
+def direct_parts(model: nn.Module, blocks: Collection[nn.Module] = ()) -> list[nn.Module]:
     """What a method of ``model`` calls: its children with parameters, and those in its lists and dicts of modules.
 
-    A torchmetrics metric is none, even one with a network in it: it counts, and is not to be traced.
+    torch's losses are among them. A torchmetrics metric is none, even one with a network in it: it counts, and is not
+    to be traced.
+
+    Args:
+        model: the user's module.
+        blocks: left out; of a child with some of these inside, the children are taken in its place.
     """
     parts: list[nn.Module] = []
     for child in model.children():
-        if isinstance(child, _LISTS):
-            parts += direct_parts(child)
-        elif any(True for _ in child.parameters()) and not (hasattr(child, "compute") and hasattr(child, "reset")):
+        if child in blocks:
+            continue
+        if isinstance(child, _LISTS) or any(part in blocks for part in child.modules()):
+            parts += direct_parts(child, blocks)
+        elif isinstance(child, nn.modules.loss._Loss) or _has_parameters_to_run(child):
             parts.append(child)
     return list(dict.fromkeys(parts))
+
+
+def _has_parameters_to_run(part: nn.Module) -> bool:
+    is_metric = hasattr(part, "compute") and hasattr(part, "reset")
+    return not is_metric and any(True for _ in part.parameters())
+
+
+def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.Module]:
+    """The direct parts of ``model``; of one that repeats a block, the blocks and what is beside them.
+
+    Compiled so, blocks that are alike share one graph: a transformer of 24 layers takes a layer's time.
+
+    Args:
+        model: the user's module.
+        always: split each part that repeats a block. By default only if, of the blocks, two in three are like another:
+            the stages of a convolutional network differ in width, and nothing would be shared. False splits none.
+    """
+    parts: list[nn.Module] = []
+    for part in direct_parts(model):
+        blocks = [] if always is False else repeated_blocks(part)
+        if blocks and (always or 3 * len(set(map(describe_kind, blocks))) <= len(blocks)):
+            parts += [*blocks, *direct_parts(part, blocks)]
+        else:
+            parts.append(part)
+    return list(dict.fromkeys(parts))
+
+
+def describe_kind(module: nn.Module) -> tuple[Any, ...]:
+    """What is the same for modules that compute alike, with parameters of their own."""
+    return type(module), repr(module), tuple((p.shape, p.dtype) for p in module.parameters())
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

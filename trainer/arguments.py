@@ -260,7 +260,7 @@ def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
         TypeError: for anything else.
     """
     if isinstance(setting, Mapping):
-        valid_names = [field.name for field in fields(TorchDynamoPlugin) if field.name != "use_regional_compilation"]
+        valid_names = [field.name for field in fields(TorchDynamoPlugin)]
         for name in setting:
             if name not in valid_names:
                 raise TypeError(

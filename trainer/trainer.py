@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
@@ -277,7 +278,8 @@ class Trainer(LightningAliases):
         self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, self.loggers, self.history)
         self.progress = Progress()
         self.checkpointer = TrainerCheckpointer(self)
-        self.new_metrics = MutedMetrics if barebones else Metrics
+        graphs = self.accelerator.dynamo_plugin.uses_cuda_graphs(self.accelerator.device)
+        self.new_metrics = MutedMetrics if barebones else partial(Metrics, copies=graphs)
         self.metrics = self.new_metrics(training=True)
         self.config: str | None = None  # the run's configuration as YAML, where it has one; it goes into checkpoints
         self.resume_command: str | None = None  # the shell command that resumes the run, where one started it
@@ -334,10 +336,11 @@ class Trainer(LightningAliases):
         if check_schedule(schedule) is not None and ckpt_path is None:
             raise ValueError(f"schedule={schedule!r} is for a resume: give ckpt_path too, or leave it out.")
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
+        began = time.time()
         stage = Stage(self, "fit", model, loaders, datamodule, ckpt_path)
         with self.preemption.watching():
             stage.run(Fit(self, schedule).run)
-        RunSummary(self).announce_end()
+        RunSummary(self).announce_end(began)
 
     def validate(
         self,

@@ -199,7 +199,12 @@ class Loader:
                     self._drawn = drawn
                     if planner.shares is None:  # else each rank has drawn something else
                         stream.follow(drawn)
-                yield batch if move is None else move(batch)
+                batch = batch if move is None else move(batch)
+                if cursor.around is None:
+                    yield batch
+                else:
+                    with cursor.around(0 < micro.everyone < self._plan.full and self.batches > 1):
+                        yield batch
             if micros:
                 raise make_batches_error(self.source)
             if end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,16 @@ class Cursor:
         waited: seconds in which this process has waited for batches.
         read: batches that this process has read.
         number: what ``read`` was with the current batch, which tells it from others with the same facts.
+        around: makes the context to work on a batch in, told whether it is a short one that ends an epoch; or None.
     """
 
-    __slots__ = ("micro", "number", "read", "waited")
+    __slots__ = ("around", "micro", "number", "read", "waited")
 
     def __init__(self) -> None:
         self.micro: Micro | None = None
         self.waited = 0.0
         self.read = self.number = 0
+        self.around: Callable[[bool], AbstractContextManager[Any]] | None = None
 
 
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE

@@ -37,8 +37,9 @@ class Metrics:
         evaluation: what is logged in an evaluation within this stage, while it runs.
     """
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, training: bool, copies: bool = False) -> None:
         self.training = training
+        self.copies = copies
         self.weight: float = 1.0
         self.suffix = ""
         self.place: Place = (0, 0)
@@ -102,7 +103,8 @@ class Metrics:
             else:
                 # A parameter, or a tensor the user counts in, changes later; what an operation has just made does not.
                 # A view would keep all that it is a part of, such as the logits of a batch.
-                lasts = value.grad_fn is not None and not value._is_view()
+                # What a CUDA graph has made, the next replay overwrites.
+                lasts = value.grad_fn is not None and not value._is_view() and not self.copies
                 value = value.detach() if lasts else value.detach().clone()
         elif entry.metric is not None and isinstance(value, type(entry.metric)):
             if value is not entry.metric:

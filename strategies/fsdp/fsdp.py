@@ -180,11 +180,10 @@ class FSDP(Strategy):
         """See `Strategy.local_method`; here it exchanges all the same, as the model is not whole on any process."""
         return self.method(self.wrap(self.unwrap(module)), name)
 
-    def compiled_parts(self, module: nn.Module) -> tuple[list[nn.Module], bool]:
-        """See `Strategy.compiled_parts`: what is gathered by itself, and the direct parts with nothing such inside."""
-        blocks = self._choose_blocks(module)
-        rest = [part for part in direct_parts(module) if not any(block in blocks for block in part.modules())]
-        return [*blocks, *rest], True
+    def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
+        """See `Strategy.compiled_parts`: always what is gathered by itself, and the parts beside it."""
+        gathered = self._choose_blocks(module)
+        return [*gathered, *direct_parts(module, gathered)], True
 
     def _describe(self) -> str:
         return f"{self._mesh.mesh.tolist()} in {self.precision.name}"

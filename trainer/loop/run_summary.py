@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ...callbacks import ModelCheckpoint, RunReport, folders
 from ...common.messages import announce
-from ...engine import CheckpointStore, Loader, list_compiled_names
+from ...engine import CheckpointStore, Loader, describe_compilations, list_compiled_names
 from ...engine.checkpoint import STATE, has_part
 from ...strategies import Precision
 
@@ -138,12 +138,17 @@ class RunSummary:
         step, _, path = max(committed, key=lambda entry: (entry[1], entry[0]) if in_one_folder else entry[:2])
         return step, path
 
-    def announce_end(self) -> None:
-        """Announce where the results of ``fit`` are: logs, report, checkpoint, the last metrics."""
+    def announce_end(self, since: float) -> None:
+        """Announce what was compiled since ``fit`` began, and where its results are: logs, report, checkpoint, metrics.
+
+        Args:
+            since: when it began, as ``time.time()``.
+        """
         trainer = self.trainer
         if not trainer.is_global_zero:
             return
-        lines = [f"logs: {place}" for place in trainer.logbook.places()]
+        lines = [describe_compilations(since)] if trainer.accelerator.cursor.around is not None else []
+        lines = [*filter(None, lines), *(f"logs: {place}" for place in trainer.logbook.places())]
         for callback in trainer.callbacks:
             if isinstance(callback, RunReport) and callback.path is not None:
                 lines.append(f"report: {callback.path}")

@@ -5,6 +5,7 @@ The compiler is a function that counts the graphs it is given and runs them as t
 
 import copy
 import pickle
+import re
 import shutil
 
 import pytest
@@ -13,6 +14,8 @@ from processes import run
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.engine import TorchDynamoPlugin
+from treadle.strategies.wrap_policy import split_into_blocks
 
 import treadle as tl
 
@@ -99,15 +102,141 @@ def test_the_parts_are_compiled_and_nothing_else_changes(tmp_path):
     names = list(task.state_dict())
     trainer = trainer_in(tmp_path, compile={"backend": counting, "fullgraph": True})
     trainer.fit(task, loader(), loader())
-    # Stem and head once each for training and validation. Of ten blocks that are alike all share theirs.
-    assert len(counting.graphs) == 6
+    # Stem, head and loss once each for training and validation. Of ten blocks that are alike all share theirs.
+    assert len(counting.graphs) == 8
     assert all(graph for graph in counting.graphs)
     assert counting.breaks == 0
     assert list(task.state_dict()) == names
-    assert task.loss._compiled_call_impl is None
     assert task.blocks[3]._compiled_call_impl is not None
     assert task.seen == plain_losses(tmp_path)
     assert trainer.callback_metrics["val"] > 0
+
+
+class Inner(nn.Module):
+    def __init__(self, stem, blocks, head):
+        super().__init__()
+        self.stem, self.blocks, self.head = stem, blocks, head
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Deep(Net):
+    """The same, with the network in one part."""
+
+    def __init__(self, blocks=6):
+        super().__init__()
+        self.net = Inner(self.stem, self.blocks[:blocks], self.heads["out"])
+        del self.stem, self.blocks, self.heads
+
+    def compute(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "regional", "compiled"),
+    [
+        (6, None, {"net.stem", *(f"net.blocks.{n}" for n in range(6)), "net.head", "loss"}),
+        (2, None, {"net", "loss"}),  # little would be shared
+        (2, True, {"net.stem", "net.blocks.0", "net.blocks.1", "net.head", "loss"}),
+        (6, False, {"net", "loss"}),
+    ],
+)
+def test_repeated_blocks_within_a_part_are_compiled_once(tmp_path, blocks, regional, compiled):
+    counting, task = Counting(), new(lambda: Deep(blocks))
+    setting = {"backend": counting, "use_regional_compilation": regional}
+    trainer_in(tmp_path, compile=setting).fit(task, loader())
+    assert set(tl.engine.list_compiled_names(task)) == compiled
+    assert len(counting.graphs) == 2 + 2 * ("net" not in compiled)
+    assert task.seen == plain_losses(tmp_path, lambda: Deep(blocks))
+
+
+def test_stages_that_differ_are_compiled_as_one():
+    class Stage(Block):
+        def __init__(self, width):
+            super().__init__()
+            self.more = nn.Linear(width, width)
+
+    net = nn.ModuleDict({"net": nn.Sequential(*(Stage(width) for width in (1, 1, 2, 2, 3, 3)))})
+    assert split_into_blocks(net) == [net["net"]]
+
+
+def test_a_short_last_batch_makes_no_graph_and_leaves_those_of_full_ones(tmp_path):
+    counting, task = Counting(), new()
+    trainer_in(tmp_path, max_epochs=3, compile={"backend": counting}).fit(task, loader(6), loader(6))
+    assert len(counting.graphs) == 8
+    plain = new()
+    trainer_in(tmp_path, max_epochs=3).fit(plain, loader(6), loader(6))
+    assert task.seen == plain.seen
+    # A validation that follows the short batch is compiled all the same.
+    counting = Counting()
+    trainer_in(tmp_path, num_sanity_val_steps=0, compile={"backend": counting}).fit(new(), loader(6), loader(6))
+    assert len(counting.graphs) == 8
+
+
+def test_data_of_one_short_batch_is_compiled(tmp_path):
+    counting = Counting()
+    trainer_in(tmp_path, compile={"backend": counting}).fit(new(), loader(64))
+    assert len(counting.graphs) == 4
+
+
+def test_recompilations_are_said(tmp_path, capsys):
+    class Growing(Net):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return super().training_step((x[: batch_idx + 1], y[: batch_idx + 1]), batch_idx)
+
+    Counting()
+    trainer_in(tmp_path, compile={"backend": "eager", "dynamic": False}).fit(new(Growing), loader())
+    said = capsys.readouterr()
+    text = said.out + said.err
+    found = re.search(
+        r"torch.compile: (\d+) graphs, (\d+) of them as another did not fit; the first, of (\w+): (.*)", text
+    )
+    assert found, text
+    assert (int(found[1]), int(found[2])) == (16, 12)  # four parts, four sizes
+    assert "size mismatch at index 0. expected 1, actual 2" in found[4]
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "uses"),
+    [
+        ({"backend": "inductor"}, False),
+        ({"backend": "inductor", "mode": "max-autotune-no-cudagraphs"}, False),
+        ({"backend": "inductor", "mode": "reduce-overhead"}, True),
+        ({"backend": "inductor", "mode": "max-autotune"}, True),
+        ({"backend": "inductor", "options": {"triton.cudagraphs": True}}, True),
+        ({"backend": "cudagraphs"}, True),
+        ({"backend": "no", "mode": "reduce-overhead"}, False),
+    ],
+)
+def test_which_modes_replay_cuda_graphs(options, uses):
+    plugin = TorchDynamoPlugin(**options)
+    assert plugin.uses_cuda_graphs(GPU) is uses
+    assert not plugin.uses_cuda_graphs(torch.device("cpu"))
+
+
+def test_cuda_graphs_are_told_of_each_batch_and_refused_under_accumulation(tmp_path, monkeypatch):
+    monkeypatch.setattr(TorchDynamoPlugin, "uses_cuda_graphs", lambda plugin, device: plugin.mode == "reduce-overhead")
+    begun = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    monkeypatch.setattr(TorchDynamoPlugin, "_make_compiler", lambda plugin, function: function)
+    graphs = {"mode": "reduce-overhead"}
+    trainer = trainer_in(tmp_path, compile=graphs)
+    trainer.fit(new(), loader(), loader())
+    assert len(begun) == 2 + 2 * (4 + 4)
+    assert trainer.metrics.copies  # what is logged is not overwritten by the next replay
+    with pytest.raises(ValueError, match=r"mode='reduce-overhead' replays CUDA graphs.*gradient_accumulation_steps=2"):
+        trainer_in(tmp_path, compile=graphs, accumulate_grad_batches=2).fit(new(), loader())
+    scheduler = tl.callbacks.GradientAccumulationScheduler({1: 4})
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4 adds them up"):
+        trainer_in(tmp_path, compile=graphs, callbacks=scheduler).fit(new(), loader())
 
 
 def test_a_second_stage_compiles_nothing_anew_and_another_trainer_undoes_it(tmp_path):
@@ -179,7 +308,7 @@ def test_a_task_that_torch_has_compiled_is_unwrapped_and_its_parts_compiled_so(t
     counting, task = Counting(), new()
     trainer = trainer_in(tmp_path)
     trainer.fit(torch.compile(task, backend=counting), loader())
-    assert len(counting.graphs) == 3
+    assert len(counting.graphs) == 4
     assert trainer.task is task
     assert task.seen == plain_losses(tmp_path)
     assert all("_orig_mod" not in name for name in task.state_dict())
