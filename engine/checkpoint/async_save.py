@@ -9,13 +9,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Container, Iterable
+from functools import cache
+from itertools import accumulate
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...common.messages import announce
 from .parts import Files, TensorFile
 
 
@@ -28,10 +31,18 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._guards: WeakKeyDictionary[Optimizer, _Guard] = WeakKeyDictionary()
+        self._unpin: Callable[[], Any] | None = None
 
     def clear(self) -> None:
         """Give the memory back."""
         self._buffers = {}
+        self._unpin_slab()
+
+    def _unpin_slab(self) -> None:
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            torch.cuda.synchronize()  # it may still be copied into
+            unpin()
 
     def copy_tensors(
         self, files: Files, later: Container[str], optimizers: Iterable[Optimizer]
@@ -40,8 +51,9 @@ class HostCopies:
 
         Args:
             files: what is to be written.
-            later: the files whose tensors nothing but a step of ``optimizers`` changes. Those in host memory are copied
-                by a thread while forward and backward go on; a step that comes too early waits for that.
+            later: the files whose tensors nothing but a step of ``optimizers`` changes. They are copied while forward
+                and backward go on: by a thread in host memory, by a stream of its own from a GPU. A step that comes too
+                early waits for that, there where it is computed.
             optimizers: all that are in use.
 
         Returns:
@@ -49,7 +61,8 @@ class HostCopies:
         """
         before, self._buffers = self._buffers, {}
         copied: Files = {}
-        copying = Copying()
+        copying = Copying(self)
+        self._pin(files, before)
         for file, content in files.items():
             if isinstance(content, bytes):
                 copied[file] = content
@@ -58,13 +71,13 @@ class HostCopies:
             for name, tensor in content.tensors.items():
                 tensor = tensor.detach()
                 buffer = before.get((file, name))
-                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-                if tensor.device.type == "cpu" and file in later:
+                if buffer is None or not _fits(buffer, tensor):
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                if file in later:
                     copying.add(f"{name} in {file}", buffer, tensor)
-                else:  # from pinned memory the device copies by itself; what is computed after it waits for it there
+                else:  # into pinned memory the device copies by itself; what is computed after it waits for it there
                     buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-                    copying.device = tensor.device if tensor.is_cuda else copying.device
+                    copying.note(tensor)
                 tensors[name] = self._buffers[file, name] = buffer
             copied[file] = TensorFile(tensors, content.notes)
         copying.begin()
@@ -75,30 +88,100 @@ class HostCopies:
             self._guards[optimizer].copying = copying
         return copied, copying
 
+    def _pin(self, files: Files, before: dict[tuple[str, str], Tensor]) -> None:
+        """Put one pinned slab for all tensors that come from a GPU into ``before``, unless they fit what is there."""
+        tensors = {
+            (file, name): tensor
+            for file, content in files.items()
+            if not isinstance(content, bytes)
+            for name, tensor in content.tensors.items()
+            if tensor.is_cuda
+        }
+        if not all(place in before and _fits(before[place], tensor) for place, tensor in tensors.items()):
+            for place in tensors:
+                before.pop(place, None)  # the slab before goes first: both may be more than the machine has
+            self._unpin_slab()
+            starts = list(accumulate((_align(tensor.nbytes) for tensor in tensors.values()), initial=0))
+            slab = self._make_pinned_slab(starts[-1])
+            for (place, tensor), start in zip(tensors.items(), starts, strict=False):
+                before[place] = slab[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def _make_pinned_slab(self, size: int) -> Tensor:
+        """Return so many bytes of pinned memory; torch's own allocator would round them up to a power of two.
+
+        Where the system pins no more, it is plain memory, and the host waits for each copy; a message says that.
+        """
+        slab = torch.empty(size, dtype=torch.uint8, device="cpu")
+        address, cudart = slab.data_ptr(), torch.cuda.cudart()
+        error = int(cudart.cudaHostRegister(address, size, 0)) if size else 0
+        if error:
+            announce(
+                f"a save beside the training copies {size / 2**30:.1f} GiB through memory that could not be pinned "
+                f"(CUDA's error {error}): the training waits for the copy"
+            )
+        elif size:
+            self._unpin = unpin = finalize(self, cudart.cudaHostUnregister, address)
+            unpin.atexit = False  # the process's end does it
+        return slab
+
+
+def _fits(buffer: Tensor, tensor: Tensor) -> bool:
+    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
 
 class Copying:
     """Copies that are under way or still to be made.
 
-    Attributes:
-        device: the accelerator that some are made from.
+    Args:
+        owner: of the memory they are made in, which is pinned as long as the owner lives.
     """
 
-    def __init__(self) -> None:
-        self.device: torch.device | None = None
+    def __init__(self, owner: HostCopies) -> None:
+        self._owner = owner
+        self._device: torch.device | None = None  # that some are made from
         self._on_device: torch.cuda.Event | None = None
+        self._beside: list[tuple[str, Tensor, Tensor, int]] = []
         self._pairs: list[tuple[str, Tensor, Tensor, int]] = []
         self._changed = ""
         self._lock = threading.Lock()
 
     def add(self, place: str, buffer: Tensor, tensor: Tensor) -> None:
         """Make ``buffer`` a copy of ``tensor`` as it is now, but later."""
-        self._pairs.append((place, buffer, tensor, tensor._version))
+        self.note(tensor)
+        (self._beside if tensor.is_cuda else self._pairs).append((place, buffer, tensor, tensor._version))
+
+    def note(self, tensor: Tensor) -> None:
+        """Take note of a tensor that is being copied."""
+        self._device = tensor.device if tensor.is_cuda else self._device
 
     def begin(self) -> None:
         """Everything is added."""
-        if self.device is not None:
-            self._on_device = torch.cuda.Event()
-            self._on_device.record(torch.cuda.current_stream(self.device))
+        if self._device is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._beside:
+            before, stream = stream, _get_stream(self._device)
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                for _, buffer, tensor, _ in self._beside:
+                    buffer.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(stream)
+        self._on_device = torch.cuda.Event(blocking=True)
+        self._on_device.record(stream)
+
+    def hold_back_step(self) -> None:
+        """Let what is computed from here on, an optimizer's step, come after the copies."""
+        self.make()
+        if self._on_device is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._on_device)
+        for place, _, tensor, version in self._beside:  # nobody can tell whether the copy was there first
+            if tensor._version != version:
+                self._changed = self._changed or place
+        self._beside = []
 
     def make(self) -> None:
         """Make the copies, unless that is done; whoever comes while they are made waits."""
@@ -120,6 +203,7 @@ class Copying:
         """
         self.make()
         if self._on_device is not None:
+            torch.cuda.set_device(self._device)  # a thread's own is the first one, on which it would open a context
             self._on_device.synchronize()
         if self._changed:
             raise RuntimeError(
@@ -136,8 +220,13 @@ class _Guard:
 
     def __call__(self, *_: Any) -> None:
         if self.copying is not None:
-            self.copying.make()
+            self.copying.hold_back_step()
             self.copying = None
+
+
+_ALIGNMENT = 256  # bytes
+
+_get_stream = cache(torch.cuda.Stream)  # of a device
 
 
 class Job:

@@ -1,5 +1,6 @@
 """``save_state(blocking=False)``: what is saved is the state of the moment, one at a time, and no failure is lost."""
 
+import logging
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ import torch
 from processes import run, script
 from torch import nn
 from treadle.engine.checkpoint import async_save, filesystem
+from treadle.engine.checkpoint.parts import TensorFile
 from treadle.engine.checkpoint.store import CheckpointStore, verify
 from treadle.strategies import DDP, FSDP
 
@@ -303,3 +305,61 @@ def test_two_processes(tmp_path, strategy):
     for name in os.listdir(tmp_path / "now"):
         if name != "manifest.json":
             assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes(), name
+
+
+class Cudart:
+    """Stands for CUDA's runtime, which pins memory."""
+
+    def __init__(self, error=0):
+        self.error, self.pinned = error, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        if not self.error:
+            self.pinned[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        del self.pinned[address]
+
+
+class OnGpu(torch.Tensor):
+    """Stands for a tensor on a GPU."""
+
+    is_cuda = True
+
+
+def gpu_files(*sizes):
+    tensors = {f"t{n}": torch.arange(float(size)).as_subclass(OnGpu) for n, size in enumerate(sizes)}
+    return {"optimizer.safetensors": TensorFile(tensors, {}), "state.json": b"{}"}
+
+
+def test_tensors_of_a_gpu_share_one_pinned_slab(monkeypatch):
+    cudart, buffers = Cudart(), {}
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    copies = async_save.HostCopies()
+    copies._pin(gpu_files(3, 0, 100), buffers)
+    assert list(cudart.pinned.values()) == [256 + 0 + 512]  # no more than what is copied
+    assert [buffer.shape.numel() for buffer in buffers.values()] == [3, 0, 100]
+    for number, buffer in enumerate(buffers.values()):
+        buffer.fill_(number)
+    assert [set(buffer.tolist()) for buffer in buffers.values()] == [{0.0}, set(), {2.0}]
+    before = dict(cudart.pinned)
+    copies._pin(gpu_files(3, 0, 100), buffers)  # the next save takes the same
+    assert cudart.pinned == before
+    copies._pin(gpu_files(3, 200), buffers)
+    assert list(cudart.pinned.values()) == [256 + 1024]
+    copies.clear()
+    assert not cudart.pinned
+    copies._pin(gpu_files(1), {})
+    del copies
+    assert not cudart.pinned
+
+
+def test_memory_that_can_not_be_pinned_is_used_all_the_same(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=304))
+    buffers = {}
+    with caplog.at_level(logging.INFO):
+        async_save.HostCopies()._pin(gpu_files(8), buffers)
+    assert len(buffers) == 1
+    assert "could not be pinned (CUDA's error 304)" in caplog.text
