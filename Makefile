@@ -6,7 +6,7 @@ BENCH := .venv-bench
 # Tests start many processes; each would compile the whole package where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser lint types compat wheel bench clean
+.PHONY: install demo test test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types compat wheel bench bench-gpu clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -57,6 +57,12 @@ test-slurm: install
 test-browser: install
 	$(BIN)/python -m pytest -m browser tests/integration/test_browser.py $(ARGS)
 
+# On this machine's first GPU, below ten minutes on an H100: in an environment of yours with a CUDA build of torch, in
+# which Treadle and pytest are installed (GPU_PYTHON=path). Without a GPU the tests run that need none.
+GPU_PYTHON ?= python3
+test-gpu:
+	$(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -85,6 +91,10 @@ $(BENCH)/.installed: pyproject.toml constraints.txt
 	$(BENCH)/bin/python -m pip install --quiet --upgrade pip
 	PYTHONWARNINGS=ignore $(BENCH)/bin/python -m pip install --quiet --constraint constraints.txt --editable . lightning accelerate
 	touch $@
+
+# One table of the GPU, below eight minutes on an H100; the peers are measured that the environment has.
+bench-gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py --json gpu.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(BENCH) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
