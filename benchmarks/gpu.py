@@ -356,7 +356,7 @@ def fit(name: str, case: Case, *, logs: bool = False, **options: Any) -> None:
             self.run = torch.compile(self.model) if case.compiled and "compile" not in options else None
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = clock.loss(self.run or self.model, batch)
+            loss = clock.loss(self.model if self.run is None else self.run, batch)
             if logs:
                 self.log("loss", loss, prog_bar=True)
             return loss

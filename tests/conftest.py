@@ -37,9 +37,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="session")
 def an_interrupt_is_not_ignored():
-    """As it is in tests that a shell has started in its background, and in every process that those start."""
+    """As it is in tests that a shell has started in its background, and in every process that those start.
+
+    Nor is a hangup, as under nohup.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="module")
