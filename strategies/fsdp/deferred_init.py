@@ -40,7 +40,9 @@ class _Place:
 
     def view(self, storage: Any) -> Tensor:
         """The tensor in that place of ``storage``."""
-        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.size, self.stride
+        )
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,14 @@ class Tape(TorchDispatchMode):
     computed later in any order. Only what a value depends on is computed again.
 
     With ``torch.device("meta")`` alone the values are lost, and every module needs a ``reset_parameters`` to find them.
+
+    Args:
+        device: where the values are computed, with the random numbers that this device draws.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self._calls: list[_Call] = []
         self._touched: dict[int, list[int]] = {}  # storage: the calls that change it
         self._storages: dict[int, Any] = {}  # kept, so that no other takes the same address
@@ -155,8 +161,11 @@ class Tape(TorchDispatchMode):
         return _OutsideTensor(recorded, _get_version(recorded))
 
     def _materialize(self, value: Any) -> Any:
-        """The values of what is on the meta device, and the CPU where that device is named."""
-        return self.values(value) if _is_meta(value) else _replace_meta_device(value)
+        """The values of what is on the meta device, and the real one where that device is named."""
+        return self.values(value) if _is_meta(value) else self._replace_meta_device(value)
+
+    def _replace_meta_device(self, value: Any) -> Any:
+        return self._device if isinstance(value, torch.device) and value.type == "meta" else value
 
     def _infer_output(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator without a form for the meta device returns, without memory; a replay needs no such form."""
@@ -178,10 +187,9 @@ class Tape(TorchDispatchMode):
         to_meta = torch.ops.aten._to_copy.default
         return self.__torch_dispatch__(to_meta, (), (value,), {"device": torch.device("meta")})
 
-    @staticmethod
-    def _find_generator(args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
+    def _find_generator(self, args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
         generators = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
-        generator = next(generators, torch.default_generator)
+        generator = next(generators, None) or get_generator(self._device)
         return generator, _copy_off_heap(generator.get_state())
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -189,9 +197,9 @@ class Tape(TorchDispatchMode):
 
         def real(value: Any) -> Any:
             if not _is_meta(value):
-                return _replace_meta_device(value)
-            if not value.numel():
-                return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                return self._replace_meta_device(value)
+            if self._device.type != "cpu" or not value.numel():
+                return torch.empty(value.shape, dtype=value.dtype, device=self._device)
             size = value.numel() * value.element_size()
             if len(self._scratch) < size:
                 self._scratch = mmap.mmap(-1, size)
@@ -234,7 +242,7 @@ class Tape(TorchDispatchMode):
         return built is None or built() is not tensor or _get_version(tensor) == self._versions.get(id(tensor))
 
     def values(self, tensor: Tensor) -> Tensor:
-        """The values that ``tensor`` would have, in memory of the CPU. The random state is left as it is."""
+        """The values that ``tensor`` would have, on the device. The random state is left as it is."""
         place = _place(tensor)
         calls = [self._calls[index] for index in sorted(self._find_needed_calls(place.key))]
         drawn = {call.random[0] for call in calls if call.random is not None}
@@ -243,12 +251,33 @@ class Tape(TorchDispatchMode):
         try:
             with torch.no_grad():
                 for call in calls:
-                    _replay(call, real)
+                    self._replay(call, real)
         finally:
             for generator, state in states:
                 generator.set_state(state)
             torch.set_default_dtype(default)
         return place.view(real[place.key])
+
+    def _replay(self, call: _Call, real: dict[int, Any]) -> None:
+        """Run a call with real memory; ``real`` holds the storages that have some, by those of the meta device."""
+
+        def value(item: Any) -> Any:
+            if isinstance(item, _Place):
+                return item.view(real[item.key])
+            return item.value() if isinstance(item, _OutsideTensor) else self._replace_meta_device(item)
+
+        args, kwargs = call.arguments
+        torch.set_default_dtype(call.default)
+        if call.random is not None:
+            generator, state = call.random
+            generator.set_state(state)
+        if call.starts_afresh() and args[0].key not in real:
+            size = args[0].storage_bytes
+            real[args[0].key] = torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()
+        output = call.function(*tree_map(value, args), **tree_map(value, kwargs))
+        for place, computed in zip(call.output, tree_leaves(output), strict=True):
+            if isinstance(place, _Place):
+                real.setdefault(place.key, computed.untyped_storage())
 
     def _find_needed_calls(self, key: int) -> set[int]:
         """The calls that the last value of a storage depends on."""
@@ -266,25 +295,12 @@ class Tape(TorchDispatchMode):
         return needed
 
 
-def _replay(call: _Call, real: dict[int, Any]) -> None:
-    """Run a call with real memory; ``real`` holds the storages that have some, by those of the meta device."""
-
-    def value(item: Any) -> Any:
-        if isinstance(item, _Place):
-            return item.view(real[item.key])
-        return item.value() if isinstance(item, _OutsideTensor) else _replace_meta_device(item)
-
-    args, kwargs = call.arguments
-    torch.set_default_dtype(call.default)
-    if call.random is not None:
-        generator, state = call.random
-        generator.set_state(state)
-    if call.starts_afresh() and args[0].key not in real:
-        real[args[0].key] = torch.empty(args[0].storage_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
-    output = call.function(*tree_map(value, args), **tree_map(value, kwargs))
-    for place, computed in zip(call.output, tree_leaves(output), strict=True):
-        if isinstance(place, _Place):
-            real.setdefault(place.key, computed.untyped_storage())
+def get_generator(device: torch.device) -> torch.Generator:
+    """The generator that random numbers on a device are drawn from where none is named."""
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 class _HiddenMeta(TorchFunctionMode):
@@ -302,7 +318,7 @@ class _HiddenMeta(TorchFunctionMode):
             # On the meta device these would drop their data unseen.
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
         if func in _LOOKS and _is_meta(args[0]):
-            args = (self._tape.values(args[0]), *args[1:])
+            args = (self._tape.values(args[0]).cpu(), *args[1:])
         elif func == _SET_DATA and _is_meta(args[0]) is not _is_meta(args[1]):
             target, value = args
             args = (target, value.to("meta") if _is_meta(target) else self._tape.values(value))
@@ -336,10 +352,6 @@ def _place(tensor: Tensor) -> _Place:
     storage = tensor.untyped_storage()
     offset = int(tensor.storage_offset())
     return _Place(storage._cdata, storage.nbytes(), tensor.dtype, tensor.size(), tensor.stride(), offset)
-
-
-def _replace_meta_device(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
 
 
 def _copy_off_heap(state: Tensor) -> Tensor:

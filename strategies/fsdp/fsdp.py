@@ -23,7 +23,7 @@ from ..precision import Precision
 from ..strategy import Strategy
 from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, self_contained
 from .checks import check_device, check_parallelized, check_parameters, check_unchanged
-from .deferred_init import Tape
+from .deferred_init import Tape, get_generator
 from .optimizer import hand_over
 from .reshard import ShardedRouter, forget_gradients, gathered_parameters, put_away, start_anew
 
@@ -98,6 +98,7 @@ class FSDP(Strategy):
         self.mixed_precision = mixed_precision
         self.layout = Layout(data_parallel_size, data_parallel_replicate, tensor_parallel_size)
         self.sync_each_batch = sync_each_batch
+        self._is_held_back = False  # the sum of the votes
         self._tapes: list[Tape] = []
         self._recording = False
         self._roots: WeakSet[Any] = WeakSet()
@@ -132,7 +133,7 @@ class FSDP(Strategy):
 
     @contextmanager
     def construction(self, empty: bool = False) -> Iterator[None]:
-        """See `Strategy.construction`: no memory for parameters; `wrap` computes each process's shards.
+        """See `Strategy.construction`: no memory for parameters; `wrap` computes each process's shards, on its device.
 
         All processes must enter it: they draw rank zero's random numbers.
         """
@@ -140,18 +141,21 @@ class FSDP(Strategy):
             with built_in_place(torch.device("meta"), self.precision.storage, empty):
                 yield
             return
-        local_rng_state = torch.get_rng_state()
-        shared_rng_state = self.world.broadcast(local_rng_state)
-        torch.set_rng_state(shared_rng_state)
-        tape = Tape()
+        generators = list(dict.fromkeys((torch.default_generator, get_generator(self.world.device))))
+        local_states = [generator.get_state() for generator in generators]
+        shared_states = self.world.broadcast(local_states)
+        for generator, state in zip(generators, shared_states, strict=True):
+            generator.set_state(state)
+        tape = Tape(self.world.device)
         self._recording = True
         try:
             with built_in_place(torch.device("meta"), self.precision.storage, empty), tape.recording():
                 yield
         finally:
             self._recording = False
-            if not torch.equal(local_rng_state, shared_rng_state):
-                torch.set_rng_state(local_rng_state)
+            if not all(map(torch.equal, local_states, shared_states)):
+                for generator, state in zip(generators, local_states, strict=True):
+                    generator.set_state(state)
         self._tapes.append(tape)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
@@ -297,6 +301,7 @@ class FSDP(Strategy):
             value = value.to(self.precision.storage)
         value = cut_like(value.contiguous(), placeholder)  # where tensor parallelism cuts it
         if isinstance(origin, nn.Parameter):
+            value = value.cpu() if self.cpu_offload else value
             return nn.Parameter(value, requires_grad=origin.requires_grad)
         return value.to(self.world.device)
 
@@ -372,6 +377,26 @@ class FSDP(Strategy):
         for root in self._roots:
             start_anew(root)
         return error
+
+    def start_agreement(self, votes: Tensor) -> None:
+        """See `Strategy.start_agreement`; on GPUs the sum begins after backward, with `agreement`.
+
+        NCCL's collectives are in one queue: the first gather of backward would wait behind the votes, and these for the
+        end of forward.
+        """
+        if self.world.device.type == "cuda":
+            self._votes = votes
+            self._is_held_back = True
+        else:
+            super().start_agreement(votes)
+
+    def agreement(self) -> Tensor:
+        """See `Strategy.agreement`."""
+        if self._is_held_back:
+            self._is_held_back = False
+            assert self._votes is not None
+            super().start_agreement(self._votes)
+        return super().agreement()
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 

@@ -207,7 +207,7 @@ def test_a_model_built_late_is_the_one_built_at_once():
             torch.set_default_dtype(torch.float32)
         after = torch.rand(3)
         torch.manual_seed(11)
-        tape = Tape()
+        tape = Tape(torch.device("cpu"))
         with torch.device("meta"), tape.recording():
             if late:
                 torch.set_default_dtype(torch.float64)
@@ -241,7 +241,7 @@ def test_values_that_a_tape_remembers(make):
     torch.manual_seed(5)
     wanted = make()
     torch.manual_seed(5)
-    tape = Tape()
+    tape = Tape(torch.device("cpu"))
     with torch.device("meta"), tape.recording():
         built = make()
     for (name, value), real in zip(built.state_dict().items(), wanted.state_dict().values(), strict=True):
@@ -838,7 +838,7 @@ def test_what_is_done_around_a_model_built_late():
     with contextlib.suppress(KeyError), accelerator.init_module():
         raise KeyError
     assert torch.empty(1).device.type == "cpu"
-    tape, large = Tape(), torch.ones(1 << 20)
+    tape, large = Tape(torch.device("cpu")), torch.ones(1 << 20)
     with torch.device("meta"), tape.recording():
         kept = nn.Parameter(torch.empty(1 << 20))
         kept.data.copy_(large)
@@ -971,3 +971,24 @@ def test_each_gpu_goes_on_from_its_own_random_numbers(monkeypatch):
     keep_random_state("mesh")
     keep_random_state("mesh")
     assert made == [False]  # torch's default is True: all ranks would go on from rank zero's
+
+
+def test_on_gpus_the_votes_are_summed_after_backward():
+    started = []
+    strategy = FSDP()
+    strategy._work = None
+    gpu, cpu = (
+        types.SimpleNamespace(device=torch.device(name), start_all_reduce=lambda votes: started.append(votes))
+        for name in ("cuda", "cpu")
+    )
+    votes = torch.zeros(5)
+    strategy.world = gpu
+    strategy.start_agreement(votes)
+    assert not started  # they would stand in NCCL's queue before the first gather of backward
+    assert strategy.agreement() is votes
+    assert len(started) == 1
+    strategy.world = cpu
+    strategy.start_agreement(votes)
+    assert len(started) == 2
+    assert strategy.agreement() is votes
+    assert len(started) == 2
