@@ -203,11 +203,11 @@ class Accelerator(Process):
         world = open_world(kind, devices, num_nodes, spread=spread, **group)
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
-        self.precision.warn_if_emulated(world.device)
         super().__init__(world, self.strategy.data_world)
         self._begin(handlers["scaler"], Trackers(world, sources), watch(world, limit))
 
     def _begin(self, scaling: Any, trackers: Trackers, watchdog: Watchdog | None) -> None:
+        self.precision.warn_if_emulated(self.device)
         scaler = configuration.build_scaler(scaling, self.precision, self.device)
         self.watchdog = watchdog
         self.models: list[nn.Module] = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..strategies.wrap_policy import describe_kind
+from ..strategies import describe_kind
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from .fsdp.fsdp import FSDP
     from .fsdp.fsdp import FSDP as FSDPStrategy
     from .fsdp.fsdp import FSDP as ModelParallelStrategy
+    from .fsdp.recompute import Recompute
     from .model_init import built_in_place
     from .precision import Precision
     from .registry import register_strategy, resolve_devices, resolve_strategy, strategy_names
     from .strategy import SingleDevice, Strategy
     from .strategy import SingleDevice as SingleDeviceStrategy
+    from .wrap_policy import describe_kind
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -138,6 +138,10 @@ class Strategy(StrategyAliases):
         """
         return split_into_blocks(module, blocks), False
 
+    def decisions(self, module: nn.Module) -> list[str]:
+        """What the user may want to know of how a wrapped model is run, and could choose otherwise; said once."""
+        return []
+
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return what to step in the place of ``optimizer``, whose model is wrapped by now."""
         move_optimizer_state(optimizer, self.world.device)

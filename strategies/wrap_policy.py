@@ -14,6 +14,7 @@ from ..common.validation import choose
 # A name, a class or several, a number of parameters, or a function of a module.
 Policy = str | type[nn.Module] | Collection[type[nn.Module] | str] | int | Callable[..., bool]
 _LISTS = (nn.ModuleList, nn.ModuleDict)
+_NAMES = ("auto", "parts")
 
 
 def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module]:
@@ -21,16 +22,18 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
 
     Args:
         model: the user's module.
-        policy: ``"auto"`` (the repeated blocks), classes or their names, the least number of parameters, or
-            ``f(module) -> bool``. torch's and Lightning's policy objects for FSDP are understood.
+        policy: ``"auto"`` (the repeated blocks), ``"parts"`` (these, and what lies beside them, such as an embedding
+            and a head, each by itself), classes or their names, the least number of parameters, or ``f(module) ->
+            bool``. torch's and Lightning's policy objects for FSDP are understood.
         flag: the argument's name, for errors.
 
     Raises:
         ValueError: if classes are named that the model has none of, or the number is not positive.
         TypeError: for anything else.
     """
-    if isinstance(policy, str) and policy == "auto":
-        return repeated_blocks(model)
+    if isinstance(policy, str) and policy in _NAMES:
+        blocks = repeated_blocks(model)
+        return blocks if policy == "auto" else [*blocks, *direct_parts(model, blocks)]
     if isinstance(policy, int) and not isinstance(policy, bool):
         return _choose_by_size(model, policy, flag)
     classes = getattr(policy, "_module_classes", policy)  # torch's ModuleWrapPolicy
@@ -180,5 +183,5 @@ def check_policy(policy: Any, flag: str) -> Any:
     if isinstance(policy, bool):
         raise TypeError(f"{flag}={policy!r} must be 'auto', module classes, a number of parameters or a function.")
     if isinstance(policy, str) and policy.islower():
-        choose(flag, policy, ("auto",))
+        choose(flag, policy, _NAMES)
     return policy

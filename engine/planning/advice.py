@@ -104,7 +104,7 @@ def _suggest_half_gathering(plan: Plan, again: Again) -> list[str]:
         return []
     other = again(gather=plan.precision.compute)
     short = str(plan.precision.compute).removeprefix("torch.")
-    return _describe_gain(plan, other, f"gathering in {short} (mixed_precision=MixedPrecisionPolicy({short}, float32))")
+    return _describe_gain(plan, other, f"gathering in {short} (gather_dtype=torch.{short})")
 
 
 def _describe_gain(plan: Plan, other: Plan, words: str) -> list[str]:

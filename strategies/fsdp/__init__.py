@@ -10,5 +10,6 @@ if TYPE_CHECKING:
     from .fsdp import FSDP
     from .fsdp import FSDP as FSDPStrategy
     from .fsdp import FSDP as ModelParallelStrategy
+    from .recompute import Recompute
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -25,6 +25,7 @@ from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, sel
 from .checks import check_device, check_parallelized, check_parameters, check_unchanged
 from .deferred_init import Tape, get_generator
 from .optimizer import hand_over
+from .recompute import Recompute
 from .reshard import ShardedRouter, forget_gradients, gathered_parameters, put_away, start_anew
 
 _ROOT = "_sharded_root"
@@ -44,13 +45,15 @@ class FSDP(Strategy):
         auto_wrap_policy: which modules are gathered as one; see `wrapping.chosen_blocks`. What is in none of them is
             gathered once per step.
         activation_checkpointing_policy: which modules keep only their inputs and compute the rest again in backward:
-            True for those of ``auto_wrap_policy``, or a policy of its own.
+            True for those of ``auto_wrap_policy``, a policy of its own, or a `Recompute`, which can also choose every
+            n-th of them, keep the results of some operations, or leave the choice to the compiler.
         reshard_after_forward: drop a block's parameters after forward and gather them again in backward; False
             keeps them (faster, more memory), a number reshards to groups of that many processes.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        mixed_precision: torch's ``MixedPrecisionPolicy``. By default parameters are gathered as they are stored and
-            autocast does the rest, so that the numbers are those of one process; ``MixedPrecisionPolicy(torch.bfloat16,
-            torch.float32)`` halves what is gathered, and rounds the weights of norms too.
+        gather_dtype: the format that parameters are gathered in. By default as they are stored, and autocast does the
+            rest, so that the numbers are those of one process; ``torch.bfloat16`` sends half of float32's bytes, and
+            rounds the weights of norms too. Gradients are reduced in float32.
+        mixed_precision: torch's ``MixedPrecisionPolicy``, which says the same and more, in the place of that.
         data_parallel_size: processes to share the data out to; ``"auto"`` is all that ``tensor_parallel_size`` leaves.
         data_parallel_replicate: number of replicas; each is sharded over ``data_parallel_size`` divided by it
             (hybrid sharding: set it to the number of machines to gather within a machine only).
@@ -74,9 +77,10 @@ class FSDP(Strategy):
         self,
         *,
         auto_wrap_policy: Policy = "auto",
-        activation_checkpointing_policy: Policy | bool | None = None,
+        activation_checkpointing_policy: Policy | Recompute | bool | None = None,
         reshard_after_forward: bool | int = True,
         cpu_offload: bool = False,
+        gather_dtype: torch.dtype | None = None,
         mixed_precision: MixedPrecisionPolicy | None = None,
         data_parallel_size: int | str = "auto",
         data_parallel_replicate: int = 1,
@@ -84,10 +88,8 @@ class FSDP(Strategy):
         sync_each_batch: bool = False,
     ) -> None:
         self.auto_wrap_policy = check_policy(auto_wrap_policy, "auto_wrap_policy")
-        recomputed = activation_checkpointing_policy
-        if recomputed is not None and not isinstance(recomputed, bool):
-            check_policy(recomputed, "activation_checkpointing_policy")
-        self.activation_checkpointing_policy = recomputed
+        Recompute.parse(activation_checkpointing_policy)  # refuses what is none
+        self.activation_checkpointing_policy = activation_checkpointing_policy
         if tensor_parallel_size != 1 and not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward={reshard_after_forward} with tensor_parallel_size={tensor_parallel_size}: "
@@ -95,7 +97,7 @@ class FSDP(Strategy):
             )
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
-        self.mixed_precision = mixed_precision
+        self.mixed_precision = _choose_policy(gather_dtype, mixed_precision)
         self.layout = Layout(data_parallel_size, data_parallel_replicate, tensor_parallel_size)
         self.sync_each_batch = sync_each_batch
         self._is_held_back = False  # the sum of the votes
@@ -203,14 +205,15 @@ class FSDP(Strategy):
             self._parallelize(module)
             blocks = self._choose_blocks(module)  # the hook may have put other parts in
         self._explain(module, blocks)
-        self._recompute(module, blocks)
+        recompute = Recompute.parse(self.activation_checkpointing_policy)
+        if recompute is not None:
+            recompute.apply(module, blocks)
         for block in blocks:
             self._build(block, unbuilt)
             self._fully_shard(block, self.reshard_after_forward)
         self._build(module, unbuilt)
         # Where activations are computed again, autocast alone would keep a cast copy of the whole model until backward.
-        recomputed = self.activation_checkpointing_policy not in (None, False)
-        precision = replace(self.precision, cached=False) if recomputed else self.precision
+        precision = self.precision if recompute is None else replace(self.precision, cached=False)
         router = ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
         self._fully_shard(router, False)
         if self.world.size > 1:
@@ -260,20 +263,6 @@ class FSDP(Strategy):
             )
         module.parallelize(self._mesh[TENSOR])  # type: ignore[operator]
         check_parallelized(module, self.layout.tensor)
-
-    def _recompute(self, module: nn.Module, blocks: list[nn.Module]) -> None:
-        policy = self.activation_checkpointing_policy
-        if policy is None or policy is False:
-            return
-        # The form that leaves the names of the model's parts as they are; torch has no public one (2.13).
-        from torch.distributed._composable import checkpoint
-
-        flag = "activation_checkpointing_policy"
-        chosen = blocks if policy is True else chosen_blocks(module, policy, flag)
-        if not chosen:
-            raise ValueError(f"{flag}={policy!r} finds nothing in {type(module).__name__}; name module classes.")
-        for part in chosen:
-            checkpoint(part)
 
     def _build(self, module: nn.Module, unbuilt: dict[Any, Tensor]) -> None:
         """Give what was built without memory its values, in ``module``'s parts that have none yet."""
@@ -328,6 +317,17 @@ class FSDP(Strategy):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
     # -- gradients -----------------------------------------------------------------------------------------------
+
+    def decisions(self, module: nn.Module) -> list[str]:
+        """See `Strategy.decisions`: what gathering as stored costs, where the model computes in fewer bits."""
+        if self.mixed_precision is not None or self.precision.compute is None or self.world.size == 1:
+            return []
+        size = sum(p.numel() * p.element_size() for p in module.parameters()) / self.layout.tensor / 2**30
+        word = str(self.precision.compute).removeprefix("torch.")
+        return [
+            f"FSDP gathers {size:,.2f} GiB in each forward and backward, as stored; "
+            f"FSDP(gather_dtype=torch.{word}) sends half, and rounds the weights of norms too"
+        ]
 
     def set_gradient_sync(self, module: Any, on: bool) -> None:
         """See `Strategy.set_gradient_sync`."""
@@ -449,8 +449,6 @@ class FSDP(Strategy):
         self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
     ) -> FSDP:
         """See `Strategy.variant`. The copy knows none of the models of the original."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
         variant = copy.copy(self)
         variant._tapes, variant._roots, variant._moved = [], WeakSet(), WeakIdKeyDictionary()
         if replicate is not None:
@@ -458,8 +456,20 @@ class FSDP(Strategy):
         if recompute is not None:
             variant.activation_checkpointing_policy = recompute
         if gather is not None:
-            variant.mixed_precision = MixedPrecisionPolicy(gather, torch.float32)
+            variant.mixed_precision = _choose_policy(gather, None)
         return variant
+
+
+def _choose_policy(gather_dtype: Any, mixed_precision: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:
+    if gather_dtype is None:
+        return mixed_precision
+    if not isinstance(gather_dtype, torch.dtype) or not gather_dtype.is_floating_point:
+        raise TypeError(f"gather_dtype={gather_dtype!r} must be a floating-point format, such as torch.bfloat16.")
+    if mixed_precision is not None:
+        raise ValueError("gather_dtype and mixed_precision both say how parameters are gathered; give one of them.")
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(gather_dtype, torch.float32)
 
 
 def _get_tables(part: nn.Module) -> tuple[dict[str, Any], ...]:

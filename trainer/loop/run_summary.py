@@ -62,6 +62,7 @@ class RunSummary:
                 "float32 products at full precision; float32_matmul_precision='high' computes them in TF32, several "
                 "times faster, with 10 bits of the 23"
             )
+        lines += accelerator.strategy.decisions(task)
         if fused := sorted({type(o.optimizer).__name__ for o in accelerator.optimizers if o.fused_by_choice}):
             lines.append(f"{' and '.join(fused)} with fused steps, the same up to rounding; fused=False turns that off")
         if names := list_compiled_names(task):

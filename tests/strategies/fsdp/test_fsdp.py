@@ -15,7 +15,7 @@ from quiet import QUIET
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.strategies import DDP, FSDP, SingleDevice, World
+from treadle.strategies import DDP, FSDP, Recompute, SingleDevice, World
 from treadle.strategies.fsdp.deferred_init import Tape
 from treadle.strategies.wrap_policy import chosen_blocks
 
@@ -143,6 +143,9 @@ VARIANTS = {
     "kept": {"reshard_after_forward": False},
     "recomputed": {"activation_checkpointing_policy": True},
     "recomputed parts": {"activation_checkpointing_policy": {nn.LayerNorm, "Linear"}},
+    "every second recomputed": {"activation_checkpointing_policy": Recompute(every=2)},
+    "products kept": {"activation_checkpointing_policy": Recompute(keep="products")},
+    "parts": {"auto_wrap_policy": "parts"},
     "offloaded": {"cpu_offload": True},
     "sync each": {"sync_each_batch": True},
 }
@@ -428,6 +431,8 @@ def test_grids_that_do_not_fit(options, says):
         ({"data_parallel_size": 0}, ValueError, "data_parallel_size=0"),
         ({"tensor_parallel_size": True}, ValueError, "tensor_parallel_size=True"),
         ({"auto_wrap_policy": "atuo"}, ValueError, "Did you mean 'auto'"),
+        ({"gather_dtype": "bf16"}, TypeError, "gather_dtype='bf16' must be a floating-point format"),
+        ({"gather_dtype": torch.bfloat16, "mixed_precision": 1}, ValueError, "give one of them"),
         ({"auto_wrap_policy": True}, TypeError, "auto_wrap_policy=True"),
         ({"activation_checkpointing_policy": "on"}, ValueError, "activation_checkpointing_policy='on'"),
     ],
