@@ -9,6 +9,7 @@ from ..callbacks import (
     Callback,
     Checkpoint,
     EarlyStopping,
+    GarbageCollection,
     ModelCheckpoint,
     ModelSummary,
     OnExceptionCheckpoint,
@@ -20,6 +21,8 @@ from ..common.validation import check_bool
 from ..loggers import Logger, TensorBoardLogger
 from .logging import SilentLogger
 
+_STEPS_PER_COLLECTION = 100
+
 
 def choose_callbacks(
     requested: Iterable[Callback] | Callback | None,
@@ -29,6 +32,7 @@ def choose_callbacks(
     model_summary: bool | None,
     report: bool | None,
     in_folder: bool,
+    collects_garbage: bool = False,
 ) -> list[Callback]:
     """The callbacks given, and a default of each kind that is wanted and missing.
 
@@ -39,6 +43,7 @@ def choose_callbacks(
         model_summary: whether a `ModelSummary` is wanted (default yes).
         report: whether a `RunReport` is wanted (default: if the run is ``in_folder``).
         in_folder: whether a logger has a folder for the run.
+        collects_garbage: whether a `GarbageCollection` is wanted, where several processes would wait for each other's.
 
     Raises:
         TypeError: for something that is no callback.
@@ -60,6 +65,8 @@ def choose_callbacks(
             raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks; drop one of them.")
         if not is_present and enabled is not False and (enabled or in_folder or kind is not RunReport):
             callbacks.append(default())
+    if collects_garbage and not any(isinstance(callback, GarbageCollection) for callback in callbacks):
+        callbacks.append(GarbageCollection(every_n_steps=_STEPS_PER_COLLECTION))
     return callbacks
 
 

@@ -271,6 +271,9 @@ class Trainer(LightningAliases):
             model_summary=enable_model_summary,
             report=enable_report,
             in_folder=any(configured_logger.save_dir for configured_logger in self.loggers),
+            collects_garbage=self.accelerator.num_processes > 1
+            and self.accelerator.device.type == "cuda"
+            and not barebones,
         )
         # Scripts read their paths; they are never called.
         self.idle_callbacks = set_aside(self.callbacks) if fast else []

@@ -106,6 +106,25 @@ def _allow_sockets(size: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
+def let_segments_grow() -> None:
+    """Let torch's allocator for GPUs grow its segments, unless the user has configured it or has used it.
+
+    Then batches of changing sizes leave no holes that nothing fits in.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's before 2.9
+    if sys.platform == "linux" and not torch.cuda.is_initialized() and not any(name in os.environ for name in names):
+        is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
+        os.environ[names[0] if is_new else names[1]] = "expandable_segments:True"
+
+
+def make_communicators(device: torch.device) -> None:
+    """Make nccl's connections now: the first collective does, which takes seconds, or fails far from the cause."""
+    if device.type == "cuda" and "nccl" in dist.get_backend_config():
+        dist.all_reduce(torch.zeros(1, device=device))
+
+
 def _check_versions(store: dist.Store, rank: int) -> None:
     """See that every process runs rank zero's torch and Treadle; others may exchange something else, or nothing."""
     local_versions = f"torch {torch.__version__}, treadle {__version__}"

@@ -97,6 +97,7 @@ class World:
             return
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
         if self.device.type == "cuda":
+            process_group.let_segments_grow()
             torch.cuda.set_device(self.device)
         if size > 1:
             process_group.connect(self.device, rank, size, self.timeout, address, run_id, backend)
@@ -104,6 +105,7 @@ class World:
                 process_group.set_timeout(timeout)
             self._note_carried_devices()
             if dist.get_backend() != "fake":  # of a plan, in which nobody else is
+                process_group.make_communicators(self.device)
                 arrivals_of(self)  # so that others can see where this process is
 
     def _note_carried_devices(self) -> None:

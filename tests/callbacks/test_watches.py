@@ -17,6 +17,7 @@ from treadle.callbacks import (
     SpikeWatch,
     Timer,
 )
+from treadle.trainer.default_callbacks import choose_callbacks
 
 import treadle
 
@@ -142,6 +143,31 @@ def test_looking_changes_nothing(tmp_path):
 
 
 # -- garbage -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_there_before_is_frozen_while_a_run_collects(tmp_path):
+    gc.unfreeze()
+    callback = GarbageCollection()
+    callback.on_train_start(None, None)
+    assert gc.get_freeze_count() > 0
+    assert not gc.isenabled()
+    callback.teardown(None, None, "fit")
+    assert (gc.get_freeze_count(), gc.isenabled()) == (0, True)
+    gc.freeze()
+    count = gc.get_freeze_count()
+    callback.on_train_start(None, None)
+    assert gc.get_freeze_count() == count
+    callback.teardown(None, None, "fit")
+    assert gc.get_freeze_count() == count
+
+
+def test_several_gpus_collect_together():
+    flags = dict.fromkeys(("checkpointing", "progress_bar", "model_summary", "report"), False)
+    (added,) = choose_callbacks(None, **flags, in_folder=False, collects_garbage=True)
+    assert (type(added), added.every_n_steps) == (GarbageCollection, 100)
+    own = GarbageCollection(7)
+    assert choose_callbacks(own, **flags, in_folder=False, collects_garbage=True) == [own]
+    assert choose_callbacks(None, **flags, in_folder=False) == []
 
 
 def test_garbage_is_collected_at_chosen_steps(tmp_path):

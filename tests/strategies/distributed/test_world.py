@@ -11,6 +11,7 @@ import torch
 from processes import run
 from treadle.strategies import LaunchEnvironment, Precision, open_world
 from treadle.strategies.distributed import world as world_module
+from treadle.strategies.distributed.process_group import let_segments_grow
 
 WHOLE = {
     "RANK": "1",
@@ -302,3 +303,18 @@ def test_a_line_beside_the_training_is_used_again():
     for threads, ranks in run(count_lines, 2):
         assert threads == threads[:1] * 4
         assert ranks == [0, 1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has it on Linux")
+def test_the_allocators_segments_grow_unless_the_user_has_chosen(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    let_segments_grow()
+    assert [os.environ.get(name) for name in names].count("expandable_segments:True") == 1
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    let_segments_grow()
+    assert [os.environ.get(name) for name in names] == [None, "max_split_size_mb:64"]
