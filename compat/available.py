@@ -149,7 +149,7 @@ is_sagemaker_available = _make_never_available("SageMaker")
 is_deepspeed_available = _make_never_available("DeepSpeed")
 is_megatron_lm_available = _make_never_available("Megatron-LM")
 is_msamp_available = is_transformer_engine_mxfp8_available = _make_never_available("fp8")
-is_fp8_available = is_transformer_engine_available = _make_never_available("fp8")
+is_transformer_engine_available = _make_never_available("fp8")
 
 
 def _make_is_installed(module: str) -> Callable[[], bool]:
@@ -165,7 +165,7 @@ is_boto3_available = _make_is_installed("boto3")
 is_import_timer_available = _make_is_installed("import_timer")
 is_lomo_available = _make_is_installed("lomo_optim")
 is_pytest_available = _make_is_installed("pytest")
-is_torchao_available = _make_is_installed("torchao")
+is_torchao_available = is_fp8_available = _make_is_installed("torchao")
 is_tqdm_available = _make_is_installed("tqdm")
 is_aim_available = _make_is_installed("aim")
 is_bnb_available = _make_is_installed("bitsandbytes")

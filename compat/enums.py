@@ -98,7 +98,7 @@ class LoggerType(BaseEnum):
 
 
 class PrecisionType(str, BaseEnum):
-    """Values of ``Accelerator(mixed_precision=...)``; Treadle has no ``fp8``."""
+    """Values of ``Accelerator(mixed_precision=...)``; ``fp8`` is torchao's float8."""
 
     NO = "no"
     FP8 = "fp8"

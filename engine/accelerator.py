@@ -52,6 +52,7 @@ from .optim import (
 from .preemption import Preemption, preemptible
 from .process_state import AcceleratorState, GradientState, Process, register_accelerator
 from .profilers import profile
+from .quantization import convert_to_float8
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
 from .rng import RandomStream
 from .run_rng import RunRng
@@ -68,7 +69,7 @@ _UNSUPPORTED = {
     "lomo_backward": "LOMO steps inside backward; use any optimizer whose step comes after it.",
     "maybe_context_parallel": "a sequence is not split over processes here.",
     "deepspeed_ulysses_dl_adapter": "a sequence is not split over processes here.",
-    "fp8_backend": "float8 is not computed here; mixed_precision='bf16' is.",
+    "fp8_backend": "float8 is always torchao's here.",
     "megatron_lm_plugin": "Megatron-LM is not used here.",
     "build_parallelism_config": "give Accelerator(parallelism_config=...) itself.",
 }
@@ -309,6 +310,8 @@ class Accelerator(Process):
             raise ValueError("this model is spread over several devices by a device map, for inference only.")
         if not (self.device_placement if device_placement is None else device_placement):
             self._check_device(module)
+        if index is None and self.precision.float8 and not evaluation_mode:
+            convert_to_float8(module, self.device)
         if index is None and by_parts:
             self.dynamo_plugin.compile_parts(module, self.strategy)
         elif index is None:

@@ -298,7 +298,7 @@ class TorchTensorParallelPlugin(_Refused):
 class FP8RecipeKwargs(_Refused):
     """Refused."""
 
-    instead = "float8 is not computed here; use mixed_precision='bf16'."
+    instead = "float8 is torchao's with its defaults here: give mixed_precision='fp8' alone."
 
 
 class AORecipeKwargs(FP8RecipeKwargs):
@@ -431,19 +431,15 @@ def resolve_project(
 
 
 def resolve_precision(mixed_precision: Any, autocast: AutocastKwargs | None) -> tuple[Precision, str]:
-    """Return the number formats to compute in, and Accelerate's word for autocast's: ``"no"``, ``"bf16"``, ``"fp16"``.
+    """Return the number formats to compute in, and Accelerate's word: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
 
     Raises:
         ValueError: for one that is not there.
     """
     mixed_precision = getattr(mixed_precision, "value", mixed_precision)
-    if mixed_precision == "fp8":
-        raise ValueError(
-            "precision='fp8': float8 is not computed here; use mixed_precision='bf16' (Accelerator) or "
-            "precision='bf16-mixed' (Trainer)."
-        )
     precision = Precision.parse(mixed_precision)
     word = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(precision.compute, "no")  # type: ignore[arg-type]
+    word = "fp8" if precision.float8 else word
     if autocast is None:
         return precision, word
     compute = precision.compute if autocast.enabled else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..strategies.distributed import local
 
@@ -36,12 +37,14 @@ def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors have in common exactly when they are the same view of the same memory, as tied weights are.
 
     Args:
-        tensor: Any strided tensor that has memory. The key is valid only while the tensor lives.
+        tensor: Any strided tensor. The key is valid only while the tensor lives.
 
     Returns:
         A value to compare or to use in a dict.
     """
     local_tensor = local(tensor)
+    if is_traceable_wrapper_subclass(local_tensor):  # of several tensors, such as rounded weights and their scales
+        return (id(tensor),)
     pointer = local_tensor.untyped_storage().data_ptr()
     if pointer == 0:  # nothing allocated, so nothing shared
         return (id(tensor),)

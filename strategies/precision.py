@@ -23,6 +23,7 @@ _ALIASES: dict[Any, str] = {
     "16": "16-mixed",
     "fp16": "16-mixed",
     "bf16": "bf16-mixed",
+    "fp8": "float8",
 }
 
 
@@ -31,11 +32,12 @@ class Precision:
     """How numbers are kept and computed.
 
     Args:
-        name: one of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``.
+        name: one of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``, ``float8``.
         storage: dtype of floating-point parameters and inputs, or None to leave them as the user made them.
         compute: dtype that autocast computes in, or None for no autocast.
         scaled: whether the loss is scaled against underflow of float16 gradients.
         cached: whether autocast keeps the weights that it has cast.
+        float8: whether linear layers multiply in float8.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Precision:
     compute: torch.dtype | None = None
     scaled: bool = False
     cached: bool = True
+    float8: bool = False
 
     @classmethod
     def parse(cls, value: Any) -> Precision:
@@ -124,5 +127,6 @@ _PRECISIONS = {
         Precision(name="bf16-true", storage=torch.bfloat16),
         Precision(name="16-true", storage=torch.float16),
         Precision(name="64-true", storage=torch.float64),
+        Precision(name="float8", compute=torch.bfloat16, float8=True),
     )
 }

@@ -69,7 +69,8 @@ class Trainer(LightningAliases):
         strategy: ``"auto"``, ``"single"``, ``"ddp"``, a registered name, or a `Strategy`.
         devices: processes on this machine: a number, ``-1``, a list of device indices, ``"auto"``.
         num_nodes: machines.
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, or
+            ``"float8"``: as bf16-mixed, with linear layers that multiply in float8 (needs ``treadle[quantization]``).
         logger: True (TensorBoard), False, a `Logger`, or several.
         callbacks: one or several.
         fast_dev_run: run so many batches (True is one) of each stage, without logging or checkpoints.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from ..quantization import WeightQuantizer
     from .device_map import (
         check_device_map,
         clean_device_map,

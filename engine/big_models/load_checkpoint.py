@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...common.messages import announce, warn
 from ...common.validation import choose
 from ..checkpoint import Weights, abbreviate
+from ..quantization import WeightQuantizer
 from ..weights import open_weights
 from .device_map import check_device_map, get_balanced_memory, infer_auto_device_map, look_up_device
 from .device_map_report import device_map_plan
@@ -48,6 +49,7 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    quantization: str | WeightQuantizer | None = None,
 ) -> nn.Module:
     """Load a checkpoint into a model, usually one made under `init_empty_weights`, and spread it over devices.
 
@@ -62,17 +64,14 @@ def load_checkpoint_and_dispatch(
             then the disk, and the plan is printed. Or a map of names to devices. Default: load it only.
         max_memory: As in `get_max_memory`.
         no_split_module_classes: As in `infer_auto_device_map`.
-        offload_folder: Not needed, nothing is copied on the disk.
+        offload_folder, offload_state_dict: Not needed: nothing is copied on the disk, or stands in memory twice.
         offload_buffers: Buffers of offloaded modules are offloaded too.
         dtype: What floating point weights become. Default: what they are in the model.
-        offload_state_dict: Not needed, weights never stand in memory twice.
-        skip_keys: As in `dispatch_model`.
-        preload_module_classes: As in `dispatch_model`.
-        force_hooks: As in `dispatch_model`.
+        skip_keys, preload_module_classes, force_hooks: As in `dispatch_model`.
         strict: Tensors that only the model or only the checkpoint has are an error; else a warning, unless the model
             would have no values for them at all.
-        full_state_dict: The checkpoint must be a whole one; False is an error.
-        broadcast_from_rank0: True is an error: each process reads for itself.
+        full_state_dict, broadcast_from_rank0: Errors if changed: each process reads a whole checkpoint for itself.
+        quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
 
     Returns:
         The model, with the map as its ``hf_device_map``.
@@ -83,9 +82,12 @@ def load_checkpoint_and_dispatch(
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     refuse_twice(model)
     weights = open_weights(checkpoint)
+    quantizer = WeightQuantizer.parse(quantization)
     if isinstance(device_map, str):
-        device_map = _plan_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    load_weights(model, weights, device_map, parse_dtype(dtype), offload_buffers, strict)
+        device_map = _plan_device_map(
+            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers, quantizer
+        )
+    load_weights(model, weights, device_map, parse_dtype(dtype), offload_buffers, strict, quantizer=quantizer)
     if device_map is None:
         return model
     on_disk = {name: piece for name, piece in weights.items() if look_up_device(device_map, name) == "disk"}
@@ -100,13 +102,16 @@ def _plan_device_map(
     no_split: list[str] | None,
     dtype: torch.dtype | str | None,
     offload_buffers: bool,
+    quantizer: WeightQuantizer | None,
 ) -> dict[str, Device]:
     choose("device_map", method, ("auto", "balanced", "balanced_low_0", "sequential"))
+    # Four bits are planned as a byte too, as they have more scales.
+    sizes = None if quantizer is None else {f"{name}.weight": torch.int8 for name in quantizer.select(model)}
     limits = max_memory
     if method != "sequential":
-        limits = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=method == "balanced_low_0")
-    device_map = infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers)
-    announce(device_map_plan(model, device_map, max_memory, dtype))
+        limits = get_balanced_memory(model, max_memory, no_split, dtype, sizes, low_zero=method == "balanced_low_0")
+    device_map = infer_auto_device_map(model, limits, no_split, dtype, sizes, offload_buffers=offload_buffers)
+    announce(device_map_plan(model, device_map, max_memory, dtype, sizes))
     return device_map
 
 
@@ -159,6 +164,7 @@ def load_weights(
     offload_buffers: bool,
     strict: bool,
     in_fp32: set[str] = frozenset(),  # type: ignore[assignment]
+    quantizer: WeightQuantizer | None = None,
 ) -> None:
     """What both doors do with an opened checkpoint. Nothing is changed before all of it is checked."""
     if device_map is not None:
@@ -166,6 +172,7 @@ def load_weights(
     tensors = named_tensors(model)
     _check_names(model, tensors, weights, strict)
     check_shapes(tensors, weights)
+    rounded = {} if quantizer is None else {f"{name}.weight": part for name, part in quantizer.select(model).items()}
     for names in group_tied_names(tensors):
         old = tensors[names[0]]
         place = None if device_map is None else look_up_device(device_map, names[0])
@@ -176,6 +183,8 @@ def load_weights(
             device = torch.device("meta")
         kind = torch.float32 if in_fp32 & set(names[0].split(".")) and dtype else dtype
         _load_tensor(model, names, old, weights, device, resolve_stored_dtype(old, kind))
+        if quantizer is not None and names[0] in rounded and device.type != "meta":
+            quantizer.round(rounded[names[0]])
 
 
 def _load_tensor(

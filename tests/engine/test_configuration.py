@@ -56,7 +56,6 @@ REFUSED = {
     "deepspeeds": ({"deepspeed_plugins": {}}, ValueError, "strategy='fsdp'"),
     "megatron": ({"megatron_lm_plugin": object()}, ValueError, "ParallelismConfig"),
     "tensor": ({"torch_tp_plugin": object()}, ValueError, "tp_size"),
-    "fp8": ({"mixed_precision": "fp8"}, ValueError, "use mixed_precision='bf16'"),
     "precision": ({"mixed_precision": "bff16"}, ValueError, "Did you mean 'bf16'"),
     "steps": ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0"),
     "both steps": (
@@ -103,7 +102,7 @@ def test_what_is_refused_says_why(case):
 
 OWN = {
     "DeepSpeedPlugin": (lambda: utils.DeepSpeedPlugin(zero_stage=3), "strategy='fsdp'"),
-    "FP8": (lambda: utils.TERecipeKwargs(), "bf16"),
+    "FP8": (lambda: utils.TERecipeKwargs(), "mixed_precision='fp8' alone"),
     "context": (lambda: utils.ParallelismConfig(cp_size=2), "cp_size=2"),
     "init": (lambda: utils.InitProcessGroupKwargs(init_method="tcp://x"), "init_method"),
     "limit": (lambda: utils.ProjectConfiguration(total_limit=0), "total_limit=0"),

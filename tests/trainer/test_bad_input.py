@@ -62,7 +62,7 @@ FLAGS = [
     ({"devices": [0, 0]}, ValueError, "devices=[0, 0]", "twice"),
     ({"devices": 1.5}, TypeError, "devices=1.5", "float"),
     ({"num_nodes": 2}, ValueError, "num_nodes=2", "treadle launch --nnodes 2"),
-    ({"precision": "fp8"}, ValueError, "precision='fp8'", "float8", "precision='bf16-mixed'"),
+    ({"precision": "fp9"}, ValueError, "precision='fp9'", "float8", "Did you mean 'fp8'"),
     ({"precision": "bf16-mixd"}, ValueError, "precision='bf16-mixd'", "Did you mean 'bf16-mixed'"),
     ({"precision": [16]}, ValueError, "precision=[16]"),
     ({"fast_dev_run": 0.5}, ValueError, "fast_dev_run=0.5", "whole number"),

@@ -1,0 +1,127 @@
+"""Fewer bits, by torchao: weights of eight or four bits for inference, and products in float8 for training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.messages import announce, warn
+from ..common.optional import require
+from ..common.validation import choose
+
+GROUP = 32
+"""Weights that share a scale, at four bits."""
+_EXTRA = "quantization"
+_MULTIPLE = 16  # of which torch's float8 products want both sizes
+
+
+class WeightQuantizer:
+    """Rounds the weights of ``nn.Linear`` to eight or four bits; products are computed in the model's own format.
+
+    The largest value of a row (at eight bits), or the range of each 32 weights (at four), gives the scale. Each layer
+    is rounded as soon as its weight is read, so no more than one is in memory in full; what lies on the disk is read
+    as it is there. For inference; needs ``pip install treadle[quantization]``.
+
+    Args:
+        bits: ``"int8"`` or ``"int4"``.
+        skip: names of modules to leave as they are, such as ``["lm_head"]``, with all that lies in them.
+
+    Raises:
+        ValueError: for other bits.
+        ModuleNotFoundError: without torchao.
+
+    Source: https://docs.pytorch.org/ao/stable/quantized_inference.html
+    """
+
+    def __init__(self, bits: str, skip: Collection[str] = ()) -> None:
+        self.bits = choose("quantization", bits, ("int8", "int4"))
+        self.skip = tuple(skip)
+        require(f"quantization={bits!r}", "torchao", extra=_EXTRA)
+
+    @classmethod
+    def parse(cls, value: str | WeightQuantizer | None) -> WeightQuantizer | None:
+        """Return the quantizer that is meant by its bits; one, or None, as it is.
+
+        Raises:
+            ValueError, ModuleNotFoundError: see the class.
+        """
+        return value if value is None or isinstance(value, WeightQuantizer) else cls(value)
+
+    def select(self, model: nn.Module) -> dict[str, nn.Linear]:
+        """Return the layers to round, by name: not those whose weight another part uses too.
+
+        Raises:
+            ValueError: if ``skip`` names what the model has not.
+        """
+        names = {name for name, _ in model.named_modules()}
+        if unknown := [name for name in self.skip if name not in names]:
+            raise ValueError(f"skip names {unknown[0]!r}, and the model has no such module.")
+        uses: dict[torch.Tensor, int] = {}
+        for part in model.modules():
+            for parameter in part.parameters(recurse=False):
+                uses[parameter] = uses.get(parameter, 0) + 1
+        return {name: part for name, part in model.named_modules() if self._applies(name, part, uses)}  # type: ignore[misc]
+
+    def _applies(self, name: str, part: nn.Module, uses: dict[torch.Tensor, int]) -> bool:
+        if type(part) is not nn.Linear or uses[part.weight] > 1:
+            return False
+        if any(name == skipped or name.startswith(f"{skipped}.") for skipped in self.skip):
+            return False
+        return self.bits == "int8" or part.in_features % GROUP == part.out_features % 16 == 0
+
+    def round(self, layer: nn.Linear) -> None:
+        """Round the weight of ``layer``, where it lies."""
+        from torchao.quantization import quantize_
+
+        quantize_(layer, self._make_config(layer.weight.device))
+
+    def _make_config(self, device: torch.device) -> Any:
+        from torchao import quantization
+
+        if self.bits == "int8":
+            return quantization.Int8WeightOnlyConfig()
+        if device.type == "cpu":
+            from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+            return PrototypeInt4WeightOnlyConfig(group_size=GROUP)
+        return quantization.Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d")
+
+
+def convert_to_float8(model: nn.Module, device: torch.device) -> None:
+    """Let the linear layers of ``model`` multiply in float8, forward and backward, scaled by their largest value.
+
+    Parameters, their names and their optimizer stay. Layers with a size that is no multiple of 16 stay in bfloat16.
+
+    Raises:
+        ModuleNotFoundError: without torchao.
+        ValueError: on a GPU without float8.
+
+    Source: https://github.com/pytorch/ao/tree/main/torchao/float8
+    """
+    require("precision='float8'", "torchao", extra=_EXTRA)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(
+            f"precision='float8', but {torch.cuda.get_device_name(device)} has no float8, which came with Ada and "
+            "Hopper: use 'bf16-mixed'."
+        )
+    if any(_is_float8(part) for part in model.modules()):
+        return
+    layers = [part for part in model.modules() if type(part) is nn.Linear and part is not model]
+    chosen = {layer for layer in layers if layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0}
+    if not chosen:
+        warn(
+            f"precision='float8', but {type(model).__name__} has no nn.Linear within it whose sizes are multiples of "
+            f"{_MULTIPLE}: nothing is computed in float8."
+        )
+        return
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(model, module_filter_fn=lambda part, name: part in chosen)
+    announce(f"float8: {len(chosen)} of {len(layers)} linear layers of {type(model).__name__}")
+
+
+def _is_float8(part: nn.Module) -> bool:
+    return type(part).__name__ == "Float8Linear"

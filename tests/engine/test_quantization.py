@@ -1,0 +1,195 @@
+"""Weights of eight and four bits, and products in float8, by torchao itself."""
+
+import warnings
+
+import pytest
+import torch
+from quiet import QUIET
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.engine import quantization
+from treadle.engine.big_models import WeightQuantizer, init_empty_weights, load_checkpoint_and_dispatch
+from treadle.strategies import FSDP
+
+import treadle
+
+pytest.importorskip("torchao", reason="needs torchao")
+pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, of the tensors it makes
+
+WIDTH = 64
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.odd = nn.Linear(WIDTH, 7)
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.odd(x)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    net = Net()
+    state = {name: value for name, value in net.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    return net, tmp_path / "model.safetensors"
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def empty():
+    with init_empty_weights():
+        return Net()
+
+
+def held(model):
+    total = 0
+    for parameter in {id(p): p for p in model.parameters()}.values():
+        names = [*getattr(parameter, "tensor_data_names", ()), *getattr(parameter, "optional_tensor_data_names", ())]
+        parts = [getattr(parameter, name, None) for name in names] or [parameter]
+        total += sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+    return total
+
+
+@pytest.mark.parametrize(("bits", "error", "share"), [("int8", 0.02, 0.45), ("int4", 0.3, 0.35)])
+def test_weights_are_rounded_as_they_are_read(saved, bits, error, share):
+    net, path = saved
+    loaded = load_checkpoint_and_dispatch(empty(), path, quantization=bits)
+    with torch.no_grad():
+        expected, found = net(TOKENS), loaded(TOKENS)
+    assert 0 < ((found - expected).norm() / expected.norm()).item() < error
+    layers = [block[0].weight for block in loaded.blocks]
+    assert all(type(weight).__name__.startswith("Int") for weight in layers)
+    assert type(loaded.embed.weight) is nn.Parameter
+    assert loaded.head.weight is loaded.embed.weight  # which another part looks up: it stays whole
+    assert held(loaded) < share * held(net)
+
+
+def test_named_modules_keep_their_weights(saved):
+    net, path = saved
+    loaded = load_checkpoint_and_dispatch(empty(), path, quantization=WeightQuantizer("int8", ["odd", "blocks.1"]))
+    assert torch.equal(loaded.odd.weight, net.odd.weight)
+    assert torch.equal(loaded.blocks[1][0].weight, net.blocks[1][0].weight)
+    assert type(loaded.blocks[0][0].weight).__name__ == "Int8Tensor"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_a_plan_counts_the_bytes_that_are_kept(saved, dtype, tmp_path):
+    _, path = saved
+    layer = WIDTH * WIDTH
+    # Room for two of the blocks at a byte per weight, but not at four; the rest lies on the disk, and is not rounded.
+    memory = {"cpu": 16 * WIDTH * 4 + 3 * (layer + 4 * WIDTH) + 4 * layer}
+    plain = load_checkpoint_and_dispatch(empty(), path, "sequential", memory, dtype=torch.float32)
+    loaded = load_checkpoint_and_dispatch(empty(), path, "sequential", memory, quantization="int8", dtype=dtype)
+    assert list(loaded.hf_device_map.values()).count("disk") < list(plain.hf_device_map.values()).count("disk")
+    with torch.no_grad():
+        assert torch.isfinite(loaded(TOKENS).float()).all()
+
+
+def test_what_is_refused(saved, monkeypatch):
+    _, path = saved
+    with pytest.raises(ValueError, match="quantization='int3' is not one of int8, int4"):
+        load_checkpoint_and_dispatch(empty(), path, quantization="int3")
+    with pytest.raises(ValueError, match="skip names 'haed', and the model has no such module"):
+        load_checkpoint_and_dispatch(empty(), path, quantization=WeightQuantizer("int8", ["haed"]))
+    monkeypatch.setattr("treadle.common.optional.is_installed", lambda package: False)
+    with pytest.raises(ModuleNotFoundError, match=r"quantization='int8' needs the package 'torchao'.*quantization"):
+        load_checkpoint_and_dispatch(empty(), path, quantization="int8")
+
+
+# -- float8 --------------------------------------------------------------------------------------------------------
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 1))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def loader():
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x.mean(1, keepdim=True)), 16)
+
+
+def fit(task, **flags):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 8, **QUIET, **flags})
+        trainer.fit(task, loader())
+    return trainer
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_float8_trains_nearly_as_bfloat16_does(strategy):
+    task, other = Task(), Task()
+    names = list(task.state_dict())
+    strategies = {"single": "single", "fsdp": FSDP(auto_wrap_policy={nn.Linear})}
+    if strategy == "fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("this torch can not shard on CPU (2.6)")
+    fit(task, precision="float8", strategy=strategies[strategy])
+    fit(other, precision="bf16-mixed")
+    assert [type(layer).__name__ for layer in task.net][::2] == (
+        ["Float8Linear", "Float8Linear"] if strategy == "single" else [type(task.net[0]).__name__] * 2
+    )
+    assert "Float8" in type(task.net[0]).__name__
+    assert "Float8" not in type(task.net[3]).__name__  # one output: no multiple of 16
+    assert list(task.state_dict()) == names
+    assert task.losses != other.losses
+    assert task.losses[-1] < 0.3 * task.losses[0]
+    assert task.losses[-1] == pytest.approx(other.losses[-1], abs=0.05)
+
+
+def test_a_float8_run_goes_on_from_a_plain_one(tmp_path):
+    first = Task()
+    fit(first, max_epochs=2).save_checkpoint(tmp_path / "c.ckpt")
+    second = Task()
+    fit(second, precision="float8", max_epochs=1)
+    treadle.Accelerator(cpu=True)
+    third = Task()
+    trainer = treadle.Trainer(accelerator="cpu", precision="float8", max_epochs=3, **QUIET)
+    trainer.fit(third, loader(), ckpt_path=tmp_path / "c.ckpt")
+    assert third.losses[0] < first.losses[0]
+
+
+def test_an_own_loop_has_accelerates_word_for_it():
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="fp8")
+    assert accelerator.mixed_precision == "fp8"
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(16, 16)).square().mean())
+    optimizer.step()
+    assert type(net[0]).__name__ == "Float8Linear"
+    assert torch.isfinite(net[0].weight).all()
+
+
+def test_where_float8_can_not_be(monkeypatch):
+    with pytest.warns(UserWarning, match="has no nn.Linear within it whose sizes are multiples of 16"):
+        quantization.convert_to_float8(nn.Sequential(nn.Linear(3, 3)), torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ValueError, match="NVIDIA A100 has no float8"):
+        quantization.convert_to_float8(nn.Sequential(nn.Linear(16, 16)), torch.device("cuda"))
+    monkeypatch.setattr("treadle.common.optional.is_installed", lambda package: False)
+    with pytest.raises(ModuleNotFoundError, match="precision='float8' needs the package 'torchao'"):
+        quantization.convert_to_float8(nn.Sequential(nn.Linear(16, 16)), torch.device("cpu"))
