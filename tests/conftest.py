@@ -30,6 +30,13 @@ LONGEST_FIRST = (
 )
 
 
+def pytest_configure(config):
+    """Hide GPUs from tests that mean the CPU: all but tests/gpu. TREADLE_TEST_GPU=1 shows them to whatever is run."""
+    asked = os.environ.get("TREADLE_TEST_GPU") == "1" or any("tests/gpu" in argument for argument in config.args)
+    if not asked:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items):
     place = {f"tests/{name}": number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
@@ -25,6 +26,7 @@ from .watchdog import dismiss
 # Groups of all processes that Worlds made for threads beside the training, and left; with their timeouts.
 spare_lines: list[tuple[timedelta, dist.ProcessGroup]] = []
 
+_CONNECTING = timedelta(seconds=30)
 _OTHER_FILES = 512  # of the datasets, the data workers and the libraries
 
 _protected: list[bool] = []  # one entry once forks are protected
@@ -80,6 +82,7 @@ def connect(
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         _protect_forks()
         if size > 1:
+            _await_connections(store, size)
             report_uncaught(dist.PrefixStore("uncaught", store), rank, size)
         # With the store, which ends with its last reference: the next group's processes meet there again.
         atexit.unregister(disconnect)  # with the store of the group before
@@ -89,6 +92,17 @@ def connect(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the process group that is "
             f"already initialised, but rank {rank} of {size} by its environment."
         )
+
+
+def _await_connections(store: dist.Store, size: int) -> None:
+    """Let nobody leave before all are connected: who is still connecting to a rank that ends would fail.
+
+    gloo's group is there for one rank as soon as its own side of each connection is (torch 2.13).
+    """
+    if store.add("connected", 1) == size:
+        store.set("all connected", "")
+    with contextlib.suppress(dist.DistError):  # one that failed meanwhile is heard of elsewhere
+        store.wait(["all connected"], _CONNECTING)
 
 
 def _allow_sockets(size: int) -> None:

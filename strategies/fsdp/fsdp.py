@@ -253,7 +253,10 @@ class FSDP(Strategy):
                     tensor.data = tensor.data.to(self.precision.storage)
                 if not tensor.is_contiguous():
                     tensor.data = tensor.data.contiguous()  # torch shards no others (2.13)
-                self.world.broadcast_tensor(tensor.data)
+                shared = tensor.data.to(self.world.device)  # on a GPU by its own links, one tensor at a time
+                self.world.broadcast_tensor(shared)
+                if shared.device != tensor.device:
+                    tensor.data.copy_(shared)
 
     def _parallelize(self, module: nn.Module) -> None:
         if not hasattr(module, "parallelize"):

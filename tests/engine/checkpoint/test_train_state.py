@@ -75,7 +75,7 @@ def test_a_saved_run_has_these_keys_and_no_others(tmp_path, fails):
         TrainerStates: state["registered"],
         CallbackStates: state["registered"]["callbacks"],
         RankState: own,
-        RandomState: {"cuda": [], **own["random"]},
+        RandomState: {"cuda": [], "cuda_device": 0, "mps": None, **own["random"]},
         OptimizerState: read_part(path, "optimizer"),
     }
     for form, saved in written.items():

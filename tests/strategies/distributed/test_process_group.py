@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -78,3 +79,23 @@ def test_a_fork_waits_for_the_threads_of_gloo():
     """Else a data worker that is started after a collective hangs now and then."""
     assert run(count_waits_of_a_fork, 2) == [2, 2]
     assert run(count_waits_of_a_fork, 1) == [0]
+
+
+def connect_slowly():
+    made = dist.init_process_group
+    rank = int(os.environ["RANK"])
+
+    def slow(*args, **options):
+        made(*args, **options)
+        time.sleep(1.0 if rank else 0.0)
+
+    dist.init_process_group = slow
+    began = time.monotonic()
+    treadle.PartialState(cpu=True)
+    return time.monotonic() - began
+
+
+def test_no_rank_leaves_before_all_are_connected():
+    """One that ended at once broke the connection that another was about to make; seen once in CI."""
+    first, _ = run(connect_slowly, 2)
+    assert first >= 0.9
