@@ -277,7 +277,7 @@ class Ballots:
     def copy_to_host(self) -> Ballots:
         """Begin to copy them."""
         if self._on_device.is_cuda:
-            self._on_host = torch.empty(self._on_device.shape, device="cpu", pin_memory=True)
+            self._on_host = torch.empty_like(self._on_device, device="cpu", pin_memory=True)
             self._on_host.copy_(self._on_device, non_blocking=True)
             self._event = torch.cuda.Event(blocking=True)  # else each rank's wait keeps a core busy
             self._event.record()

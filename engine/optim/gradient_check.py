@@ -78,14 +78,14 @@ def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tenso
 
 def flag_not_finite(values: Tensor) -> Tensor:
     """Return 1.0 if one of ``values`` is not finite, else 0.0, on their device; multiplies them by 1."""
-    flag = torch.zeros((), device=values.device)
+    flag = torch.zeros((), dtype=torch.float32, device=values.device)
     torch._amp_foreach_non_finite_check_and_unscale_([values], flag, _one_on(values.device))  # type: ignore[arg-type]
     return flag
 
 
 @functools.cache
 def _one_on(device: torch.device) -> Tensor:
-    return torch.ones((), device=device)
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def real_values(gradient: Tensor) -> Tensor:

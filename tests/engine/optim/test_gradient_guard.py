@@ -7,6 +7,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.engine.optim.gradient_check import _one_on, flag_not_finite
 
 import treadle
 
@@ -190,3 +191,16 @@ def test_all_ranks_decide_alike(strategy):
         assert (counts, advanced) == ((3, 1), 6)  # a schedule is sized in batches of one process
         assert all(value.isfinite().all() for value in weights)
     assert all(map(torch.equal, first[1][0], second[1][0]))
+
+
+def test_what_the_device_is_told_has_one_format_whatever_the_default_is():
+    """A fused optimizer reads float32; a step in bf16-true runs with another default."""
+    before = torch.get_default_dtype()
+    _one_on.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        flags = [flag_not_finite(torch.tensor([1.0, value])) for value in (2.0, float("nan"))]
+    finally:
+        torch.set_default_dtype(before)
+    assert [flag.item() for flag in flags] == [0.0, 1.0]
+    assert {flag.dtype for flag in flags} == {torch.float32}
