@@ -68,6 +68,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             between the two, but for one in a validation, which is then done again. Costs 0.1 ms per step, a copy of the
             model's buffers and of the callbacks' states, and on a GPU a wait if an epoch's mean is logged.
         save_weights_only: leave out what only resuming needs.
+        save_trainable_only: leave out the weights that are not trained (``requires_grad=False``), such as those of a
+            pretrained model under adapters: build the task with the same ones to load such a checkpoint, which has
+            their digests. What was trained at any time of the run is saved.
         mode: whether ``"min"`` or ``"max"`` is best. NaN is worse than anything.
         auto_insert_metric_name: write ``name=value`` into file names, a ``/`` of the name as ``_``.
         every_n_train_steps: save every so many optimizer steps.
@@ -132,6 +135,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         *,
+        save_trainable_only: bool = False,
         async_save: bool = False,
     ) -> None:
         interval = None if train_time_interval is None else parse_duration("train_time_interval", train_time_interval)
@@ -151,6 +155,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._may_keep_last = save_last is None
         self.save_on_exception = check_bool("save_on_exception", save_on_exception)
         self.save_weights_only = check_bool("save_weights_only", save_weights_only)
+        self.save_trainable_only = check_bool("save_trainable_only", save_trainable_only)
         self.auto_insert_metric_name = check_bool("auto_insert_metric_name", auto_insert_metric_name)
         self.every_n_train_steps = every_n_train_steps or 0
         self.train_time_interval = interval
@@ -246,7 +251,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         with world.together():
             if world.is_main and self.saves:
                 store = checkpoint.CheckpointStore(self._directory)
-                store.probe(estimate_checkpoint_bytes(trainer, self.save_weights_only))
+                store.probe(estimate_checkpoint_bytes(trainer, self.save_weights_only, self.save_trainable_only))
                 replaced = sorted(set(self._top_k.replaced) - self._collect_reserved_paths(trainer))
                 removed = finish_removing(replaced, self._directory, progress.step, trainer.ckpt_path)
                 stores = map(checkpoint.CheckpointStore, folders(self._directory, self.name_depth))
@@ -254,6 +259,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
                 for sentence in [*recovered, *(f"{path}: removed, as it had been replaced" for path in removed)]:
                     announce(sentence)
         self._top_k.replaced = []
+        if self.save_trainable_only:
+            trainer.accelerator.checkpointer.find_frozen(world)  # as they are before anything is trained
         missing = [path for path in sorted(self._top_k.ranked_paths) if not os.path.exists(path)]
         self._top_k.forget(world.broadcast(missing))  # by rank zero's disk
 
@@ -340,7 +347,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             path = self._agree_on_path(trainer, values, replaced, last=bool(self.save_last))
         if self.save_last:
             self._top_k.last_model_path = path
-        trainer.save_checkpoint(path, self.save_weights_only)
+        trainer.save_checkpoint(path, self.save_weights_only, trainable_only=self.save_trainable_only)
         self._top_k.saved_step = progress.step
         return path
 
@@ -360,7 +367,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             last.amend(self, last_model_path=path)
         else:
             path = self._choose_path(trainer, values, last.step)
-        last.save(Path(path), self.save_weights_only)
+        last.save(Path(path), self.save_weights_only, self.save_trainable_only)
         self._top_k.saved_step = last.step
         announce(f"{type(exception).__name__}: the run as of optimizer step {last.step} is saved as {path}")
 
@@ -443,7 +450,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         top_k.replace_since(before, self._collect_reserved_paths(trainer))
         try:
             if type(self)._save_checkpoint is ModelCheckpoint._save_checkpoint:
-                trainer.save_checkpoint(paths[0], self.save_weights_only, blocking=not self.async_save, also=paths[1:])
+                trainer.save_checkpoint(
+                    paths[0],
+                    self.save_weights_only,
+                    trainable_only=self.save_trainable_only,
+                    blocking=not self.async_save,
+                    also=paths[1:],
+                )
             else:
                 for path in paths:
                     self._save_checkpoint(trainer, path)
@@ -457,7 +470,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Save one checkpoint. A subclass may write something else, on all ranks; Lightning's name."""
-        trainer.save_checkpoint(filepath, self.save_weights_only)
+        trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
 
     def _settle(self, trainer: Trainer, wait: bool = False) -> None:
         """Follow up a save beside the training that has ended; raise what it failed with."""

@@ -782,6 +782,7 @@ class Accelerator(Process):
         info: dict[str, Any] | None = None,
         parts: dict[str, Any] | None = None,
         weights_only: bool = False,
+        trainable_only: bool = False,
         blocking: bool = True,
         also: Sequence[str | os.PathLike[str]] = (),
     ) -> Path:
@@ -794,6 +795,9 @@ class Accelerator(Process):
             info: numbers and names for its manifest (``step``, ``epoch``, ...).
             parts: further states to keep in files of their own, by name.
             weights_only: the models and ``parts`` only.
+            trainable_only: leave out the weights that training leaves as they are (``requires_grad=False``): those of a
+                pretrained model under adapters, say. The checkpoint has their digests, and loads into a model that
+                has the same ones.
             blocking: False returns when the state is copied to host memory; the rest happens beside the training. One
                 save is under way at a time: the next waits for it. `poll_saving` and `finish_saving` tell of its end.
             also: further directories for the same state, each a checkpoint of its own.
@@ -809,6 +813,7 @@ class Accelerator(Process):
             info=info,
             parts=parts,
             weights_only=weights_only,
+            trainable_only=trainable_only,
             blocking=blocking,
             also=also,
         )

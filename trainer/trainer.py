@@ -438,6 +438,7 @@ class Trainer(LightningAliases):
         filepath: str | Path,
         weights_only: bool = False,
         *,
+        trainable_only: bool = False,
         blocking: bool = True,
         also: Sequence[str | Path] = (),
     ) -> None:
@@ -446,12 +447,12 @@ class Trainer(LightningAliases):
         Args:
             filepath: the checkpoint, a directory.
             weights_only: the task's weights and hyperparameters only.
-            blocking, also: see `Accelerator.save_state`.
+            trainable_only, blocking, also: see `Accelerator.save_state`.
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task: call fit, or another stage, first.")
         with self.preemption.holding_interrupts():
-            self.checkpointer.save(self.task, [filepath, *also], weights_only, blocking)
+            self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on rank zero, beside the progress bar."""

@@ -28,7 +28,7 @@ _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool) -> int:
+def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_only: bool = False) -> int:
     """What one checkpoint takes, of all processes together: exact for weights, at least as much for an optimizer.
 
     That is so if every parameter to be trained gets a gradient.
@@ -36,9 +36,12 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool) -> int:
     Args:
         trainer: whose task and optimizers are saved.
         weights_only: whether only the weights are.
+        trainable_only: whether frozen weights are left out.
     """
     assert trainer.task is not None
-    sizes = {_identify_storage(t): _count_bytes(t) for t in trainer.task.state_dict().values() if isinstance(t, Tensor)}
+    frozen = {name for name, p in trainer.task.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    saved = {n: t for n, t in trainer.task.state_dict().items() if isinstance(t, Tensor)}
+    sizes = {_identify_storage(t): _count_bytes(t) for n, t in saved.items() if not (trainable_only and n in frozen)}
     needed = sum(sizes.values())
     return needed if weights_only else needed + sum(map(_count_optimizer_bytes, trainer.optimizers))
 

@@ -25,6 +25,7 @@ from . import automatic_naming, load
 from . import save as snapshot
 from .async_save import Copying, HostCopies, Job
 from .manifest import Manifest
+from .model_check import FrozenWeights
 from .open_checkpoint import OpenCheckpoint, open_together
 from .parts import Files
 
@@ -66,6 +67,7 @@ class Checkpointer:
             state is loaded too.
         saving: the save that is under way beside the training.
         host_copies: the memory that such a save copies the state to.
+        frozen: what is known of each model's frozen weights, once a checkpoint is to leave them out.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -75,6 +77,7 @@ class Checkpointer:
         self.loaded_from: WeakKeyDictionary[nn.Module, tuple[str, Manifest, int]] = WeakKeyDictionary()
         self.saving: Job | None = None
         self.host_copies = HostCopies()
+        self.frozen: WeakKeyDictionary[nn.Module, FrozenWeights] = WeakKeyDictionary()
         # A proxy, so that reference counts free an Accelerator, and the models it holds, where its last user lets go.
         self._accelerator: Accelerator = weakref.proxy(accelerator)
 
@@ -93,7 +96,13 @@ class Checkpointer:
     def forget_prepared(self) -> None:
         """Forget the registered objects and release the memory of copies."""
         self.registered.clear()
+        self.frozen.clear()
         self.host_copies.clear()
+
+    def find_frozen(self, world: World) -> list[dict[str, str]]:
+        """Return for each model the digests of its frozen weights, by name; see `FrozenWeights.update`."""
+        models = self._accelerator.unwrapped_models
+        return [self.frozen.setdefault(model, FrozenWeights()).update(model, world) for model in models]
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -105,6 +114,7 @@ class Checkpointer:
         info: dict[str, Any] | None = None,
         parts: dict[str, Any] | None = None,
         weights_only: bool = False,
+        trainable_only: bool = False,
         blocking: bool = True,
         also: Sequence[str | os.PathLike[str]] = (),
     ) -> Path:
@@ -131,7 +141,8 @@ class Checkpointer:
             raise ValueError("save_state(also=...): what a save_state pre-hook writes would be in one of them only.")
         copying = None
         with snapshot.discard_on_failure(accelerator, targets[0]), world.together():
-            files = snapshot.collect(accelerator, targets[0], parts or {}, weights_only)
+            frozen = self.find_frozen(world) if trainable_only else ()
+            files = snapshot.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
             if not blocking:
                 optimizer_files = snapshot.select_optimizer_files(files)
                 optimizers = [prepared.optimizer for prepared in accelerator.optimizers]

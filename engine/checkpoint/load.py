@@ -92,6 +92,7 @@ def load(
                 loader.check(saved)
             if accelerator.process_index < manifest.world_size:  # a rank that did not exist then keeps its own state
                 of_rank = _read_rank_state(accelerator, opened)
+    _check_frozen(accelerator, opened, chosen, strict)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
         accelerator.checkpointer.loaded_from[model] = os.path.abspath(opened.path), manifest, accelerator.steps
@@ -230,10 +231,12 @@ def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) ->
     """
     if not opened.has(model_part(0)):
         return []
-    saved = opened.open_part(model_part(0))
+    part = opened.part(model_part(0))
+    saved = part.unread()
     if opened.has(extra_part(0)):
         saved = saved | opened.read_part(extra_part(0))
-    return model_check.list_differences(model, saved, complete)
+    left_out = model_check.read_frozen_note(part.notes, opened.path)
+    return model_check.list_differences(model, saved, complete, left_out)
 
 
 def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
@@ -302,12 +305,32 @@ def _select_fitting_weights(
         saved = part.unread()
         if opened.has(extra_part(number)):
             saved = saved | opened.read_part(extra_part(number))
+        left_out = model_check.read_frozen_note(part.notes, opened.path)
         current = module.state_dict()
         saved = _restore_compiled_names(current, saved)
-        fitting = model_check.check_weights(module, saved, opened.path, exactly)
+        fitting = model_check.check_weights(module, saved, opened.path, exactly, left_out)
         values = {n: cut_like(v, current.get(n)) if isinstance(v, Stored) else v for n, v in fitting.items()}
-        loads.append((model, values, exactly))
+        loads.append((model, values, exactly and not left_out))
     return loads
+
+
+def _check_frozen(
+    accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
+) -> None:
+    """See that each model has the frozen weights that the checkpoint leaves out. All processes must ask.
+
+    Raises:
+        ValueError: on all, if it has others.
+    """
+    for number, model in enumerate(accelerator.models):
+        if not any(model is candidate for candidate in chosen):
+            continue
+        module = accelerator.strategy.unwrap(model)
+        saved = model_check.read_frozen_note(opened.part(model_part(number)).notes, opened.path)
+        if saved:
+            exactly = getattr(module, "strict_loading", True) if strict is None else strict
+            current = model_check.compute_digests(module, saved, accelerator.world)
+            model_check.check_frozen(current, saved, opened.path, exactly)
 
 
 def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,13 @@ from torch.optim import Optimizer
 from xxhash import xxh3_64
 
 from ...common.messages import warn
-from ...strategies.distributed import get_original_class, local
+from ...common.tensor_bytes import view_bytes
+from ...strategies import World
+from ...strategies.distributed import get_original_class, local, whole
 from ..parameter_names import strip_compile_prefix
 
 _NOTE = "modules"
+_FROZEN_NOTE = "frozen"
 _SHOWN = 10
 
 
@@ -31,6 +34,124 @@ def _list_part_kinds(model: nn.Module) -> dict[str, str]:
 def make_notes(model: nn.Module) -> dict[str, str]:
     """What a checkpoint notes of a model, for `compare`."""
     return {_NOTE: json.dumps(_list_part_kinds(model), separators=(",", ":"))}
+
+
+class FrozenWeights:
+    """The parameters of a model that are not trained, with digests: a checkpoint may leave them out and name them.
+
+    A parameter that was trained before, or that something else has changed, is not among them any more.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+        self._sums: dict[str, int] = {}
+        self._trained: set[str] = set()
+
+    def update(self, model: nn.Module, world: World) -> dict[str, str]:
+        """Return the digest of each frozen parameter by its name. All processes must ask.
+
+        Digests are computed once; later only of what has another sum. (Fused optimizers leave ``_version`` as it is.)
+        """
+        parameters = {strip_compile_prefix(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+        self._trained |= {name for name, parameter in parameters.items() if parameter.requires_grad}
+        frozen = {name: p for name, p in parameters.items() if name not in self._trained}
+        sums = _sum_bits(frozen)
+        changed = [name for name, total in sums.items() if self._sums.get(name) != total]
+        names = set[str]().union(*world.gather_objects(changed))
+        for name, digest in compute_digests(model, names, world).items():
+            if self._digests.setdefault(name, digest) != digest:
+                self._trained.add(name)
+        self._sums = sums
+        return {name: self._digests[name] for name in frozen if name not in self._trained}
+
+
+def compute_digests(model: nn.Module, names: Collection[str], world: World) -> dict[str, str]:
+    """Return the digests of parameters by name, the same on all processes, which must all ask for the same names."""
+    digests = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (plain_name := strip_compile_prefix(name)) in names:
+            value = whole(parameter, keep=world.is_main)
+            if world.is_main:
+                digests[plain_name] = _digest(value)
+    return cast(dict[str, str], world.broadcast(digests))
+
+
+def _sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sum of each tensor's elements here, taken as integers; one pass over the memory, one read of it."""
+    sums = {name: torch.stack([_add_bits(part) for part in _flatten(local(t))]).sum() for name, t in tensors.items()}
+    if not sums:
+        return {}
+    device = next(iter(sums.values())).device
+    return dict(zip(sums, torch.stack([total.to(device) for total in sums.values()]).tolist(), strict=True))
+
+
+def _add_bits(tensor: Tensor) -> Tensor:
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+    return plain.contiguous().view(wide).sum(dtype=torch.int64)
+
+
+def _flatten(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor is made of: of a quantized one its integers and scales."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.detach()]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _flatten(getattr(tensor, name))]
+
+
+def _digest(tensor: Tensor) -> str:
+    digest = xxh3_64()
+    for part in _flatten(tensor):
+        plain = part.resolve_conj().resolve_neg().cpu().contiguous()
+        digest.update(repr((tuple(plain.shape), str(plain.dtype))).encode())
+        digest.update(memoryview(view_bytes(plain).numpy()))  # type: ignore[arg-type]
+    return digest.hexdigest()
+
+
+def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
+    """Return what a checkpoint notes of the weights that it leaves out."""
+    return {_FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
+
+
+def read_frozen_note(noted: Mapping[str, str], path: Path | str) -> dict[str, str]:
+    """Return the digests of the weights that a checkpoint leaves out, by name; empty for one that is complete.
+
+    Raises:
+        ValueError: the note is damaged.
+    """
+    try:
+        digests = json.loads(noted.get(_FROZEN_NOTE, "{}"))
+    except ValueError:
+        digests = None
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+        raise ValueError(f"{path}: its list of frozen weights is damaged. Use another checkpoint.")
+    return digests
+
+
+def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Path | str, strict: bool) -> None:
+    """See that a model has the frozen weights with which a checkpoint was saved.
+
+    Args:
+        current: the digests of the model's frozen weights, and of those that the checkpoint leaves out.
+        saved: what `read_frozen_note` returned.
+        path: the checkpoint.
+        strict: False only warns.
+
+    Raises:
+        ValueError: lists those with other values.
+    """
+    other = [name for name, digest in saved.items() if current.get(name) != digest]
+    if not other:
+        return
+    more = f" and {len(other) - 5} more" if len(other) > 5 else ""
+    text = (
+        f"{path} holds only what was trained; {len(other)} of the {len(saved)} frozen weights beside it have other "
+        f"values in this model: {', '.join(other[:5])}{more}. Build the model from the same pretrained weights, in the "
+        "same precision"
+    )
+    if strict:
+        raise ValueError(f"{text}; to load all the same, say strict=False (in a task: strict_loading = False).")
+    warn(f"{text}.")
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -64,7 +185,13 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: Path) -> None:
         warn(f"{path} was saved by a model with other parts:\n  " + "\n  ".join(other[:_SHOWN]) + more)
 
 
-def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, strict: bool = True) -> dict[str, Any]:
+def check_weights(
+    model: nn.Module,
+    weights: dict[str, Any],
+    path: Path | str,
+    strict: bool = True,
+    left_out: Collection[str] = (),
+) -> dict[str, Any]:
     """See that ``weights`` are those of ``model``; returns those that fit, which with ``strict`` are all.
 
     Args:
@@ -72,13 +199,15 @@ def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, s
         weights: what has a ``shape``, by name.
         path: where they are from, for the error.
         strict: False takes what fits, and says what was left out.
+        left_out: names that need not be there.
 
     Raises:
         ValueError: lists the names that are missing, unexpected, of another shape or no tensor.
     """
     state = model.state_dict()
     reshaped = _find_reshaped(state, weights)
-    lines = [f"missing: {name}" for name in sorted(set(state) - set(weights))]
+    absent = {name for name in state if strip_compile_prefix(name) in left_out}
+    lines = [f"missing: {name}" for name in sorted(set(state) - set(weights) - absent)]
     lines += [f"unexpected: {name}" for name in sorted(set(weights) - set(state))]
     lines += reshaped.values()
     untied = _find_untied(model, weights)
@@ -96,17 +225,20 @@ def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, s
     return {name: value for name, value in weights.items() if name in state and name not in {**reshaped, **untied}}
 
 
-def list_differences(model: nn.Module, weights: Mapping[str, Any], complete: bool) -> list[str]:
+def list_differences(
+    model: nn.Module, weights: Mapping[str, Any], complete: bool, left_out: Collection[str] = ()
+) -> list[str]:
     """Return the names and shapes in which ``weights`` are not those of ``model``, one line each; values are not read.
 
     Args:
         model: whose names and shapes count.
         weights: what has a ``shape``, by name.
         complete: whether the model is built; until it is, a name that only one of the two has is no difference.
+        left_out: names that need not be there.
     """
     state = {strip_compile_prefix(name): value for name, value in model.state_dict().items() if not is_lazy(value)}
     complete = complete and not any(map(is_lazy, model.state_dict().values()))
-    missing = [f"missing: {name}" for name in sorted(set(state) - set(weights))] if complete else []
+    missing = [f"missing: {name}" for name in sorted(set(state) - set(weights) - set(left_out))] if complete else []
     unexpected = [f"unexpected: {name}" for name in sorted(set(weights) - set(state))] if complete else []
     return [*missing, *unexpected, *_find_reshaped(state, weights).values()]
 

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -154,8 +154,21 @@ class Attempts:
             raise self._error
 
 
-def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weights_only: bool) -> Files:
+def collect(
+    accelerator: Accelerator,
+    target: Path,
+    parts: dict[str, Any],
+    weights_only: bool,
+    frozen: Sequence[Mapping[str, str]] = (),
+) -> Files:
     """Return the files of a checkpoint that this process writes; nothing is copied or written yet. Call it on all.
+
+    Args:
+        accelerator: whose state it is.
+        target: where it will stand.
+        parts: further states, by name.
+        weights_only: leave out what only resuming needs.
+        frozen: of each model, the weights to leave out; see `Checkpointer.find_frozen`.
 
     Raises:
         ValueError: inside a group of micro-batches.
@@ -170,7 +183,8 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
     weights = _collect_weights(accelerator, target, attempts)
     for number, (model, state) in enumerate(zip(accelerator.models, weights, strict=True)):
         with attempts:
-            files |= {} if state is None else _collect_model_files(accelerator, number, model, state)
+            left_out = frozen[number] if frozen else {}
+            files |= {} if state is None else _collect_model_files(accelerator, number, model, state, left_out)
     for name, content in parts.items():
         with attempts:
             files |= encode_part(name, content, rank)
@@ -190,11 +204,15 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
     return files
 
 
-def _collect_model_files(accelerator: Accelerator, number: int, model: nn.Module, weights: dict[str, Any]) -> Files:
+def _collect_model_files(
+    accelerator: Accelerator, number: int, model: nn.Module, weights: dict[str, Any], frozen: Mapping[str, str]
+) -> Files:
     """Return the files of one model that this process writes."""
     rank = accelerator.process_index
-    tensors, extra = _split_tensors(weights)
+    tensors, extra = _split_tensors({name: value for name, value in weights.items() if name not in frozen})
     notes = model_check.make_notes(accelerator.strategy.unwrap(model))
+    if frozen:
+        notes |= model_check.make_frozen_note(frozen)
     files = encode_part(model_part(number), tensors, rank, notes)
     return files | (encode_part(extra_part(number), extra, rank) if extra else {})
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...common.messages import warn
-from ...strategies import SingleDevice
+from ...strategies import SingleDevice, World
 from ...strategies.distributed import cut_like
 from ..big_models import is_dispatched
-from ..checkpoint import abbreviate, read_tensor
+from ..checkpoint import abbreviate, check_frozen, compute_digests, read_tensor
 from ..parameter_names import strip_compile_prefix
 from .sources import Opened, Source, open_source
 
@@ -21,6 +21,13 @@ Rename = Callable[[str], str | None] | Mapping[str, str]
 
 _WRAPPERS = ("module.", "_forward_module.")  # what DistributedDataParallel and Fabric put before every name
 _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # what FSDP1 puts anywhere
+
+
+@dataclass(frozen=True)
+class _LeftOut:
+    """A weight that the source left out, as it was not trained."""
+
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,10 @@ def load_opened(
     state = unwrapped.state_dict()
     targets = {strip_compile_prefix(name): name for name in state}
     weights = _rename_weights(source, prefix, rename, set(targets))
+    frozen = {name: value.digest for name, value in weights.items() if isinstance(value, _LeftOut)}
+    weights = {name: value for name, value in weights.items() if name not in frozen}
     weights |= _find_tied_values(unwrapped, weights)
-    missing = tuple(name for name in targets if name not in weights)
+    missing = tuple(name for name in targets if name not in weights and name not in frozen)
     unexpected = tuple(name for name in weights if name not in targets)
     reshaped = tuple(name for name, key in targets.items() if name in weights and not _fits(weights[name], state[key]))
     if strict:
@@ -97,6 +106,8 @@ def load_opened(
         if not fitting:
             raise ValueError(f"{source.place}: nothing in it fits the model.{_suggest_prefix(weights, targets)}")
         _say_left_out(source.place, missing, unexpected, reshaped)
+    if frozen:
+        check_frozen(compute_digests(unwrapped, frozen, World()), frozen, source.place, strict)
     values = {}
     for name in fitting:
         value = read_tensor(weights[name]) if hasattr(weights[name], "fill") else weights[name]
@@ -105,7 +116,7 @@ def load_opened(
         cuts = isinstance(value, Tensor) and not hasattr(value, "device_mesh") and key in state
         values[key] = cut_like(value, state[key]) if cuts else value
     try:
-        unwrapped.load_state_dict(values, strict=strict)
+        unwrapped.load_state_dict(values, strict=strict and not frozen)
     except RuntimeError as error:
         raise ValueError(
             f"{source.place}: does not fit the model: {error}{_suggest_prefix(weights, targets)}"
@@ -196,6 +207,7 @@ def _say_left_out(place: str, *left: tuple[str, ...]) -> None:
 
 def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, model_names: set[str]) -> dict[str, Any]:
     values = source.weights | {name: value for name, value in source.others.items() if name.endswith("_extra_state")}
+    values |= {name: _LeftOut(digest) for name, digest in source.frozen.items()}
     change = _make_renaming(rename)
     result: dict[str, Any] = {}
     if prefix is None:

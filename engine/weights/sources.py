@@ -24,6 +24,7 @@ from ..checkpoint import (
     filesystem,
     find_again,
     model_part,
+    read_frozen_note,
     read_whole_model,
 )
 from .download import check_digest, fetch, is_url
@@ -51,6 +52,7 @@ class Opened:
         others: What stands beside them in the state and is none: data, or in words what it is.
         file: The file of ``torch.save`` they are in, if it is one.
         checkpoint: The checkpoint of Treadle they are in, verified, if it is one.
+        frozen: The digests of weights that are not in it, as they were not trained, by name.
     """
 
     place: str
@@ -58,6 +60,7 @@ class Opened:
     others: dict[str, Any] = field(default_factory=dict)
     file: TorchFile | None = None
     checkpoint: OpenCheckpoint | None = None
+    frozen: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -124,7 +127,9 @@ def _open_folder(path: Path, digests: bool) -> Opened:
         saved, extra = OpenCheckpoint(path), extra_part(0)
         saved.verify() if digests else check_files(path, saved.manifest, digests=False)
         others = saved.read_part(extra) if saved.has(extra) else {}
-        return Opened(str(path), saved.open_part(model_part(0)), others, checkpoint=saved)
+        model = saved.part(model_part(0))
+        frozen = read_frozen_note(model.notes, path)
+        return Opened(str(path), model.unread(), others, checkpoint=saved, frozen=frozen)
     names = filesystem.list_names(path)
     if ".metadata" in names:
         raise ValueError(

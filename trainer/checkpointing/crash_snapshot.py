@@ -156,8 +156,13 @@ class LastStep:
             return "the error came in a validation, for which something has put other weights into the model"
         return ""
 
-    def save(self, path: Path, weights_only: bool) -> None:
+    def save(self, path: Path, weights_only: bool, trainable_only: bool) -> None:
         """Write a checkpoint as of that step, on rank zero. Exchanges nothing.
+
+        Args:
+            path: where it is to stand.
+            weights_only: leave out what only resuming needs.
+            trainable_only: leave out frozen weights.
 
         Raises:
             ValueError: if a weight is not finite.
@@ -181,7 +186,8 @@ class LastStep:
         if weights_only and hooked.added:
             parts[ADDED] = hooked.added
         with trainer.checkpointer.applying(hooked, task):
-            files = snapshot.collect(accelerator, path, parts, weights_only=True)
+            frozen = accelerator.checkpointer.find_frozen(self._alone) if trainable_only else ()
+            files = snapshot.collect(accelerator, path, parts, weights_only=True, frozen=frozen)
         if not weights_only:
             files |= snapshot.encode_optimizers(accelerator)
             shared = state["shared"]

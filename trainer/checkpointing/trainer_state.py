@@ -21,7 +21,9 @@ from ...engine.checkpoint import (
     TrainerStates,
     find_not_finite,
     load_into_memory,
+    model_part,
     open_registered,
+    read_frozen_note,
 )
 from ...engine.weights import Opened, load_opened
 from ..core import DataModule, HookedWeights, overrides, read_hook_entries, read_weights
@@ -94,7 +96,14 @@ class TrainerCheckpointer:
 
     # -- save ----------------------------------------------------------------------------------------------------
 
-    def save(self, task: TaskModule, paths: Sequence[str | Path], weights_only: bool, blocking: bool = True) -> None:
+    def save(
+        self,
+        task: TaskModule,
+        paths: Sequence[str | Path],
+        weights_only: bool,
+        trainable_only: bool = False,
+        blocking: bool = True,
+    ) -> None:
         """Save the run as it is between two optimizer steps.
 
         Raises:
@@ -127,6 +136,7 @@ class TrainerCheckpointer:
                 info=self.info(trainer.progress, task),
                 parts=parts,
                 weights_only=weights_only,
+                trainable_only=trainable_only,
                 blocking=blocking,
                 also=also,
             )
@@ -278,7 +288,8 @@ class TrainerCheckpointer:
             accelerator.load_state(opened, state=False)
             return
         with accelerator.world.together():
-            load_opened(task, Opened(str(opened.path), weights), task.strict_loading)
+            frozen = read_frozen_note(opened.part(model_part(0)).notes, opened.path)
+            load_opened(task, Opened(str(opened.path), weights, frozen=frozen), task.strict_loading)
 
     def _edit_weights(self, task: TaskModule, opened: OpenCheckpoint) -> dict[str, Any] | None:
         """Call the task's ``on_load_checkpoint``; return the weights that it edited, or None."""

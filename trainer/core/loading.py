@@ -189,7 +189,7 @@ def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, check
     checkpoint["state_dict"] = weights.offered
     task.on_load_checkpoint(checkpoint)
     edited = weights.get_edited(checkpoint)
-    return source if edited is None else Opened(source.place, edited)
+    return source if edited is None else Opened(source.place, edited, frozen=source.frozen)
 
 
 def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
