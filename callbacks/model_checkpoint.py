@@ -54,7 +54,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         dirpath: where to; by default ``checkpoints`` in the run's folder: the first logger's, or one that is made in
             ``default_root_dir`` where no logger has one, named by experiment and run; without loggers that itself.
         filename: a template such as ``"{epoch}-{val_loss:.2f}"``; by default ``"{epoch}-{step}"``.
-        monitor: the logged value that says which is best; without one the newest is.
+        monitor: the logged value that says which is best; without one the newest is. ``"step"`` with ``mode="max"``
+            keeps the newest ``save_top_k``.
         verbose: say what was saved.
         save_last: keep a ``last.ckpt`` too, the newest of all. Default: only in a run folder, where no other
             ``ModelCheckpoint`` keeps the newest. ``"link"`` means the same: a checkpoint stays whole
@@ -406,6 +407,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         Raises:
             ValueError: if the epoch is over and has not logged it.
         """
+        if name in ("step", "epoch"):
+            return True
         if name in values:
             just_measured = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()
             # Otherwise it is a whole epoch's, a part's (a limit ended the run within it) or an older validation's.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         cli,
         compat,
         engine,
+        integrations,
         loggers,
         plugins,
         profilers,

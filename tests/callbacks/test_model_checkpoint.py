@@ -101,6 +101,13 @@ def test_a_loader_without_a_length(tmp_path):
 # -- which ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_newest_few_are_those_of_the_highest_step(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", "{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=3)
+    fit(tmp_path, kept)
+    assert names(tmp_path / "c") == ["step=6.ckpt", "step=9.ckpt"]
+    assert kept.best_model_path == str(tmp_path / "c" / "step=9.ckpt")
+
+
 @pytest.mark.parametrize(
     ("mode", "top", "values", "kept_epochs", "best", "worst"),
     [

@@ -182,6 +182,7 @@ DOORS = {
 READ_NOTHING = {
     **{f"Accelerator.{way}": "writes" for way in ("save(f)", "save_model(save_directory)", "save_state(output_dir)")},
     "Trainer.save_checkpoint(filepath)": "writes",
+    "TransformersTask.save_pretrained(folder)": "writes",
     "PredictionWriter.__init__(dirpath)": "writes",
     **dict.fromkeys(("RunReport.__init__(dirpath)", "RunReport.__init__(filename)"), "writes"),
     **dict.fromkeys((f"{one}.__init__(default_root_dir)" for one in ("Trainer", "TrainerSettings")), "writes"),

@@ -26,8 +26,9 @@ MAY_IMPORT = {
     "engine": {"common", "strategies", "loggers"},
     "callbacks": {"common", "strategies", "engine"},
     "trainer": {"common", "strategies", "loggers", "engine", "callbacks"},
-    "cli": {"common", "strategies", "loggers", "engine", "callbacks", "trainer"},
-    "compat": {"common", "strategies", "loggers", "engine", "callbacks", "trainer", "cli", ""},
+    "integrations": {"common", "strategies", "loggers", "engine", "callbacks", "trainer"},
+    "cli": {"common", "strategies", "loggers", "engine", "callbacks", "trainer", "integrations"},
+    "compat": {"common", "strategies", "loggers", "engine", "callbacks", "trainer", "integrations", "cli", ""},
 }
 # Whom a file may name for type checkers although the owner imports the file: its owner.
 OWNERS = {"Accelerator", "Accumulation", "TaskModule", "Trainer", "World"}

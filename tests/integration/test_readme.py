@@ -214,7 +214,7 @@ def test_named_files_exist():
 
 def test_folders_are_the_installed_packages():
     rows = re.findall(r"^\| `(\w+)/` \|.*\| `([\w.]+)` \|$", README, re.MULTILINE)
-    assert len(rows) == 9
+    assert len(rows) == 10
     for folder, name in rows:
         assert Path(importlib.import_module(name).__path__[0]).resolve() == ROOT / folder
     documented = {folder for folder, _ in rows}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import treadle
 
-TOP_ROOMS = ("common", "strategies", "engine", "loggers", "callbacks", "trainer", "cli", "compat")
+TOP_ROOMS = ("common", "strategies", "engine", "loggers", "callbacks", "trainer", "integrations", "cli", "compat")
 MIRRORED = "written by `make compat`"  # a module that holds a peer's names and nothing else
 
 

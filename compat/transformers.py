@@ -1,0 +1,286 @@
+"""``TrainingArguments`` of transformers in Treadle's words: arguments of the Trainer, the loaders and the task."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..callbacks import BatchSizeFinder, ModelCheckpoint
+from ..common.messages import warn
+from ..loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from ..strategies import DDP, FSDP
+
+__all__ = ["loader_arguments", "task_arguments", "training_arguments"]
+
+_BY_THE_SCRIPT = (
+    *("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "seed", "data_seed", "local_rank"),
+    *("load_best_model_at_end", "label_names", "remove_unused_columns", "per_device_train_batch_size"),
+    *(
+        "train_sampling_strategy",
+        "per_device_eval_batch_size",
+        "dataloader_drop_last",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+    ),
+    *("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
+    *("dataloader_in_order", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "gradient_checkpointing"),
+    *("gradient_checkpointing_kwargs", "activation_checkpointing", "activation_checkpointing_kwargs"),
+)
+"""What is not the Trainer's: the script's, the loaders', the task's."""
+
+_WITHOUT_EFFECT = (
+    *("log_level", "log_level_replica", "log_on_each_node", "logging_nan_inf_filter", "logging_first_step"),
+    *("skip_memory_metrics", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
+    *("eval_accumulation_steps", "average_tokens_across_devices", "ddp_backend", "accelerator_config", "project"),
+    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "restore_callback_states_from_checkpoint"),
+    *("include_for_metrics", "batch_eval_metrics", "include_num_input_tokens_seen", "use_cache", "save_on_each_node"),
+    *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+    *("enable_jit_checkpoint", "length_column_name"),
+)
+"""What decides nothing here: numbers are exact over all tokens and ranks, and everything is saved."""
+
+_REFUSED = {
+    "push_to_hub": "call task.save_pretrained(folder) after fit, and upload the folder",
+    "deepspeed": "use strategy='fsdp'",
+    "parallelism_config": "use FSDP(tensor_parallel_size=...)",
+    "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
+    "ignore_data_skip": "a resume goes on with the next batch always",
+    "group_by_length": "give the DataLoader a batch sampler that groups by length",
+    "label_smoothing_factor": "override training_step of the task",
+    "neftune_noise_alpha": "add the noise in a forward hook of the embeddings",
+    "use_liger_kernel": "apply liger's kernels to the model before it goes to the task",
+    "liger_kernel_config": "apply liger's kernels to the model before it goes to the task",
+    "bf16_full_eval": "use precision='bf16-true' in a Trainer for validate",
+    "fp16_full_eval": "use precision='16-true' in a Trainer for validate",
+    "eval_delay": "use check_val_every_n_epoch",
+    "debug": "use detect_anomaly=True",
+    "optim_args": "override configure_optimizers of the task",
+    "optim_target_modules": "override configure_optimizers of the task",
+}
+"""What has to be said in another way, where it is not at its default."""
+
+_LOGGERS = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLFlowLogger}
+
+
+def training_arguments(args: Any) -> dict[str, Any]:
+    """Return the arguments of a `Trainer` that does what ``TrainingArguments`` say.
+
+    ``Trainer(**training_arguments(args))``. Batch sizes are `loader_arguments`, the optimizer's fields
+    `task_arguments`; call ``seed_everything(args.seed)`` first, and pass ``args.resume_from_checkpoint`` to ``fit`` as
+    ``ckpt_path``. A table of all fields is in ``docs/from_hf_trainer.md``.
+
+    Args:
+        args: a ``transformers.TrainingArguments``.
+
+    Raises:
+        ValueError: names each field that has to be said in another way, and how.
+    """
+    _refuse(args)
+    interval = _count_accumulated(args)
+    return {
+        "default_root_dir": args.output_dir,
+        **_translate_length(args),
+        "accumulate_grad_batches": interval,
+        "gradient_clip_val": args.max_grad_norm or None,
+        "precision": "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else "32-true",
+        "float32_matmul_precision": "high" if args.tf32 else None,
+        "accelerator": "cpu" if args.use_cpu else "auto",
+        "strategy": _translate_strategy(args),
+        "deterministic": bool(args.full_determinism),
+        "compile": _translate_compile(args),
+        "enable_progress_bar": not args.disable_tqdm,
+        "log_every_n_steps": _read_steps(args, "logging_steps") if _read(args, "logging_strategy") == "steps" else 50,
+        "logger": _make_loggers(args),
+        **_translate_evaluation(args, interval),
+        **_translate_saving(args),
+    }
+
+
+def loader_arguments(args: Any, training: bool = True) -> dict[str, Any]:
+    """Return the arguments of a ``DataLoader`` that ``TrainingArguments`` name.
+
+    Args:
+        args: a ``transformers.TrainingArguments``.
+        training: of the loader for training; else of one for evaluation.
+    """
+    workers = args.dataloader_num_workers
+    return {
+        "batch_size": args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+        "shuffle": training and _read(args, "train_sampling_strategy") in (None, "random"),
+        "drop_last": args.dataloader_drop_last and training,
+        "num_workers": workers,
+        "pin_memory": args.dataloader_pin_memory,
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor if workers else None,
+    }
+
+
+def task_arguments(args: Any) -> dict[str, Any]:
+    """Return the arguments of a `TransformersTask` that ``TrainingArguments`` name.
+
+    Args:
+        args: a ``transformers.TrainingArguments``.
+
+    Raises:
+        ValueError: for another optimizer than AdamW.
+    """
+    if not _read(args, "optim").startswith("adamw_torch"):
+        raise ValueError(f"optim={_read(args, 'optim')!r}: TransformersTask has AdamW; override configure_optimizers.")
+    warmup = args.warmup_steps or getattr(args, "warmup_ratio", None) or 0
+    recompute = args.gradient_checkpointing or getattr(args, "activation_checkpointing", None)
+    return {
+        "learning_rate": args.learning_rate,
+        "weight_decay": args.weight_decay,
+        "optimizer_options": {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon},
+        "lr_scheduler": _read(args, "lr_scheduler_type"),
+        "scheduler_options": dict(args.lr_scheduler_kwargs or {}),
+        "warmup_steps": warmup,
+        "gradient_checkpointing": bool(recompute),
+    }
+
+
+def _read(args: Any, name: str) -> Any:
+    """Return a field, a member of an enum as its value."""
+    value = getattr(args, name, None)
+    return getattr(value, "value", value)
+
+
+def _refuse(args: Any) -> None:
+    defaults = {name: field.default for name, field in getattr(type(args), "__dataclass_fields__", {}).items()}
+    lines = []
+    for name, fix in _REFUSED.items():
+        value, default = _read(args, name), defaults.get(name)
+        if value not in (None, default, "", [], False, 0, 0.0):
+            lines.append(f"{name}={value!r}: {fix}")
+    if _read(args, "train_sampling_strategy") == "group_by_length":
+        lines.append(f"train_sampling_strategy='group_by_length': {_REFUSED['group_by_length']}")
+    if getattr(args.accelerator_config, "split_batches", False):
+        lines.append("accelerator_config.split_batches: give the loader its batch size per process")
+    if _read(args, "logging_strategy") == "epoch":
+        lines.append("logging_strategy='epoch': log with on_step=False, on_epoch=True in the task")
+    if lines:
+        raise ValueError("TrainingArguments that are said in another way here:\n  " + "\n  ".join(lines))
+    known = {*_BY_THE_SCRIPT, *_WITHOUT_EFFECT, *_REFUSED, *_TRANSLATED}
+    newer = [n for n in defaults if n not in known and _read(args, n) != defaults[n]]
+    if newer:
+        warn(f"training_arguments does not know {', '.join(newer)} of this version of transformers; left out.")
+
+
+_TRANSLATED = (
+    *("output_dir", "num_train_epochs", "max_steps", "gradient_accumulation_steps", "max_grad_norm", "bf16", "fp16"),
+    *("tf32", "use_cpu", "full_determinism", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    *("disable_tqdm", "logging_strategy", "logging_steps", "report_to", "run_name", "eval_strategy", "eval_steps"),
+    *("eval_on_start", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "metric_for_best_model"),
+    *("greater_is_better", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+    *("ddp_static_graph", "ddp_timeout", "fsdp", "fsdp_config", "auto_find_batch_size"),
+)
+"""What `training_arguments` reads."""
+
+
+def _count_accumulated(args: Any) -> int:
+    return int(args.gradient_accumulation_steps)
+
+
+def _read_steps(args: Any, name: str) -> int:
+    """Return a number of optimizer steps.
+
+    Raises:
+        ValueError: for a share of the run, whose length only the loader knows.
+    """
+    value = getattr(args, name)
+    if not 0 < value < math.inf or value != int(value):
+        raise ValueError(
+            f"{name}={value!r}: give a whole number of optimizer steps; shares of a run are not translated."
+        )
+    return int(value)
+
+
+def _translate_length(args: Any) -> dict[str, Any]:
+    if args.max_steps > 0:
+        return {"max_steps": args.max_steps}
+    epochs = args.num_train_epochs
+    if epochs == int(epochs):
+        return {"max_epochs": int(epochs)}
+    if epochs < 1:
+        return {"max_epochs": 1, "limit_train_batches": float(epochs)}
+    raise ValueError(f"num_train_epochs={epochs}: give whole epochs, or max_steps.")
+
+
+def _translate_strategy(args: Any) -> Any:
+    words = args.fsdp
+    if words:
+        words = "full_shard" if words is True else words if isinstance(words, str) else " ".join(map(str, words))
+        reshard = "shard_grad_op" not in words and bool((args.fsdp_config or {}).get("reshard_after_forward", True))
+        return FSDP(reshard_after_forward=reshard, cpu_offload="offload" in words)
+    options = {
+        name: value
+        for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
+        if (value := getattr(args, f"ddp_{name}", None)) is not None
+    }
+    if args.ddp_timeout != 1800:
+        options["timeout"] = timedelta(seconds=args.ddp_timeout)
+    return DDP(**options) if options else "auto"
+
+
+def _translate_compile(args: Any) -> bool | dict[str, Any]:
+    if not (args.torch_compile or args.torch_compile_backend or args.torch_compile_mode):
+        return False
+    options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    return {name: value for name, value in options.items() if value} or True
+
+
+def _make_loggers(args: Any) -> list[Logger]:
+    names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
+    names = [name for name in names if name != "none"]
+    if unknown := [name for name in names if name not in _LOGGERS]:
+        raise ValueError(
+            f"report_to={unknown}: there are loggers for {', '.join(_LOGGERS)}; for another service write a Logger, "
+            "see docs/loggers.md."
+        )
+    loggers: list[Logger] = []
+    for name in names:
+        options = {"run_name": args.run_name} if name == "mlflow" else {"name": args.run_name or "treadle_logs"}
+        folder = Path(args.output_dir) / "mlruns" if name == "mlflow" else args.output_dir
+        loggers.append(_LOGGERS[name](save_dir=folder, **options))
+    return loggers or [CSVLogger(args.output_dir)]  # its history was in trainer_state.json
+
+
+def _translate_evaluation(args: Any, interval: int) -> dict[str, Any]:
+    sanity = {"num_sanity_val_steps": -1 if args.eval_on_start else 0}
+    when = _read(args, "eval_strategy")
+    if when == "no":
+        return {**sanity, "limit_val_batches": 0}
+    if when == "epoch":
+        return sanity
+    steps = _read_steps(args, "eval_steps" if args.eval_steps else "logging_steps")
+    return {**sanity, "val_check_interval": steps * interval, "check_val_every_n_epoch": None}
+
+
+def _translate_saving(args: Any) -> dict[str, Any]:
+    callbacks: list[Any] = [BatchSizeFinder()] if args.auto_find_batch_size else []
+    when = _read(args, "save_strategy")
+    if when == "no":
+        return {"enable_checkpointing": False, "callbacks": callbacks}
+    name = args.metric_for_best_model
+    monitor, mode = None, "min"
+    if name is not None:
+        monitor = f"val_{name.removeprefix('eval_')}"
+        greater = args.greater_is_better if args.greater_is_better is not None else not name.endswith("loss")
+        mode = "max" if greater else "min"
+    keep = -1 if args.save_total_limit is None else max(int(args.save_total_limit), 1)
+    if monitor is None and keep > 1:
+        monitor, mode = "step", "max"  # the newest
+    trigger = {"every_n_train_steps": _read_steps(args, "save_steps")} if when == "steps" else {"every_n_epochs": 1}
+    saved = ModelCheckpoint(
+        Path(args.output_dir) / "checkpoints",
+        monitor=monitor,
+        mode=mode,
+        save_top_k=1 if when == "best" else keep,
+        save_last=True if monitor is not None and monitor != "step" else None,
+        save_weights_only=args.save_only_model,
+        **trigger,
+    )
+    return {"callbacks": [saved, *callbacks]}

@@ -1,0 +1,12 @@
+"""Other libraries' models, engines and searches under a Trainer; each is imported when it is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .transformers_task import TransformersTask
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

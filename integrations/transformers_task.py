@@ -1,0 +1,304 @@
+"""A task around a model of Hugging Face transformers."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.messages import nearest
+from ..common.optional import require
+from ..common.validation import check_bool
+from ..trainer import TaskModule
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from torchmetrics import Metric
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+IGNORED = -100
+"""The label that transformers' losses leave out."""
+
+
+class TransformersTask(TaskModule):
+    """Fine-tune, evaluate and generate with any transformers model whose ``forward`` returns a loss.
+
+    A batch is what the model takes: a dict with ``input_ids``, ``attention_mask``, ``labels``, ..., as transformers'
+    collators make it. Where labels are tokens, each batch's loss weighs as many as it is a mean over, so that padding,
+    accumulation and several processes change no gradient.
+
+    Logged are ``train_loss``, ``val_loss``, ``test_loss``, and each of ``metrics`` under ``val_NAME`` and
+    ``test_NAME``. `Trainer.predict` returns generated texts with ``generation``, else the logits.
+
+    Args:
+        model: a model; or the name or folder that ``from_pretrained`` loads, with ``auto_class``.
+        auto_class: the class to load it with, such as ``"AutoModelForCausalLM"``.
+        tokenizer: a tokenizer, or the name or folder of one. Default: the one beside ``model``, where that is a name.
+            Only generation, and `save_pretrained`, need it.
+        learning_rate: AdamW's, at its highest.
+        weight_decay: AdamW's, of all but biases and norms.
+        optimizer_options: further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
+        lr_scheduler: a name that ``transformers.get_scheduler`` knows; it advances with each optimizer step.
+        warmup_steps: optimizer steps to warm up; below 1 a share of all.
+        scheduler_options: further arguments of the scheduler.
+        metrics: objects of torchmetrics by name. They get logits and labels of the samples, or of the tokens that have
+            a label; override `update_metrics` for others.
+        generation: arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
+        adapter: a configuration of peft, as an object or a dict: the model's own weights are frozen then and adapters
+            trained. ``ModelCheckpoint(save_trainable_only=True)`` saves these alone.
+        gradient_checkpointing: compute activations again in the backward pass, to save memory.
+        model_options: further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
+
+    Raises:
+        ModuleNotFoundError: transformers, or peft for ``adapter``, is not installed.
+        ValueError: for an ``auto_class`` that transformers does not have, or none beside a name.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str | os.PathLike[str],
+        *,
+        auto_class: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str] | None = None,
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0.0,
+        optimizer_options: Mapping[str, Any] | None = None,
+        lr_scheduler: str = "linear",
+        warmup_steps: float = 0,
+        scheduler_options: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        generation: Mapping[str, Any] | None = None,
+        adapter: PeftConfig | Mapping[str, Any] | None = None,
+        gradient_checkpointing: bool = False,
+        model_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        require("TransformersTask", "transformers", extra="transformers")
+        super().__init__()
+        named = isinstance(model, str | os.PathLike)
+        self.save_hyperparameters(ignore=["metrics", *([] if named else ["model"]), "tokenizer", "adapter"])
+        if isinstance(tokenizer, str | os.PathLike):
+            self.save_hyperparameters("tokenizer")
+        if adapter is not None:
+            adapter = _describe_adapter(adapter)
+            self.hparams["adapter"] = adapter
+        if isinstance(model, str | os.PathLike):
+            built = _load_model(model, auto_class, dict(model_options or {}))
+        elif auto_class is not None or model_options:
+            raise ValueError("auto_class and model_options say how to load a model by its name; this one is built.")
+        else:
+            built = model
+        self.model = built if adapter is None else _add_adapter(built, adapter)
+        self.model.train()  # from_pretrained leaves it without dropout
+        if check_bool("gradient_checkpointing", gradient_checkpointing):
+            # By its name in transformers 5; in 4 it is another one.
+            enable = getattr(self.model, "activation_checkpointing_enable", None)
+            (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        self.tokenizer = _load_tokenizer(tokenizer, model if named else None)
+        metrics = dict(metrics or {})
+        self.val_metrics = nn.ModuleDict(metrics)
+        self.test_metrics = nn.ModuleDict({name: copy.deepcopy(metric) for name, metric in metrics.items()})
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; one positional argument is a batch."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+            return self.model(**args[0])
+        return self.model(*args, **kwargs)
+
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Return the loss of a batch, and how many labels it is a mean over where these are tokens."""
+        outputs = self(batch)
+        loss = self._get_loss(outputs, batch)
+        weight = self.count_targets(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return {"loss": loss} if weight is None else {"loss": loss, "weight": weight}
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log ``val_loss`` and the metrics."""
+        self._evaluate(batch, "val", self.val_metrics)
+
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log ``test_loss`` and the metrics."""
+        self._evaluate(batch, "test", self.test_metrics)
+
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Return a list of generated texts, or the logits if there is no ``generation``."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        if self.hparams.generation is None:
+            return self(inputs).logits
+        # A rank that is done must take part in the others' calls where each has parts of the model.
+        together = self.trainer.accelerator.strategy.sharded and self.trainer.world_size > 1
+        tokens = self.model.generate(**inputs, **self.hparams.generation, synced_gpus=together)
+        if self.tokenizer is None:
+            raise ValueError("generation needs a tokenizer to make texts of tokens: pass tokenizer=.")
+        if not self.model.config.is_encoder_decoder:  # which returns the prompt too
+            tokens = tokens[:, inputs["input_ids"].shape[1] :]
+        return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return AdamW and the schedule."""
+        from transformers import get_scheduler
+
+        options = self.hparams
+        decayed, others = [], []
+        for parameter, decays in self._iterate_trained():
+            (decayed if decays else others).append(parameter)
+        groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        if not groups:
+            raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
+        optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, **dict(options.optimizer_options or {}))
+        total = int(self.trainer.estimated_stepping_batches) if self.trainer.estimated_stepping_batches < 2**62 else 0
+        warmup = options.warmup_steps if options.warmup_steps >= 1 else options.warmup_steps * total
+        scheduler = get_scheduler(
+            options.lr_scheduler,
+            optimizer,
+            num_warmup_steps=round(warmup),
+            num_training_steps=total,
+            scheduler_specific_kwargs=dict(options.scheduler_options or {}),
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # -- what you may override -----------------------------------------------------------------------------------
+
+    def count_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Return how many labels the loss of a batch is a mean over, a 0-d tensor; None if that is its samples."""
+        labels = self._select_targets(batch)
+        return None if labels is None else (labels != IGNORED).sum()
+
+    def update_metrics(self, metrics: nn.ModuleDict, logits: Tensor, batch: Mapping[str, Any]) -> None:
+        """Give the metrics a batch.
+
+        Args:
+            metrics: objects of torchmetrics, by name.
+            logits: ``[samples, labels]``, or ``[samples, tokens, labels]``.
+            batch: what the model was called with.
+        """
+        targets = self._select_targets(batch)
+        if targets is None:
+            targets = batch["labels"]
+            predictions = logits.squeeze(-1) if logits.ndim > targets.ndim and logits.shape[-1] == 1 else logits
+        else:
+            has_label = targets != IGNORED
+            predictions, targets = logits[:, : targets.shape[1]][has_label], targets[has_label]
+        for metric in metrics.values():
+            metric.update(predictions, targets)
+
+    # -- what you call -------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write model and tokenizer for ``from_pretrained``; of a model with adapters these. Call it on all processes.
+
+        Args:
+            folder: made if it is not there.
+        """
+        if self._trainer is None:
+            weights, writes = self.state_dict(), True
+        else:
+            accelerator = self.trainer.accelerator
+            weights, writes = accelerator.get_state_dict(self), accelerator.is_main_process
+        if writes:
+            inside = {name.removeprefix("model."): w for name, w in weights.items() if name.startswith("model.")}
+            self.model.save_pretrained(folder, state_dict=inside)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, batch: Mapping[str, Any], stage: str, metrics: nn.ModuleDict) -> None:
+        outputs = self(batch)
+        count = self.count_targets(batch)
+        weight = None if count is None else int(count)  # one read per batch; training has none
+        self.log(f"{stage}_loss", self._get_loss(outputs, batch), prog_bar=True, batch_size=weight)
+        if metrics:
+            self.update_metrics(metrics, outputs.logits, batch)
+            self.log_dict({f"{stage}_{name}": metric for name, metric in metrics.items()}, on_step=False, on_epoch=True)
+
+    def _get_loss(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+        loss = getattr(outputs, "loss", None)
+        if loss is None:
+            raise ValueError(
+                f"{type(self.model).__name__} returned no loss for a batch with {', '.join(batch)}: it needs labels."
+            )
+        return loss
+
+    def _select_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Return the labels of tokens as the loss takes them; None if labels are of whole samples."""
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point() or "input_ids" not in batch:
+            return None
+        return labels[:, 1:] if _predicts_next_token(self.model) else labels
+
+    def _iterate_trained(self) -> Iterator[tuple[nn.Parameter, bool]]:
+        """Yield each parameter that is trained, and whether it decays."""
+        visited = set()
+        for part in self.modules():
+            is_norm = "norm" in type(part).__name__.lower()
+            for name, parameter in part.named_parameters(recurse=False):
+                if parameter.requires_grad and id(parameter) not in visited:
+                    visited.add(id(parameter))
+                    yield parameter, not (is_norm or name == "bias")
+
+
+def _predicts_next_token(model: Any) -> bool:
+    """Return whether a model's loss compares each token with the next label, as those of causal language models do."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model = getattr(model, "base_model", model).model if hasattr(model, "peft_config") else model
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    known = {name for entry in names for name in (entry if isinstance(entry, tuple) else (entry,))}
+    causal = getattr(model, "loss_type", None) == "ForCausalLM" or any(c.__name__ in known for c in type(model).__mro__)
+    return causal and not model.config.is_encoder_decoder
+
+
+def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: dict[str, Any]) -> Any:
+    import transformers
+
+    known = [name for name in dir(transformers) if name.startswith("AutoModelFor")]
+    if auto_class is None:
+        raise ValueError(
+            f"model={str(name)!r} needs auto_class=, the class that loads it: 'AutoModelForCausalLM', "
+            "'AutoModelForSequenceClassification', 'AutoModelForSeq2SeqLM', ..."
+        )
+    if auto_class not in known:
+        raise ValueError(f"auto_class={auto_class!r} is no class of transformers.{nearest(auto_class, known)}")
+    return getattr(transformers, auto_class).from_pretrained(name, **options)
+
+
+def _load_tokenizer(tokenizer: Any, model: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    if isinstance(tokenizer, str | os.PathLike):
+        return AutoTokenizer.from_pretrained(tokenizer)
+    if tokenizer is not None or model is None:
+        return tokenizer
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):  # there is none beside it
+        return None
+
+
+def _describe_adapter(adapter: Any) -> dict[str, Any]:
+    """Return a configuration of peft as plain data, which checkpoints keep."""
+    values = dict(adapter) if isinstance(adapter, Mapping) else adapter.to_dict()
+    if "peft_type" not in values:
+        raise ValueError("adapter={...} needs a 'peft_type', such as 'LORA'; or give a configuration, LoraConfig(...).")
+    plain = {
+        name: sorted(v) if isinstance(v, set | frozenset) else getattr(v, "value", v) for name, v in values.items()
+    }
+    return plain
+
+
+def _add_adapter(model: Any, adapter: dict[str, Any]) -> Any:
+    require("TransformersTask(adapter=...)", "peft", extra="transformers")
+    from peft import PeftConfig, get_peft_model
+
+    return get_peft_model(model, PeftConfig.from_peft_type(**adapter))

@@ -1,0 +1,303 @@
+"""transformers' models in a Trainer: exact gradients over tokens, generation, adapters, on one rank and on two."""
+
+import pytest
+import torch
+from processes import run
+from quiet import QUIET
+from safetensors import safe_open
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+from treadle.callbacks import ModelCheckpoint
+from treadle.integrations import TransformersTask
+
+import treadle
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 48
+# Texts of very different lengths, so that means over batches and over tokens are far apart.
+LENGTHS = [3, 12, 5, 20, 4, 4, 18, 7, 9, 3, 16, 6]
+
+
+def causal(seed=0, dropout=0.0):
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, n_positions=32, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def classifier(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.BertConfig(
+        num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=VOCABULARY,
+        max_position_embeddings=32, num_labels=3,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+def translator(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.T5Config(
+        num_layers=1, d_model=16, d_kv=8, num_heads=2, d_ff=16, vocab_size=VOCABULARY, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=2, dropout_rate=0.0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def texts(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def pad(rows, value=0):
+    width = max(map(len, rows))
+    return torch.tensor([row + [value] * (width - len(row)) for row in rows])
+
+
+def collate_causal(rows):
+    return {
+        "input_ids": pad(rows), "attention_mask": pad([[1] * len(row) for row in rows]), "labels": pad(rows, -100),
+    }  # fmt: skip
+
+
+def collate_classes(rows):
+    ids = pad(rows)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.tensor([len(r) % 3 for r in rows])}
+
+
+def collate_pairs(rows):
+    return collate_causal(rows) | {"labels": pad([row[::-1] for row in rows], -100)}
+
+
+KINDS = {
+    "causal": (causal, collate_causal),
+    "classes": (classifier, collate_classes),
+    "pairs": (translator, collate_pairs),
+}
+
+
+def whole_gradient_step(kind, lr=0.1):
+    """By hand: one SGD step on the mean over all tokens, or samples, of all texts at once, in float64."""
+    build, collate = KINDS[kind]
+    model = build().double().eval()
+    batch = collate(texts())
+    model(**batch).loss.backward()
+    return {name: p.detach() - lr * p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+class PlainTask(TransformersTask):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def one_step(kind, strategy):
+    build, collate = KINDS[kind]
+    task = PlainTask(build().eval())
+    task.eval()
+    trainer = treadle.Trainer(max_epochs=1, strategy=strategy, precision="64-true", accumulate_grad_batches=99, **QUIET)
+    trainer.fit(task, DataLoader(texts(), 2, collate_fn=collate))
+    return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_the_mean_over_all_targets(kind, strategy, ranks):
+    expected = whole_gradient_step(kind)
+    stepped, *_ = run(one_step, ranks, kind, strategy)
+    for name, value in expected.items():
+        # transformers' losses are float32; means of means would be 1e-3 off.
+        torch.testing.assert_close(stepped[name], value, rtol=1e-5, atol=1e-8)
+
+
+def evaluated(kind, strategy):
+    build, collate = KINDS[kind]
+    count = 3 if kind == "classes" else VOCABULARY
+    task = TransformersTask(build(), metrics={"accuracy": MulticlassAccuracy(count, average="micro")})
+    loader = DataLoader(texts(), 2, collate_fn=collate)
+    trainer = treadle.Trainer(strategy=strategy, **QUIET)
+    (validated,) = trainer.validate(task, loader)
+    (tested,) = trainer.test(task, loader)
+    return validated, tested
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_metrics_are_those_of_all_targets_at_once(kind, ranks):
+    build, collate = KINDS[kind]
+    batch = collate(texts())
+    with torch.no_grad():
+        outputs = build().eval()(**batch)
+    logits, labels = outputs.logits, batch["labels"]
+    if kind == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    hits = (logits.argmax(-1) == labels)[labels != -100].double().mean()
+    for validated, tested in run(evaluated, ranks, kind, "ddp" if ranks > 1 else "auto"):
+        assert validated["val_loss"] == pytest.approx(float(outputs.loss), rel=1e-5)
+        assert validated["val_accuracy"] == pytest.approx(float(hits), rel=1e-5)
+        assert tested["test_loss"] == pytest.approx(float(outputs.loss), rel=1e-5)
+        assert tested["test_accuracy"] == pytest.approx(float(hits), rel=1e-5)
+
+
+def word_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{number}": number for number in range(3, VOCABULARY)} | {"[PAD]": 0, "[BOS]": 1, "[EOS]": 2}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]", padding_side="left"
+    )
+
+
+def generated(strategy):
+    tokenizer = word_tokenizer()
+    generation = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    task = TransformersTask(causal(), tokenizer=tokenizer, generation=generation)
+    prompts = [" ".join(f"w{token}" for token in text[:4]) for text in texts()]
+    loader = DataLoader(prompts, 2, collate_fn=lambda rows: dict(tokenizer(rows, return_tensors="pt", padding=True)))
+    trainer = treadle.Trainer(strategy=strategy, **QUIET)
+    return [text for batch in trainer.predict(task, loader) for text in batch]
+
+
+def test_generated_texts_are_in_the_order_of_the_prompts():
+    tokenizer, model = word_tokenizer(), causal().eval()
+    expected = []
+    for text in texts():
+        ids = torch.tensor([text[:4]])
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+        expected.append(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
+    assert generated("auto") == expected
+    assert run(generated, 2, "ddp") == [expected, expected]
+
+
+def test_a_model_that_was_loaded_by_name_trains_with_dropout_and_comes_back(tmp_path):
+    causal().save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    task = TransformersTask(tmp_path / "model", auto_class="AutoModelForCausalLM")
+    assert task.model.training
+    assert task.tokenizer.pad_token == "[PAD]"
+    trainer = treadle.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(task, DataLoader(texts(), 4, collate_fn=collate_causal))
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    again = TransformersTask.load_from_checkpoint(tmp_path / "run.ckpt")
+    assert all(map(torch.equal, again.state_dict().values(), task.state_dict().values()))
+    task.save_pretrained(tmp_path / "out")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(map(torch.equal, read.state_dict().values(), task.model.state_dict().values()))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "[EOS]"
+
+
+def saved_names(path):
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["c_attn"], "lora_dropout": 0.1}
+
+
+def fit_adapter(folder, base, epochs, strategy, ckpt_path=None):
+    torch.manual_seed(11)
+    task = TransformersTask(base, auto_class="AutoModelForCausalLM", adapter=LORA, learning_rate=0.05)
+    saved = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_trainable_only=True, enable_version_counter=False)
+    flags = {**QUIET, "enable_checkpointing": True}
+    trainer = treadle.Trainer(max_epochs=epochs, strategy=strategy, callbacks=[saved], **flags)
+    treadle.seed_everything(5)
+    trainer.fit(task, DataLoader(texts(), 2, shuffle=True, collate_fn=collate_causal), ckpt_path=ckpt_path)
+    weights = trainer.accelerator.get_state_dict(task)
+    return {name: value.clone() for name, value in weights.items()} if trainer.is_global_zero else {}
+
+
+def adapt_and_resume(folder, base, strategy, steps):
+    whole = fit_adapter(folder / "whole", base, 2, strategy)
+    # The schedule is as long as the run that it belongs to, so the run is cut by hand.
+    return whole, fit_adapter(folder / "cut", base, 2, strategy, folder / "whole" / f"step={steps}.ckpt")
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
+def test_adapters_alone_are_saved_and_resume_exactly(tmp_path, strategy, ranks):
+    pytest.importorskip("peft")
+    causal(dropout=0.1).save_pretrained(tmp_path / "base")
+    (whole, resumed), *_ = run(adapt_and_resume, ranks, tmp_path, tmp_path / "base", strategy, 6 // ranks)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    checkpoint = tmp_path / "whole" / f"step={6 // ranks}.ckpt"
+    names = {name for path in checkpoint.glob("model*.safetensors") for name in saved_names(path)}
+    assert len(names) == 2
+    assert all("lora_" in name for name in names)
+    last = tmp_path / "whole" / f"step={12 // ranks}.ckpt"
+    task = TransformersTask.load_from_checkpoint(last)
+    assert all(torch.equal(value, whole[name]) for name, value in task.state_dict().items())
+    causal(seed=9).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="Build the model from the same pretrained weights"):
+        TransformersTask.load_from_checkpoint(last)
+
+
+def own_loop():
+    """The Accelerator with adapters, over two epochs; returns them, and what a resume after the first ends with."""
+    from peft import LoraConfig, get_peft_model
+
+    def train(epochs, folder=None, resume=None):
+        torch.manual_seed(0)
+        accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = get_peft_model(causal(), LoraConfig(r=4, target_modules=["c_attn"]))
+        task = TransformersTask(model)
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05)
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, DataLoader(texts(), 2, shuffle=True, collate_fn=collate_causal)
+        )
+        first = 0 if resume is None else accelerator.load_state(resume)["epoch"]
+        for _ in range(first, epochs):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch).loss, weight=task.count_targets(batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if folder is not None:
+            accelerator.save_state(folder, trainable_only=True)
+        return {n: p.detach().clone() for n, p in accelerator.unwrap_model(model).named_parameters()}
+
+    return train
+
+
+def train_and_resume(folder):
+    train = own_loop()
+    whole = train(2)
+    train(1, folder)
+    return whole, train(2, resume=folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_own_loop_with_adapters_resumes_exactly(tmp_path, ranks):
+    pytest.importorskip("peft")
+    for whole, resumed in run(train_and_resume, ranks, tmp_path / "state"):
+        assert any("lora_" in name for name in whole)
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    names = saved_names(tmp_path / "state" / "model.safetensors")
+    assert all("lora_" in name for name in names)
+
+
+def test_messages_name_the_fix(tmp_path):
+    with pytest.raises(ValueError, match="needs auto_class="):
+        TransformersTask("somewhere")
+    with pytest.raises(ValueError, match="Did you mean 'AutoModelForCausalLM'"):
+        TransformersTask("somewhere", auto_class="AutoModelForCausalLm")
+    with pytest.raises(ValueError, match="this one is built"):
+        TransformersTask(causal(), auto_class="AutoModelForCausalLM")
+    with pytest.raises(ValueError, match="it needs labels"):
+        TransformersTask(causal()).training_step({"input_ids": torch.ones(1, 4, dtype=torch.long)}, 0)
+    frozen = causal().requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        treadle.Trainer(max_epochs=1, **QUIET).fit(TransformersTask(frozen), DataLoader(texts(), 4))
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_recomputed_activations_give_the_same_gradient():
+    batch = collate_causal(texts())
+    plain, recomputed = (TransformersTask(causal(), gradient_checkpointing=again) for again in (False, True))
+    for task in (plain, recomputed):
+        task.train()
+        task(batch).loss.backward()
+    assert recomputed.model.is_activation_checkpointing
+    for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
