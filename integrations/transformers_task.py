@@ -58,7 +58,7 @@ class TransformersTask(TaskModule):
         ValueError: for an ``auto_class`` that transformers does not have, or none beside a name.
     """
 
-    model: PreTrainedModel
+    model: Any
     tokenizer: PreTrainedTokenizerBase | None
 
     def __init__(
@@ -148,7 +148,8 @@ class TransformersTask(TaskModule):
         from transformers import get_scheduler
 
         options = self.hparams
-        decayed, others = [], []
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for parameter, decays in self._iterate_trained():
             (decayed if decays else others).append(parameter)
         groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
