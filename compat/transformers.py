@@ -273,7 +273,9 @@ def _translate_saving(args: Any) -> dict[str, Any]:
     keep = -1 if args.save_total_limit is None else max(int(args.save_total_limit), 1)
     if monitor is None and keep > 1:
         monitor, mode = "step", "max"  # the newest
-    trigger: dict[str, Any] = {"every_n_train_steps": _read_steps(args, "save_steps")} if when == "steps" else {"every_n_epochs": 1}
+    trigger: dict[str, Any] = (
+        {"every_n_train_steps": _read_steps(args, "save_steps")} if when == "steps" else {"every_n_epochs": 1}
+    )
     saved = ModelCheckpoint(
         Path(args.output_dir) / "checkpoints",
         monitor=monitor,

@@ -190,6 +190,7 @@ class TransformersTask(TaskModule):
         else:
             has_label = targets != IGNORED
             predictions, targets = logits[:, : targets.shape[1]][has_label], targets[has_label]
+        metric: Any
         for metric in metrics.values():
             metric.update(predictions, targets)
 
