@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..common.durations import parse_duration
 from ..common.messages import announce, warn
+from ..common.remote_path import absolute, as_path, lexists
 from ..common.validation import check_bool, check_bool_or_word, check_int, check_monitor, choose
 from ..engine.checkpoint import Job
 from ..engine.checkpoint import store as checkpoint
@@ -51,8 +52,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     the newest there is: one that is not logged in every step may be of some steps before.
 
     Args:
-        dirpath: where to; by default ``checkpoints`` in the run's folder: the first logger's, or one that is made in
-            ``default_root_dir`` where no logger has one, named by experiment and run; without loggers that itself.
+        dirpath: where to, a directory or a URL such as ``s3://bucket/run``; by default ``checkpoints`` in the run's
+            folder: the first logger's, or one that is made in ``default_root_dir`` where no logger has one, named by
+            experiment and run; without loggers that itself.
         filename: a template such as ``"{epoch}-{val_loss:.2f}"``; by default ``"{epoch}-{step}"``.
         monitor: the logged value that says which is best; without one the newest is. ``"step"`` with ``mode="max"``
             keeps the newest ``save_top_k``.
@@ -149,7 +151,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._top_k = TopKCheckpoints(
             None if monitor is None else check_monitor(monitor), choose("mode", mode, MODES), save_top_k
         )
-        self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
+        self.dirpath = None if dirpath is None else str(absolute(os.path.expanduser(dirpath)))
         self.filename = filename
         self.verbose = check_bool("verbose", verbose)
         self.save_last = save_last is not None and check_bool_or_word("save_last", save_last, ("link",))
@@ -233,7 +235,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._save_requested = self._waiting = False
         if self.dirpath is None:
             root = trainer.logbook.agree_on_directory(trainer.default_root_dir)
-            self.dirpath = os.path.abspath(os.path.join(root, "checkpoints"))
+            self.dirpath = str(absolute(root) / "checkpoints")
         self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)  # a name with the time in it differs
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -262,7 +264,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._top_k.replaced = []
         if self.save_trainable_only:
             trainer.accelerator.checkpointer.find_frozen(world)  # as they are before anything is trained
-        missing = [path for path in sorted(self._top_k.ranked_paths) if not os.path.exists(path)]
+        missing = [path for path in sorted(self._top_k.ranked_paths) if not as_path(path).exists()]
         self._top_k.forget(world.broadcast(missing))  # by rank zero's disk
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -368,7 +370,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             last.amend(self, last_model_path=path)
         else:
             path = self._choose_path(trainer, values, last.step)
-        last.save(Path(path), self.save_weights_only, self.save_trainable_only)
+        last.save(as_path(path), self.save_weights_only, self.save_trainable_only)
         self._top_k.saved_step = last.step
         announce(f"{type(exception).__name__}: the run as of optimizer step {last.step} is saved as {path}")
 
@@ -521,7 +523,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
         """Return whether a path exists on rank zero's disk. Call it on all ranks."""
-        return bool(trainer.accelerator.world.broadcast(os.path.lexists(filepath)))
+        is_main = trainer.is_global_zero
+        return bool(trainer.accelerator.world.broadcast(lexists(filepath) if is_main else None))
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -553,7 +556,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         Raises:
             ValueError: if the template has a format that its value can't be written in.
         """
-        return os.path.join(self.dirpath or "", self._filenames.fill_in(metrics, filename, ver))
+        name = self._filenames.fill_in(metrics, filename, ver)
+        return name if self.dirpath is None else str(as_path(self.dirpath) / name)
 
     def _agree_on_path(self, trainer: Trainer, values: dict[str, Any], replaced: str, last: bool = False) -> str:
         """Return the path that rank zero chooses, see `_choose_path`. Call it on all ranks."""
@@ -578,7 +582,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         reserved_paths = self._collect_reserved_paths(trainer)
         reserved_paths |= self._top_k.ranked_paths if last else {self.last_model_path}
         path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
-        while path in reserved_paths or (self.enable_version_counter and os.path.lexists(path) and path != replaced):
+        while path in reserved_paths or (self.enable_version_counter and lexists(path) and path != replaced):
             if path not in reserved_paths and is_abandoned(path, step, self._resumed_step):
                 break
             path = self.format_checkpoint_name(values, template, version)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..common.messages import announce
+from ..common.mirror import flush, local_folder
+from ..common.remote_path import AnyPath, RemotePath, as_path
 from ..common.validation import check_int, check_path
 from ..engine import move_data_to_device
 from ..engine.checkpoint import Piece, decode, encode, filesystem, read_safetensors
@@ -36,7 +38,7 @@ class PredictionWriter(BasePredictionWriter):
     numbers, text, and dicts, lists, tuples and dataclasses of these can be written; dataclasses come back as dicts.
 
     Args:
-        dirpath: the folder. Where it is taken, ``-v1``, ``-v2``... is added to its name. Default: ``predictions`` in
+        dirpath: the folder, or its URL. Where it is taken, ``-v1``, ``-v2``... is added to its name. Default: ``predictions`` in
             the Trainer's ``default_root_dir``.
         shard_mib: a file is written when it has this many MiB of tensors. Default: 64.
 
@@ -49,15 +51,15 @@ class PredictionWriter(BasePredictionWriter):
 
     def __init__(self, dirpath: str | Path | None = None, shard_mib: int = 64) -> None:
         super().__init__("batch")
-        self.dirpath = None if dirpath is None else Path(check_path("dirpath", dirpath))
+        self.dirpath = None if dirpath is None else as_path(check_path("dirpath", dirpath))
         self.shard_bytes = check_int("shard_mib", shard_mib, 1) * _MEBIBYTE
-        self.folder: Path | None = None
+        self.folder: AnyPath | None = None
         self._shards: dict[int, _Shards] = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Make the folder."""
         super().on_predict_start(trainer, pl_module)
-        wanted = self.dirpath or Path(trainer.default_root_dir) / "predictions"
+        wanted = self.dirpath or as_path(trainer.default_root_dir) / "predictions"
         chosen = _make_free_folder(wanted) if trainer.is_global_zero else None
         self.folder, self._shards = trainer.accelerator.world.broadcast(chosen), {}
 
@@ -78,7 +80,7 @@ class PredictionWriter(BasePredictionWriter):
         if shards is None:
             assert self.folder is not None
             stem = f"loader{dataloader_idx}-rank{trainer.global_rank:05}"
-            shards = self._shards[dataloader_idx] = _Shards(self.folder, stem, self.shard_bytes)
+            shards = self._shards[dataloader_idx] = _Shards(local_folder(self.folder), stem, self.shard_bytes)
         # Each round of batches is dealt in rank order.
         shards.add(batch_idx * trainer.world_size + trainer.global_rank, batch_indices, prediction)
 
@@ -88,10 +90,12 @@ class PredictionWriter(BasePredictionWriter):
         for loader, shards in self._shards.items():
             shards.flush()
             written[loader] = {"batches": shards.count, "files": shards.files}
-        every = trainer.accelerator.world.gather_objects(written)
         assert self.folder is not None
+        flush(self.folder)
+        every = trainer.accelerator.world.gather_objects(written)
         if trainer.is_global_zero:
-            _write_index(self.folder, every)
+            _write_index(local_folder(self.folder), every)
+            flush(self.folder)
         trainer.accelerator.world.barrier()  # who reads next finds the index
         if not any(every):
             self.folder = None
@@ -145,7 +149,10 @@ def _to_plain(value: Any) -> Any:
     return value
 
 
-def _make_free_folder(wanted: Path) -> Path:
+def _make_free_folder(wanted: AnyPath) -> AnyPath:
+    if isinstance(wanted, RemotePath):
+        names = (f"{wanted.name}-v{version}" if version else wanted.name for version in itertools.count())
+        return next(folder for name in names if not (folder := wanted.parent / name).exists())
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for version in itertools.count():
         folder = wanted.with_name(f"{wanted.name}-v{version}") if version else wanted
@@ -182,17 +189,17 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
     One file of each rank is open at a time. Nothing in the files is ever run.
 
     Args:
-        path: the folder.
+        path: the folder, or its URL.
         dataloader_idx: the loader's number, where there were several.
         indices: yield pairs: the batch's indices in the dataset (None for a stream), and its predictions.
 
     Raises:
         ValueError: if the folder holds no predictions, is not finished or is damaged, or there was no such loader.
     """
-    folder = Path(path)
+    folder = local_folder(path)
     if not (folder / _INDEX).is_file():
         raise ValueError(
-            f"{folder} holds no finished predictions: there is no {_INDEX}, which is written last. Predict again."
+            f"{path} holds no finished predictions: there is no {_INDEX}, which is written last. Predict again."
         )
     loaders = _read_index(folder / _INDEX)
     if str(dataloader_idx) not in loaders:

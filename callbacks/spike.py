@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..common.messages import warn
+from ..common.remote_path import as_path
 from ..common.validation import check_int, check_number, choose
 from ..strategies.distributed import is_sharded, local
 from .callback import Callback
@@ -200,8 +200,8 @@ class SpikeWatch(Callback):
             trainer.should_stop = True
         elif self.action == "save":
             run = trainer.logbook.agree_on_directory(trainer.default_root_dir)
-            folder = self.dirpath or os.path.join(run, "spikes")  # type: ignore[attr-defined]
-            trainer.save_checkpoint(Path(folder) / f"step={trainer.progress.step}.ckpt")
+            folder = self.dirpath or as_path(run) / "spikes"  # type: ignore[attr-defined]
+            trainer.save_checkpoint(str(as_path(folder) / f"step={trainer.progress.step}.ckpt"))
 
 
 def _compute_squared_norm(gradients: list[Tensor]) -> Tensor:

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ..common.messages import warn
+from ..common.remote_path import AnyPath
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, resolve_devices
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
@@ -785,11 +785,12 @@ class Accelerator(Process):
         trainable_only: bool = False,
         blocking: bool = True,
         also: Sequence[str | os.PathLike[str]] = (),
-    ) -> Path:
+    ) -> AnyPath:
         """Save everything prepared or registered, and every process's RNG state. Call it on all processes.
 
         Args:
-            output_dir: the checkpoint, a directory that is put in place in one move once it is complete. With
+            output_dir: the checkpoint, a directory that is put in place in one move once it is complete, or a URL such
+                as ``s3://bucket/run/last``, which one request replaces once all its files are uploaded. With
                 ``ProjectConfiguration(automatic_checkpoint_naming=True)`` it may be left out.
             safe_serialization: only True; there is no other format.
             info: numbers and names for its manifest (``step``, ``epoch``, ...).

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from ..common.mirror import flush
 from ..common.validation import check_bool, check_int
 from .directory import DirectoryLogger
 from .logger import EVALUATED_AT, Params, process_rank, rank_zero_experiment
@@ -59,7 +60,7 @@ class CSVLogger(DirectoryLogger):
     def experiment(self) -> Any:
         """The `MetricsFile` of this version, opened at the first read."""
         if self._experiment is None:
-            self._experiment = MetricsFile(str(self.log_dir), self._flush_every)
+            self._experiment = MetricsFile(str(self.files_dir), self._flush_every)
         return self._experiment
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -108,6 +109,7 @@ class CSVLogger(DirectoryLogger):
         self.save()
         if self._experiment is not None and not self._experiment.waiting:  # else a subclass's save() keeps them
             self._experiment = None
+            flush(str(self.log_dir))
 
 
 class MetricsFile:

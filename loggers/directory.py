@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from pathlib import Path
 from typing import Any
 
+from ..common.mirror import local_folder
+from ..common.remote_path import RemotePath, as_path, is_url
 from ..common.validation import check_text
 from .logger import Logger, Params, process_rank
 from .values import as_mapping, check_step, plain
@@ -19,7 +22,8 @@ class DirectoryLogger(Logger):
     creating its directory, so two jobs started at once never share one.
 
     Args:
-        save_dir: Local directory above all experiments. ``~`` and ``$VARIABLES`` are expanded.
+        save_dir: Directory above all experiments, or a URL such as ``s3://bucket/logs``, to which files are uploaded
+            as they change. ``~`` and ``$VARIABLES`` are expanded.
         name: Directory of the experiment below it. None or ``""``: none.
         version: A number N for ``version_N``, or a directory name used as it is. An existing one is continued.
             Default: the next free number.
@@ -27,7 +31,7 @@ class DirectoryLogger(Logger):
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: ``save_dir`` is a URL, or ``version`` is negative.
+        ValueError: ``save_dir`` is a URL that can't be written to, or ``version`` is negative.
     """
 
     def __init__(
@@ -37,9 +41,7 @@ class DirectoryLogger(Logger):
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        path = os.fspath(save_dir)
-        if "://" in path:
-            raise ValueError(f"save_dir={path!r} is a URL, and this logger writes local files: pass a local directory")
+        path = str(as_path(save_dir)) if is_url(save_dir) else os.fspath(save_dir)
         for argument, value in (("name", name), ("prefix", prefix)):
             if value is not None:
                 check_text(argument, value)
@@ -99,6 +101,11 @@ class DirectoryLogger(Logger):
         folder = version if isinstance(version, str) else f"version_{version}"
         return os.path.join(self._versions_dir, folder) if folder else self._versions_dir
 
+    @property
+    def files_dir(self) -> Path:
+        """Where the files of `log_dir` are written: itself, or for a URL a folder that is mirrored there."""
+        return local_folder(str(self.log_dir))
+
     def save_hyperparams(self, params: Params) -> None:
         """Add to ``hparams.yaml`` in `log_dir`, which is written at once so that a crash does not lose it.
 
@@ -114,11 +121,13 @@ class DirectoryLogger(Logger):
             return
         import yaml
 
-        os.makedirs(directory, exist_ok=True)
-        target = os.path.join(directory, "hparams.yaml")
-        with open(target + ".tmp", "w", encoding="utf-8") as file:
+        folder = self.files_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / "hparams.yaml"
+        part = folder / "hparams.yaml.tmp"
+        with part.open("w", encoding="utf-8") as file:
             yaml.safe_dump(self._hparams, file, sort_keys=False, allow_unicode=True)
-        os.replace(target + ".tmp", target)
+        os.replace(part, target)
 
     def next_step(self, step: int | None) -> int:
         """Return the step to write, one more than the highest so far where the caller names none.
@@ -143,14 +152,18 @@ def check_version(version: int | str | None) -> int | str | None:
 
 def claim_version(root_dir: str) -> int:
     """Create ``version_N`` in ``root_dir`` for the first N above all that exist, and return N."""
-    os.makedirs(root_dir, exist_ok=True)
-    existing_versions = [
-        int(match[1]) for entry in os.listdir(root_dir) if (match := re.fullmatch(r"version_(\d+)", entry))
-    ]
+    root = as_path(root_dir)
+    if isinstance(root, Path):
+        os.makedirs(root, exist_ok=True)
+    names = root.names() if isinstance(root, RemotePath) else os.listdir(root)
+    existing_versions = [int(match[1]) for entry in names if (match := re.fullmatch(r"version_(\d+)", entry))]
     version = max(existing_versions, default=-1) + 1
     while True:
         # Exclusive creation is the claim: a look first and a creation after it would let two jobs take the same one.
         with contextlib.suppress(FileExistsError):
-            os.mkdir(os.path.join(root_dir, f"version_{version}"))
+            if isinstance(root, RemotePath):  # where a folder is there once an object is in it
+                (root / f"version_{version}" / ".claim").write_bytes(b"", exclusive=True)
+            else:
+                os.mkdir(root / f"version_{version}")
             return version
         version += 1

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..common.mirror import flush
 from ..common.validation import check_bool
 from .directory import DirectoryLogger
 from .logger import Params, process_rank, rank_zero_experiment
@@ -77,7 +78,7 @@ class TensorBoardLogger(DirectoryLogger):
         if self._experiment is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            directory = str(self.log_dir)
+            directory = str(self.files_dir)
             os.makedirs(directory, exist_ok=True)
             self._experiment = SummaryWriter(directory, **self._writer_options)
             # It hides what an earlier job wrote. A writer opened again would hide what this one wrote.
@@ -188,6 +189,7 @@ class TensorBoardLogger(DirectoryLogger):
             self._experiment.flush()
             self._experiment.close()
             self._experiment = None
+            flush(str(self.log_dir))
 
 
 @contextlib.contextmanager

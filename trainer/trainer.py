@@ -22,6 +22,7 @@ from ..callbacks import (
     OnExceptionCheckpoint,
     ProgressBar,
 )
+from ..common.remote_path import AnyPath
 from ..common.validation import choose
 from ..engine import Accelerator, Metrics, Preemption
 from ..engine.checkpoint import OpenCheckpoint
@@ -301,7 +302,7 @@ class Trainer(LightningAliases):
         self.datamodule: DataModule | None = None
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
-        self.ckpt_path: Path | None = None
+        self.ckpt_path: AnyPath | None = None
         self.opened_checkpoint: OpenCheckpoint | None = None  # that of ckpt_path, until all is restored
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None

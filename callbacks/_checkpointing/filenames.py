@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.messages import nearest, warn
-from ...engine.checkpoint import store
+from ...common.remote_path import AnyPath, as_path
+from ...engine.checkpoint import filesystem, store
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -45,8 +46,8 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
     """Raise ValueError or TypeError for a place that checkpoints can't be kept in, or a name they can't have."""
     if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
         raise TypeError(f"dirpath={dirpath!r} must be a directory's path, not a {type(dirpath).__name__}.")
-    if dirpath is not None and "://" in str(dirpath):
-        raise ValueError(f"dirpath={str(dirpath)!r} is not a directory of a local or mounted file system.")
+    if dirpath is not None:
+        as_path(dirpath)
     if filename is None:
         return
     if not isinstance(filename, str):
@@ -95,17 +96,20 @@ class CheckpointFilenames:
         return f"{name}{suffix}{self.extension}"
 
 
-def folders(directory: str | Path, levels: int) -> list[Path]:
+def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:
     """Return a directory and, so many levels down, the folders in it that may hold checkpoints."""
-    listed = level = [Path(directory)]
+    listed = level = [as_path(directory)]
     for _ in range(levels):
-        level = [path for parent in level if parent.is_dir() for path in sorted(parent.iterdir()) if _is_folder(path)]
+        paths = (parent / name for parent in level for name in filesystem.list_names(parent))
+        level = [path for path in paths if _is_folder(path)]
         listed = listed + level
     return listed
 
 
-def _is_folder(path: Path) -> bool:
+def _is_folder(path: AnyPath) -> bool:
     """Return whether a path can be searched, and is neither a checkpoint nor the remains of one."""
-    if path.name.startswith(".") or not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
+    if path.name.startswith(".") or not path.is_dir():
+        return False
+    if isinstance(path, Path) and not os.access(path, os.R_OK | os.X_OK):
         return False
     return not (path / store.MANIFEST).exists()

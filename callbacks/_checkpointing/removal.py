@@ -7,18 +7,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...common.messages import warn
+from ...common.remote_path import AnyPath, as_path
 from ...engine.checkpoint import store
 
 
-def remove(path: str, directory: str, resumed: Path | None) -> bool:
+def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
     """Delete a checkpoint, if it exists, and return whether it was deleted.
 
     Never the one the run was resumed from, by whatever name, nor one in another directory.
     """
-    if Path(directory) not in Path(path).parents:
+    place = as_path(path)
+    if as_path(directory) not in place.parents:
         return False
     try:
-        if not os.path.exists(path) or (resumed is not None and resumed.exists() and os.path.samefile(resumed, path)):
+        if not place.exists() or (resumed is not None and _is_same(resumed, place)):
             return False
         store.remove(path)
     except (OSError, ValueError) as error:  # the new checkpoint is saved, so a leftover must not end the run
@@ -27,7 +29,13 @@ def remove(path: str, directory: str, resumed: Path | None) -> bool:
     return True
 
 
-def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: Path | None) -> list[str]:
+def _is_same(resumed: AnyPath, place: AnyPath) -> bool:
+    if isinstance(resumed, Path) and isinstance(place, Path):
+        return resumed.exists() and os.path.samefile(resumed, place)
+    return resumed == place
+
+
+def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: AnyPath | None) -> list[str]:
     """Delete what a killed run had replaced and could not delete any more, and return the deleted paths.
 
     Args:
@@ -36,7 +44,7 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: Pa
         step: optimizer step of that checkpoint. A later checkpoint of the same name is another one and stays.
         resumed: the checkpoint that the run resumes from.
     """
-    leftovers = [path for path in paths if os.path.isdir(path) and _read_step(path, default=step) < step]
+    leftovers = [path for path in paths if as_path(path).is_dir() and _read_step(path, default=step) < step]
     return [path for path in leftovers if remove(path, directory, resumed)]
 
 
@@ -48,6 +56,6 @@ def is_abandoned(path: str, step: int, resumed_step: int | None) -> bool:
 def _read_step(path: str, default: int) -> int:
     """Return the optimizer step of a checkpoint; ``default`` if it can't be read."""
     try:
-        return store.read_manifest(Path(path)).step
+        return store.read_manifest(path).step
     except ValueError:
         return default

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, overload
 
 from torch import Tensor
 
+from ...common.remote_path import as_path
 from ..monitored_metric import is_better
 
 Value = TypeVar("Value")
@@ -167,12 +167,15 @@ def find_best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False)
 def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
     """Return a callback's saved state with today's paths, if its folder has been moved to ``directory`` since."""
     before = state["dirpath"]
-    if before in (None, directory) or os.path.isdir(before):
+    if before in (None, directory) or as_path(before).is_dir():
         return state
 
     def relocate_path(path: str) -> str:
-        moved = os.path.join(directory, os.path.relpath(path, before)) if path else ""
-        return moved if os.path.isdir(moved) else path
+        place, folder = as_path(path) if path else None, as_path(before)
+        if place is None or folder not in place.parents:
+            return path
+        moved = as_path(directory) / str(place)[len(str(folder)) :].lstrip("/\\")
+        return str(moved) if moved.is_dir() else path
 
     paths = {name: relocate_path(state[name]) for name in ("best_model_path", "last_model_path")}
     best = {relocate_path(path): score for path, score in state["best_k_models"].items()}

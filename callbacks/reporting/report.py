@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...common.mirror import local_folder
+from ...common.remote_path import as_path
 from ...common.validation import check_number
 from ..best_effort import BestEffortCallback
 
@@ -104,7 +106,8 @@ class RunReport(BestEffortCallback):
             self._safely(self._write, trainer, "under way", None)
 
     def _write(self, trainer: Trainer, state: str, ended_well: bool | None) -> None:
-        folder = Path(self.dirpath or trainer.logbook.directory(trainer.default_root_dir))
+        place = as_path(self.dirpath or trainer.logbook.directory(trainer.default_root_dir))
+        folder = local_folder(place)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.filename
         part = path.with_name(path.name + ".tmp")
@@ -115,7 +118,7 @@ class RunReport(BestEffortCallback):
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        self.path, self._written = path, time.monotonic()
+        self.path, self._written = place / self.filename, time.monotonic()
 
     def page(self, trainer: Trainer, state: str, ended_well: bool | None) -> Page:
         """What the page shows; override it to add to it.

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.messages import nearest
+from ...common.mirror import local_folder
+from ...common.remote_path import AnyPath, RemotePath, as_path
 from ...trainer.runs import CONFIG
 from ..config import COMMAND_LINE, SECTIONS, Config, ConfigError, load, make_printable, read_text
 
@@ -119,7 +121,7 @@ def _locate_run(run: str, overrides: Sequence[str]) -> str:
         (override.partition("=")[2] for override in reversed(overrides) if override.startswith("run.dir=")), "runs"
     )
     try:
-        return str(locate(run, Path(directory)))
+        return str(locate(run, as_path(directory)))
     except ValueError as error:
         raise ConfigError(f"--from-run {run}: {error}") from error
 
@@ -150,7 +152,7 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
     """
     from ...engine.checkpoint import find_again
 
-    folder = Path(place)
+    folder = as_path(place)
     find_again(folder)
     if (folder / "manifest.json").is_file():
         return str(folder), _read_checkpoint_config(folder)
@@ -158,10 +160,10 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
     if not file.is_file():
         problem = f"has no {CONFIG} and is no checkpoint" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"--from-run {place}: {problem}.")
-    return str(file), read_text(file)
+    return str(file), read_text(local_folder(folder) / CONFIG if isinstance(file, RemotePath) else file)
 
 
-def _read_checkpoint_config(folder: Path) -> str:
+def _read_checkpoint_config(folder: AnyPath) -> str:
     from ...engine.checkpoint import CONFIG, OpenCheckpoint
 
     try:

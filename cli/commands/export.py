@@ -65,7 +65,7 @@ def export(
     """Write a checkpoint's model as safetensors, one tensor in memory at a time.
 
     Args:
-        checkpoint: A committed checkpoint, of any strategy and number of processes.
+        checkpoint: A committed checkpoint, of any strategy and number of processes; a folder or a URL.
         output: A file whose name ends in ``.safetensors``, or a folder: one that is there, or a name with a slash at
             its end, or without the ending of a file of weights. What stands there is replaced once the new files are
             complete.
@@ -96,10 +96,10 @@ def export(
         write_weights,
     )
 
-    path, target = Path(checkpoint), Path(output)
+    target = Path(output)
     to_folder = _is_folder(output)
     refuse_checkpoint((target if to_folder else target.parent).absolute())
-    saved = OpenCheckpoint(path)
+    saved = OpenCheckpoint(checkpoint)
     saved.verify()
     stored = saved.open_part(model_part(model))
     chosen = _parse_dtype(dtype)

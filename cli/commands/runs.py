@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ...callbacks.reporting import format_duration, format_number
 from ...common.messages import nearest
+from ...common.remote_path import as_path
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, make_printable
 from .terminal_plot import plot
@@ -23,7 +23,7 @@ DESCRIPTION = """\
 List the runs in a folder, the newest last, or open one of them here, with its curves.
 
     treadle runs                        those in runs/
-    treadle runs DIR --state failed     those elsewhere that failed
+    treadle runs DIR --state failed     those elsewhere that failed; DIR may be a URL, s3://bucket/runs
     treadle runs show                   the newest
     treadle runs show 3                 the one with this number; NAME/3 where several names have it, or its path
     treadle runs show 3 --metric val_loss
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _list(options: argparse.Namespace) -> str:
-    runs = _filter_by_name(index.find(Path(options.dir)), options.name)
+    runs = _filter_by_name(index.find(as_path(options.dir)), options.name)
     if options.state is not None:
         _check("--state", options.state, STATES)
         runs = [run for run in runs if run.state.partition(":")[0] == options.state]
@@ -152,7 +152,7 @@ def _check(option: str, value: str, valid: Iterable[str]) -> None:
 def _show(options: argparse.Namespace) -> str:
     if options.width is not None and not _NARROWEST <= options.width <= 1000:
         raise ValueError(f"--width {options.width} is not between {_NARROWEST} and 1000 letters.")
-    directory = Path(options.dir)
+    directory = as_path(options.dir)
     if options.name is not None:
         _filter_by_name(index.find(directory), options.name)  # a name that no run has
     run = index.read(index.holding(index.locate(options.run, directory, options.name)))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...common.remote_path import RemotePath, as_path
 from ...trainer.checkpointing import WORDS_FOR_CHECKPOINTS
 from ...trainer.runs import CONFIG
 from ..config import COMMAND_LINE, ConfigError, format_path, hide_secrets, iterate_values, make_value
@@ -122,7 +123,8 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
             raise locate_error(checked.config, error, blamed_section) from error
         trainer.config = text
         if folder is not None:
-            trainer.resume_command = f"{program} --from-run {os.path.relpath(folder.path)} ckpt_path=auto"
+            place = folder.path if isinstance(folder.path, RemotePath) else os.path.relpath(folder.path)
+            trainer.resume_command = f"{program} --from-run {place} ckpt_path=auto"
         model, data = checked.build_task(), checked.build_datamodule()
         _refuse_saved_secrets(checked.config, {"model": model, "data": data})
         ckpt_path = checked.ckpt_path if stage == "fit" else _choose_weights(checked, options, trainer)
@@ -163,7 +165,7 @@ def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Ca
 
     if any(map(_can_take_predictions, callbacks)):
         return callbacks
-    beside = Path(earlier) if earlier is not None and (Path(earlier) / CONFIG).is_file() else Path()
+    beside = Path(earlier) if earlier is not None and (as_path(earlier) / CONFIG).is_file() else Path()
     return [*callbacks, PredictionWriter(beside / "predictions")]
 
 
@@ -188,9 +190,9 @@ def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) 
     if checked.ckpt_path is not None or checked.config.find_source("ckpt_path") == COMMAND_LINE:
         return checked.ckpt_path
     earlier = options.from_run
-    if earlier is not None and (Path(earlier) / MANIFEST).is_file():
+    if earlier is not None and (as_path(earlier) / MANIFEST).is_file():
         return earlier
-    if earlier is not None and (Path(earlier) / CONFIG).is_file():
+    if earlier is not None and (as_path(earlier) / CONFIG).is_file():
         return "best" if any(callback.monitor is not None for callback in trainer.checkpoint_callbacks) else "last"
     warn("no ckpt_path: the weights are those that the task is built with.")
     return None
@@ -203,12 +205,12 @@ def _prepare_callbacks(earlier: str | None, flags: Mapping[str, Any]) -> list[Ca
     from ...trainer.runs import CHECKPOINTS
 
     callbacks = as_callbacks("callbacks", flags["callbacks"])
-    if earlier is not None and (Path(earlier) / CHECKPOINTS).is_dir() and not flags["barebones"]:
+    if earlier is not None and (as_path(earlier) / CHECKPOINTS).is_dir() and not flags["barebones"]:
         saves = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in saves:
-            callback.dirpath = callback.dirpath or str(Path(earlier) / CHECKPOINTS)
+            callback.dirpath = callback.dirpath or str(as_path(earlier) / CHECKPOINTS)
         if not saves and flags["enable_checkpointing"] is not False:
-            callbacks.append(ModelCheckpoint(Path(earlier) / CHECKPOINTS))
+            callbacks.append(ModelCheckpoint(str(as_path(earlier) / CHECKPOINTS)))
     return callbacks
 
 
@@ -221,7 +223,7 @@ def _open_run_folder(
     earlier, word = options.from_run, checked.ckpt_path
     if earlier is None or word not in WORDS_FOR_CHECKPOINTS:
         return _create_run_folder(checked, flags)
-    file = Path(earlier) / CONFIG
+    file = as_path(earlier) / CONFIG
     if not file.is_file():
         raise ConfigError(
             f"--from-run {earlier} is not a run's folder, in which ckpt_path={word} could look. Name the folder, to go "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from ...common.messages import warn
+from ...common.remote_path import AnyPath, absolute, as_path
 from ...strategies import World
 from ..configuration import ProjectConfiguration
 from . import filesystem, store
@@ -18,20 +17,20 @@ _NAME = re.compile(r"checkpoint_(\d+)")
 _REPLACED = re.compile(r"\.checkpoint_(\d+)\.old")
 
 
-def _require_folder(project: ProjectConfiguration, method: str) -> Path:
+def _require_folder(project: ProjectConfiguration, method: str) -> AnyPath:
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         raise ValueError(
             f"{method}() needs a directory, or Accelerator(project_config=ProjectConfiguration(project_dir=..., "
             "automatic_checkpoint_naming=True))."
         )
-    return Path(project.project_dir) / "checkpoints"
+    return as_path(project.project_dir) / "checkpoints"
 
 
-def _list_numbers(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[int]:
+def _list_numbers(folder: AnyPath, pattern: re.Pattern[str] = _NAME) -> list[int]:
     return sorted(int(match[1]) for name in filesystem.list_names(folder) if (match := pattern.fullmatch(name)))
 
 
-def choose_next_target(project: ProjectConfiguration) -> Path:
+def choose_next_target(project: ProjectConfiguration) -> AnyPath:
     """Where the next checkpoint goes.
 
     Raises:
@@ -89,22 +88,22 @@ def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: 
             skipped.append(f"{path}: it holds weights only, so no run can go on from it")
 
 
-def compute_next_iteration(project: ProjectConfiguration, loaded: Path) -> int:
+def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> int:
     """The number of the checkpoint that comes after a resume from ``loaded``: above all that stand there."""
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         return project.iteration
-    folder = Path(project.project_dir) / "checkpoints"
-    if os.path.abspath(loaded.parent) != os.path.abspath(folder):
+    folder = as_path(project.project_dir) / "checkpoints"
+    if absolute(loaded.parent) != absolute(folder):
         return project.iteration
     return max([project.iteration, *(number + 1 for number in _list_numbers(folder))])
 
 
-def drop_oldest(folder: Path, limit: int) -> None:
+def drop_oldest(folder: AnyPath, limit: int) -> None:
     """Delete checkpoints until ``limit`` of them are left, those of the lowest numbers first.
 
     One that can't be deleted is no error, as the new one is saved: a warning says why, and the next save tries again.
     """
-    numbers = [n for n in _list_numbers(folder) if os.path.isfile(folder / f"checkpoint_{n}" / store.MANIFEST)]
+    numbers = [n for n in _list_numbers(folder) if (folder / f"checkpoint_{n}" / store.MANIFEST).is_file()]
     try:
         store.CheckpointStore(folder).recover()  # what was killed while it deleted
     except (OSError, ValueError) as error:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...common.messages import warn
+from ...common.remote_path import AnyPath, RemotePath, absolute
 from ...strategies import World
 from ...strategies.distributed import is_sharded, whole
 from ..configuration import ProjectConfiguration
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ..accelerator import Accelerator
 
 
-def _check_equal_targets(targets: list[Path], world: World) -> None:
+def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
     """See that the ranks of each machine name the same directories; machines may mount one file system elsewhere.
 
     Raises:
@@ -41,7 +42,8 @@ def _check_equal_targets(targets: list[Path], world: World) -> None:
     """
     if world.size == 1:
         return
-    by_rank = world.gather_objects((socket.gethostname(), [os.path.realpath(target) for target in targets]))
+    places = [str(target) if isinstance(target, RemotePath) else os.path.realpath(target) for target in targets]
+    by_rank = world.gather_objects((socket.gethostname(), places))
     by_host: dict[str, list[str]] = {}
     if any(by_host.setdefault(host, paths) != paths for host, paths in by_rank):
         listed = "; ".join(f"rank {rank}: {', '.join(paths)}" for rank, (_, paths) in enumerate(by_rank))
@@ -117,7 +119,7 @@ class Checkpointer:
         trainable_only: bool = False,
         blocking: bool = True,
         also: Sequence[str | os.PathLike[str]] = (),
-    ) -> Path:
+    ) -> AnyPath:
         """Save everything prepared or registered, and every process's RNG state."""
         if not safe_serialization:
             raise ValueError(
@@ -133,8 +135,8 @@ class Checkpointer:
         project = accelerator.project_configuration
         numbering = project if output_dir is None else None
         with world.together():
-            path = Path(output_dir) if output_dir is not None else automatic_naming.choose_next_target(project)
-            targets = [Path(os.path.abspath(target)) for target in (path, *also)]
+            path = output_dir if output_dir is not None else automatic_naming.choose_next_target(project)
+            targets = [absolute(target) for target in (path, *also)]
             snapshot.check(accelerator, targets, parts or {}, weights_only)
         _check_equal_targets(targets, world)
         if self.save_hooks and len(targets) > 1:
@@ -154,7 +156,7 @@ class Checkpointer:
 
     def _publish(
         self,
-        targets: list[Path],
+        targets: list[AnyPath],
         files: Files,
         info: dict[str, Any],
         numbering: ProjectConfiguration | None,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
+from ...common.remote_path import AnyPath, RemotePath
 from ...common.tensor_bytes import view_bytes
 from ...strategies.distributed import Whole
 
@@ -206,8 +207,10 @@ def delete(path: Path, first: str = "") -> None:
     rmdir(path)
 
 
-def list_names(directory: Path) -> list[str]:
+def list_names(directory: AnyPath) -> list[str]:
     """What is in a directory, sorted; nothing if it isn't one."""
+    if isinstance(directory, RemotePath):
+        return directory.names()
     try:
         return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
@@ -311,14 +314,14 @@ def read_bytes(path: Path, limit: int) -> bytes:
         return path.read_bytes()
 
 
-def parse_json(path: Path, data: bytes) -> Any:
+def parse_json(path: AnyPath, data: bytes) -> Any:
     """Parse what `read_bytes` returned, as strictly as `read_json`; ``path`` is for errors."""
     with _wrap_read_errors(path):
         return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_build_unique_dict)
 
 
 @contextmanager
-def _wrap_read_errors(path: Path) -> Iterator[None]:
+def _wrap_read_errors(path: AnyPath) -> Iterator[None]:
     """A block in which a file is read; its errors name the file."""
     try:
         yield
@@ -339,7 +342,7 @@ def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return built
 
 
-def probe(directory: Path | str, nbytes: int = 0) -> None:
+def probe(directory: Path, nbytes: int = 0) -> None:
     """Find out before the run whether checkpoints can be saved in a directory, by making it and writing a file.
 
     Args:

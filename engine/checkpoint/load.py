@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from torch import Tensor, nn
 
 from ...common.messages import announce, warn
+from ...common.remote_path import AnyPath, absolute
 from ...strategies import World
 from ...strategies.distributed import cut_like, is_sharded
 from ..optim import LoadedOptimizer, PreparedScheduler, optimizer_state, resume_options
@@ -95,7 +94,7 @@ def load(
     _check_frozen(accelerator, opened, chosen, strict)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
-        accelerator.checkpointer.loaded_from[model] = os.path.abspath(opened.path), manifest, accelerator.steps
+        accelerator.checkpointer.loaded_from[model] = str(absolute(opened.path)), manifest, accelerator.steps
     if shared is not None:
         _load_training(accelerator, manifest, shared, of_rank, optimizers)
         resume_options.hold(accelerator, optimizers, shared, script=schedule == "script")
@@ -187,7 +186,7 @@ def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict
 
 def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
     """See that this is the save that the models were loaded from just before, if they were from this path."""
-    path, manifest = os.path.abspath(opened.path), opened.manifest
+    path, manifest = str(absolute(opened.path)), opened.manifest
     for model in accelerator.models:
         place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
         if (place, steps) == (path, accelerator.steps) and not _is_identical_save(of_models, manifest):
@@ -196,7 +195,7 @@ def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> Non
             )
 
 
-def _choose_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
+def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
     """Return the models that hooks leave to be loaded."""
     chosen = list(accelerator.models)
     with accelerator.world.together():
@@ -368,7 +367,7 @@ def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerStat
 
 
 def _choose_schedule(
-    accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: TrainState, schedule: str | None
+    accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState, schedule: str | None
 ) -> None:
     """Decide whose learning rates and schedules hold; see `Accelerator.load_state`."""
     if schedule == "script":
@@ -426,7 +425,7 @@ def _check_counts(
         raise ValueError(f"{path}: part 'state' is damaged: its schedulers are not all there. Use another checkpoint.")
 
 
-def _check_kinds(accelerator: Accelerator, state: TrainState, path: Path, strict: bool) -> None:
+def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, strict: bool) -> None:
     """See that schedulers are of the classes that were saved, and the same objects registered."""
     kinds = list_scheduler_kinds(accelerator.schedulers)
     pairs = zip(kinds, state["scheduler_kinds"], strict=False)

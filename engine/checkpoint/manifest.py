@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...common.remote_path import AnyPath, RemotePath, as_path
 from . import filesystem
 from .json_codec import decode, encode
 
@@ -15,6 +16,9 @@ FORMAT = 1
 
 MANIFEST = "manifest.json"
 """The file whose presence makes a directory a checkpoint."""
+
+FOLDER = r"data-[0-9a-f]{16}"
+"""The folder that the files of a checkpoint in an object store are in."""
 
 _MAX_BYTES = 64 * 2**20  # far above any real manifest; bounds what a hostile one makes us read
 _COUNTS = ("step", "epoch", "samples", "world_size")
@@ -35,6 +39,7 @@ class Manifest:
         format: Version of the layout.
         sequence: Grows with every commit into a directory; decides between two checkpoints of the same step.
         others: As ``files``, what hooks wrote, by path, as ``unet/config.json``. A link's content is where it leads.
+        folder: The folder in the checkpoint that all these are in; empty if there is none, as on a disk.
         source: The content of the file it was read from; empty if it was not read.
     """
 
@@ -47,12 +52,17 @@ class Manifest:
     format: int = FORMAT
     sequence: int = 0
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    folder: str = ""
     source: bytes = field(default=b"", repr=False, compare=False)
 
     @property
     def names(self) -> set[str]:
-        """All that is listed."""
-        return {*self.files, *self.others}
+        """All that is listed, by path in the checkpoint."""
+        return {self.path_of(name) for name in (*self.files, *self.others)}
+
+    def path_of(self, name: str) -> str:
+        """Return where in the checkpoint a file is."""
+        return f"{self.folder}/{name}" if self.folder else name
 
     @classmethod
     def build(
@@ -61,11 +71,12 @@ class Manifest:
         info: Mapping[str, Any],
         sequence: int,
         others: dict[str, dict[str, Any]] | None = None,
+        folder: str = "",
     ) -> "Manifest":
         """The manifest for what `commit` was given. A count that isn't in ``info`` is 0, and ``world_size`` 1."""
         info = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1, **info}
         counts = {name: info[name] for name in _COUNTS}
-        return cls(**counts, files=files, info=info, sequence=sequence, others=others or {})
+        return cls(**counts, files=files, info=info, sequence=sequence, others=others or {}, folder=folder)
 
     def to_json(self) -> bytes:
         """The content of ``manifest.json``.
@@ -79,24 +90,25 @@ class Manifest:
         if tensors:
             raise TypeError(f"{next(iter(tensors))}: a manifest takes no tensors; use .item(), or store it in a part.")
         counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
+        folder = {"folder": self.folder} if self.folder else {}
         others = {"others": self.others} if self.others else {}
-        document = {"format": self.format, **counts, "files": self.files, **others, "info": info}
+        document = {"format": self.format, **counts, **folder, "files": self.files, **others, "info": info}
         _parse(document)
         return json.dumps(document, indent=1, allow_nan=False).encode()
 
 
-def read_manifest(path: Path | str, name: str = MANIFEST) -> Manifest:
+def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
     """Read what a committed checkpoint says about itself.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint.
         name: The file.
 
     Raises:
         ValueError: It isn't a checkpoint, or is damaged, or is written by a newer Treadle.
     """
     data = read_source(path, name)
-    document = filesystem.parse_json(Path(path) / name, data)
+    document = filesystem.parse_json(as_path(path) / name, data)
     format_version = document.get("format") if isinstance(document, dict) else None
     if type(format_version) is int and format_version > FORMAT:
         raise ValueError(
@@ -108,20 +120,27 @@ def read_manifest(path: Path | str, name: str = MANIFEST) -> Manifest:
         raise ValueError(f"{path}: {name} is damaged: {error}. Use another checkpoint.") from error
 
 
-def read_source(path: Path | str, name: str = MANIFEST) -> bytes:
+def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
     """Read a checkpoint's manifest without parsing it: its content changes with every save.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint.
         name: The file.
 
     Raises:
         ValueError: It isn't a checkpoint.
+        OSError: The store can't be reached.
     """
-    if not Path(path).is_dir():
-        problem = "is a file" if Path(path).exists() else "does not exist"
+    path = as_path(path)
+    if isinstance(path, RemotePath):
+        try:
+            return (path / name).read_bytes(_MAX_BYTES)
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} has no {name}, so it is not a complete checkpoint.") from error
+    if not path.is_dir():
+        problem = "is a file" if path.exists() else "does not exist"
         raise ValueError(f"{path} {problem}; a checkpoint is a directory with a {MANIFEST}.")
-    return filesystem.read_bytes(Path(path) / name, _MAX_BYTES)
+    return filesystem.read_bytes(path / name, _MAX_BYTES)
 
 
 def verify(path: Path | str, digests: bool = True) -> Manifest:
@@ -144,10 +163,11 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
 
 def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
     """As `verify`, of a checkpoint whose manifest was read."""
+    folder = path / manifest.folder
     for name, entry in manifest.files.items():
-        filesystem.check_file(path, name, entry, digests)
+        filesystem.check_file(folder, name, entry, digests)
     for name, entry in manifest.others.items():
-        filesystem.check_file(path, name, entry, digests, links=True)
+        filesystem.check_file(folder, name, entry, digests, links=True)
 
 
 def _parse(document: Any) -> Manifest:
@@ -159,6 +179,11 @@ def _parse(document: Any) -> Manifest:
         _require(type(value) is int and value >= 0, f"{name} is {value!r:.40}, and must be an int of 0 or more")
     files = document.get("files")
     _require(isinstance(files, dict) and bool(files or document.get("others")), "it lists no files")
+    folder = document.get("folder", "")
+    _require(
+        isinstance(folder, str) and (not folder or re.fullmatch(FOLDER, folder) is not None),
+        f"{folder!r:.40} is no name of its folder",
+    )
     others = document.get("others", {})
     _require(isinstance(others, dict), "others is no object")
     for name in files:
@@ -179,7 +204,7 @@ def _parse(document: Any) -> Manifest:
     info = decode(document.get("info"), {})
     _require(isinstance(info, dict), "it has no info")
     info = {name: counts[name] for name in _COUNTS} | info
-    return Manifest(**counts, files=files, info=info, format=version, others=others)
+    return Manifest(**counts, files=files, info=info, format=version, others=others, folder=folder)
 
 
 def _require(condition: bool, rule: str) -> None:

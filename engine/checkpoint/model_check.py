@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from xxhash import xxh3_64
 
 from ...common.messages import warn
+from ...common.remote_path import AnyPath
 from ...common.tensor_bytes import view_bytes
 from ...strategies import World
 from ...strategies.distributed import get_original_class, local, whole
@@ -113,7 +113,7 @@ def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
     return {_FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
 
 
-def read_frozen_note(noted: Mapping[str, str], path: Path | str) -> dict[str, str]:
+def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str, str]:
     """Return the digests of the weights that a checkpoint leaves out, by name; empty for one that is complete.
 
     Raises:
@@ -128,7 +128,7 @@ def read_frozen_note(noted: Mapping[str, str], path: Path | str) -> dict[str, st
     return digests
 
 
-def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Path | str, strict: bool) -> None:
+def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: AnyPath | str, strict: bool) -> None:
     """See that a model has the frozen weights with which a checkpoint was saved.
 
     Args:
@@ -160,7 +160,7 @@ def fingerprint(model: nn.Module) -> str:
     return xxh3_64(repr((sorted(_list_part_kinds(model).items()), forms)).encode()).hexdigest()
 
 
-def compare(model: nn.Module, noted: Mapping[str, str], path: Path) -> None:
+def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
     """Warn if weights were saved by a model that computes something else with weights of the same names and shapes.
 
     Args:
@@ -188,7 +188,7 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: Path) -> None:
 def check_weights(
     model: nn.Module,
     weights: dict[str, Any],
-    path: Path | str,
+    path: AnyPath | str,
     strict: bool = True,
     left_out: Collection[str] = (),
 ) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
     return separated
 
 
-def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: Path) -> None:
+def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPath) -> None:
     """Warn if weights were saved in other formats than the model's: going on from them is not exact then.
 
     Args:

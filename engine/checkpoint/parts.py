@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...common.remote_path import AnyPath
 from ...strategies.distributed import is_sharded, piece_of
 from ...strategies.processes import note_unfinished
 from ..parameter_names import split_tied
@@ -113,14 +114,17 @@ def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
         filesystem.make_staging_directory(folder)
         note_unfinished(folder)
     for name, content in files.items():
-        path = folder / name
-        if isinstance(content, bytes):
-            entries[name] = filesystem.write_bytes(path, content)
-        else:
-            entries[name] = filesystem.write_tensors(path, content.tensors, content.notes)
+        entries[name] = write_file(folder / name, content)
     for name in files:
         filesystem.fsync(folder / name)
     return entries
+
+
+def write_file(path: Path, content: bytes | TensorFile) -> filesystem.Entry:
+    """Write one file of a checkpoint; returns its entry for a manifest."""
+    if isinstance(content, bytes):
+        return filesystem.write_bytes(path, content)
+    return filesystem.write_tensors(path, content.tensors, content.notes)
 
 
 def has_part(files: Iterable[str], name: str) -> bool:
@@ -144,18 +148,20 @@ class Part:
     """One part of a checkpoint whose files were opened: its document and headers are read, its tensors are not.
 
     Attributes:
-        path: The checkpoint's directory.
+        path: The checkpoint.
         name: As given to `encode_part`.
         document: What its JSON file holds; None of a model, which is tensors only.
         tensors: Its tensors by name.
         notes: The notes in the header of its file.
+        owner: What keeps its files.
     """
 
-    path: Path
+    path: AnyPath
     name: str
     document: Any
     tensors: dict[str, Stored]
     notes: dict[str, str]
+    owner: object = None
 
     def unread(self) -> Any:
         """Return the state, its tensors as `Stored`, whose values are read when they are asked for.
@@ -182,20 +188,24 @@ class Part:
 
 
 @contextmanager
-def _report_damage(path: Path, name: str) -> Iterator[None]:
+def _report_damage(path: AnyPath, name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
 
 
-def open_files(path: Path, files: Mapping[str, filesystem.Entry], name: str) -> Part:
+def open_files(
+    path: AnyPath, files: Mapping[str, filesystem.Entry], name: str, folder: Path, owner: object = None
+) -> Part:
     """Open one part of a checkpoint whose manifest is read. Nothing in the files can make this import or run code.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint, for messages.
         files: The manifest's entries.
         name: As given to `encode_part`.
+        folder: Where its files are.
+        owner: What keeps the folder, as long as the part is used.
 
     Raises:
         ValueError: The checkpoint has no such part, or its content is damaged.
@@ -205,12 +215,13 @@ def open_files(path: Path, files: Mapping[str, filesystem.Entry], name: str) -> 
     if not names or (not flat and f"{name}.json" not in names):
         raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
     for file in names:
-        filesystem.check_file(path, file, files[file], digests=False)
-    stored, notes = open_tensors(path / file for file in names if file.endswith(".safetensors"))
+        filesystem.check_file(folder, file, files[file], digests=False)
+    stored, notes = open_tensors(folder / file for file in names if file.endswith(".safetensors"))
     if not flat:
-        return Part(path, name, filesystem.read_json(path / f"{name}.json", _MAX_JSON_BYTES), stored, notes)
+        document = filesystem.read_json(folder / f"{name}.json", _MAX_JSON_BYTES)
+        return Part(path, name, document, stored, notes, owner)
     with _report_damage(path, name):
-        return Part(path, name, None, add_aliases(stored, notes), notes)
+        return Part(path, name, None, add_aliases(stored, notes), notes, owner)
 
 
 def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
@@ -226,13 +237,18 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
     Raises:
         ValueError: The checkpoint has no such part, or its content is damaged; run `verify` first to know before.
     """
-    part = open_files(Path(path), read_manifest(path).files, name)
+    part = _open_alone(Path(path), name)
     return part.unread(), part.notes
 
 
 def read_part(path: Path | str, name: str) -> Any:
     """As `open_part`, with the tensors themselves, in memory; those that are tied are one object again."""
-    return open_files(Path(path), read_manifest(path).files, name).read()
+    return _open_alone(Path(path), name).read()
+
+
+def _open_alone(path: Path, name: str) -> Part:
+    manifest = read_manifest(path)
+    return open_files(path, manifest.files, name, path / manifest.folder)
 
 
 def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from ...common.messages import warn
+from ...common.remote_path import AnyPath, RemotePath
 from ...strategies import World
 from ...strategies.distributed import is_sharded, local
-from ...strategies.processes import forget_unfinished
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..parameter_names import make_view_key, strip_compile_prefix
@@ -24,6 +24,8 @@ from ..rng import random_state
 from . import model_check, store
 from .json_codec import decode, encode
 from .parts import Files, TensorFile, encode_part, estimate_size
+from .remote import Upload
+from .store import DiskSave
 from .train_state import (
     STATE,
     OptimizerState,
@@ -85,7 +87,7 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
         registered[name] = Counts(value, world) if is_metric else value
 
 
-def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any], weights_only: bool) -> None:
+def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any], weights_only: bool) -> None:
     """See before anything is written that it will find a place.
 
     Raises:
@@ -103,7 +105,7 @@ def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any], 
     _refuse_not_finite(accelerator, targets[0], weights_only)
 
 
-def _refuse_not_finite(accelerator: Accelerator, target: Path, weights_only: bool) -> None:
+def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: bool) -> None:
     """Raise a ValueError if this process's share of weights or optimizer states could resume no run."""
     models = accelerator.unwrapped_models
     bad = [name for model in models for name in model_check.find_not_finite(model)]
@@ -123,7 +125,7 @@ def _refuse_not_finite(accelerator: Accelerator, target: Path, weights_only: boo
 
 
 @contextmanager
-def discard_on_failure(accelerator: Accelerator, target: Path) -> Iterator[None]:
+def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[None]:
     """Delete what a hook has written beside ``target`` if anything fails in this block."""
     try:
         yield
@@ -156,7 +158,7 @@ class Attempts:
 
 def collect(
     accelerator: Accelerator,
-    target: Path,
+    target: AnyPath,
     parts: dict[str, Any],
     weights_only: bool,
     frozen: Sequence[Mapping[str, str]] = (),
@@ -292,7 +294,7 @@ def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
     ]
 
 
-def publish(world: World, target: Path, files: Files, info: dict[str, Any], others: bool = False) -> None:
+def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], others: bool = False) -> None:
     """Write what `collect` returned, wait for all processes, and let the checkpoint appear in one move.
 
     Args:
@@ -307,11 +309,11 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
     """
     entries: dict[str, Any] = {}
     error: Exception | None = None
-    staging = store.beside(target)
+    save = DiskSave(target) if isinstance(target, Path) else Upload(target, world.broadcast(Upload.new_folder()))
     try:
-        if others and (clashing := [name for name in files if os.path.lexists(staging / name)]):
+        if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
             raise ValueError(f"a save_state pre-hook wrote {clashing[0]}, which is a file of the checkpoint itself.")
-        entries = store.write_files(staging, files)
+        entries = save.write(files)
     except Exception as caught:
         error = _explain_error(caught, target, files)
     of_ranks = world.gather_objects((entries, error is None))
@@ -319,28 +321,29 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
         try:
             if all(written for _, written in of_ranks):
                 merged = {name: entry for written, _ in of_ranks for name, entry in written.items()}
-                store.commit(target, merged, info, others=others)
+                save.commit(merged, info, others)
         except Exception as caught:
             error = error or caught
-        with suppress(OSError):  # what is left is cleared away at the next start
-            store.discard(target)  # of a commit there is nothing
-    else:
-        forget_unfinished(staging)  # it is rank zero's
+    with suppress(OSError):  # what is left is cleared away at the next start
+        save.discard(world.is_main)  # of a commit there is nothing
     world.raise_together(error)
 
 
-def _explain_error(error: Exception, target: Path, files: Files) -> Exception:
+def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception:
     """Return the error, that of a full disk with the free and the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"It needs {sum(estimate_size(content) for content in files.values()):,} bytes"
+    folder = store.beside(target)
     with suppress(OSError):
-        folder = next(parent for parent in target.parents if os.path.exists(parent))
-        needed += f", {shutil.disk_usage(folder).free:,} are free"
+        existing = next(parent for parent in folder.parents if os.path.exists(parent))
+        needed += f", {shutil.disk_usage(existing).free:,} are free"
+    if isinstance(target, RemotePath):
+        needed += f" in {folder.parent.parent}, where it is put together: set TMPDIR to a larger disk"
     return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. What was saved stays.")
 
 
-def _collect_weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list[dict[str, Any] | None]:
+def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
     """Return each model's state as it lies on the processes; None for one that a hook saves."""
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:

@@ -26,11 +26,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies.processes import forget_unfinished, note_unfinished
-from . import atomic_swap, filesystem
-from .atomic_swap import UNFINISHED, check_target
+from . import atomic_swap, filesystem, remote
+from .atomic_swap import UNFINISHED
 from .manifest import MANIFEST, Manifest, check_files, read_manifest, verify
-from .parts import encode_part, open_part, read_part, write_files
+from .parts import Files, encode_part, open_part, read_part, write_files
 
 __all__ = [
     "MANIFEST",
@@ -72,8 +73,23 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
     return write_files(beside(target), encode_part(name, state))
 
 
-def beside(target: Path | str) -> Path:
-    """Where the parts of a checkpoint are until `commit` moves them all at once."""
+def check_target(target: AnyPath) -> None:
+    """See that a checkpoint may be put here. Nothing is changed.
+
+    Raises:
+        ValueError: something that is no checkpoint stands here, or beside it under a name that is needed.
+    """
+    if isinstance(target, RemotePath):
+        remote.check_target(target)
+    else:
+        atomic_swap.check_target(target)
+
+
+def beside(target: AnyPath | str) -> Path:
+    """Where the parts of a checkpoint are until `commit` moves them all at once; of a URL, a folder of this process."""
+    target = as_path(target)
+    if isinstance(target, RemotePath):
+        return remote.open_staging(target)
     return atomic_swap.beside(target, "part")
 
 
@@ -101,7 +117,7 @@ def commit(
         OSError: The disk refused. The checkpoint that stood at the target stands there still, the parts are deleted.
     """
     target, source = Path(os.path.abspath(target)), beside(target)
-    check_target(target)
+    atomic_swap.check_target(target)
     sequence = _find_next_sequence(target.parent)
     entries = {name: dict(files[name]) for name in sorted(files)}
     written = _settle(source, set(files)) if others else {}
@@ -147,7 +163,7 @@ def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
     return entries
 
 
-def begin(target: Path | str) -> Path:
+def begin(target: AnyPath | str) -> Path:
     """Make an empty directory `beside` a target, for what others write into it before `write_part`; returns it."""
     discard(target)
     source = beside(target)
@@ -159,18 +175,22 @@ def begin(target: Path | str) -> Path:
     return source
 
 
-def discard(target: Path | str) -> None:
+def discard(target: AnyPath | str) -> None:
     """Remove what `write_part` wrote for a target that will not be committed. Nothing there is no error.
 
     Args:
         target: As given to `write_part`. A checkpoint that stands there is not touched.
     """
+    target = as_path(target)
+    if isinstance(target, RemotePath):
+        remote.clear_staging(target)
+        return
     if atomic_swap.is_staged(beside(target)):
         _delete(beside(target))
     forget_unfinished(beside(target))
 
 
-def find_again(path: Path | str) -> None:
+def find_again(path: AnyPath | str) -> None:
     """See to it that a checkpoint stands under its name, if it was being replaced there, or one around it.
 
     Between two renames there is none. A process that is at it now has a moment to finish; one that was killed there has
@@ -179,7 +199,9 @@ def find_again(path: Path | str) -> None:
     Args:
         path: The checkpoint's directory. One that stands, or that nobody replaces, is left alone.
     """
-    target = Path(os.path.abspath(path))
+    target = absolute(path)
+    if isinstance(target, RemotePath):  # where nothing is renamed
+        return
     for _ in range(20):
         interrupted = [
             directory
@@ -198,45 +220,81 @@ def find_again(path: Path | str) -> None:
             # Another process was faster.
 
 
-def remove(path: Path | str) -> None:
+def remove(path: AnyPath | str) -> None:
     """Delete a committed checkpoint, whole: a failure half-way leaves nothing that counts as one.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint.
 
     Raises:
         ValueError: It isn't a checkpoint, or a link to one, or holds what it was not saved with; nothing is touched
             then.
         OSError: The disk refused.
     """
-    path = Path(os.path.abspath(path))
+    path = absolute(path)
+    if isinstance(path, RemotePath):
+        remote.remove(path)
+        return
     if path.is_symlink():
         raise ValueError(f"{path} is a link, not a checkpoint; remove what it points to, or unlink it yourself.")
     atomic_swap.take_away(path)
 
 
+class DiskSave:
+    """One save to a directory. Every process writes its own files; one of them commits. See also `remote.Upload`.
+
+    Args:
+        target: Where the checkpoint is to stand.
+
+    Attributes:
+        staging: Where its files are until then.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target, self.staging = target, beside(target)
+
+    def write(self, files: Files) -> dict[str, filesystem.Entry]:
+        """Write this process's files; returns their entries for the manifest."""
+        return write_files(self.staging, files)
+
+    def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
+        """See `commit`."""
+        commit(self._target, files, info, others)
+
+    def discard(self, is_main: bool) -> None:
+        """Remove what is there of a save that was not committed; ``is_main`` says whether that is for this process."""
+        if is_main:
+            discard(self._target)
+        else:
+            forget_unfinished(self.staging)
+
+
 class CheckpointStore:
-    """The checkpoints in one directory.
+    """The checkpoints in one directory, or below one URL.
 
     Args:
         directory: Where they stand, each a directory of its own. It need not exist yet.
     """
 
-    def __init__(self, directory: Path | str) -> None:
-        self.directory = Path(os.path.abspath(directory))
+    def __init__(self, directory: AnyPath | str) -> None:
+        self.directory = absolute(directory)
 
-    def find(self) -> list[Path]:
+    def find(self) -> list[AnyPath]:
         """The committed checkpoints, the newest last: by step, then by order of commit, never by clock.
 
         One whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
         """
         return [path for _, path in self.scan()[0]]
 
-    def scan(self) -> tuple[list[tuple[Manifest, Path]], list[str]]:
+    def scan(self) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
         """As `find`, each with its manifest; and one sentence for each checkpoint whose manifest can't be read."""
-        return _scan(self.directory)
+        directory = self.directory
+        if isinstance(directory, RemotePath):
+            checkpoints, problems = remote.find_checkpoints(directory)
+            return [*checkpoints], problems
+        return _scan(directory)
 
-    def latest(self, verify: bool = True) -> tuple[Path | None, list[str]]:
+    def latest(self, verify: bool = True) -> tuple[AnyPath | None, list[str]]:
         """The newest checkpoint that is intact.
 
         Args:
@@ -245,10 +303,15 @@ class CheckpointStore:
         Returns:
             Its path, or ``None``; and one sentence for each checkpoint that had to be skipped, with the reason.
         """
-        checkpoints, skipped = _scan(self.directory)
+        checkpoints, skipped = self.scan()
         for manifest, path in reversed(checkpoints):
             try:
-                check_files(path, manifest, digests=verify)
+                if isinstance(path, Path):
+                    check_files(path, manifest, digests=verify)
+                elif verify:
+                    remote.Download(path, manifest).fetch([*manifest.files, *manifest.others])
+                else:
+                    remote.check_files(path, manifest)
             except ValueError as error:
                 skipped.append(str(error))
             else:
@@ -264,7 +327,10 @@ class CheckpointStore:
         Raises:
             OSError: The directory can't be made or written to, or has less than ``nbytes`` free.
         """
-        filesystem.probe(self.directory, nbytes)
+        if isinstance(self.directory, Path):
+            filesystem.probe(self.directory, nbytes)
+        else:
+            remote.check_writable(self.directory)
 
     def recover(self) -> list[str]:
         """Finish or roll back what a killed process left, and clear leftovers away.
@@ -274,14 +340,17 @@ class CheckpointStore:
         Returns:
             What was done, one sentence each; empty if there was nothing to do.
         """
+        if isinstance(self.directory, RemotePath):
+            return remote.recover(self.directory)
         matches = [atomic_swap.BESIDE.fullmatch(name) for name in filesystem.list_names(self.directory)]
         names = sorted({match[1] for match in matches if match})
         return [sentence for name in names for sentence in atomic_swap.recover(self.directory / name)]
 
 
-def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
+def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
     """The readable manifests, the newest last, and what is wrong with the others."""
-    checkpoints, problems = [], []
+    checkpoints: list[tuple[Manifest, AnyPath]] = []
+    problems = []
     for path in _iterate_checkpoints(directory):
         try:
             checkpoints.append((read_manifest(path), path))

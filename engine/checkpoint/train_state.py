@@ -21,11 +21,11 @@ them from `check_form`, which finds a file that is whole and yet not ours.
 # No postponed annotations here: to look at them would mean to evaluate text while a checkpoint is read.
 import types
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar, Union, cast, get_origin, is_typeddict
 
 from torch import Tensor
 
+from ...common.remote_path import AnyPath
 from .open_checkpoint import OpenCheckpoint
 
 STATE, HPARAMS, DATAMODULE_HPARAMS, CONFIG, ADDED = "state", "hparams", "datamodule_hparams", "config", "added"
@@ -126,7 +126,7 @@ OptimizerState = TypedDict(
 Form = TypeVar("Form", TrainState, RankState, OptimizerState, CallbackStates)
 
 
-def check_form(form: type[Form], value: Any, path: Path, part: str) -> Form:
+def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
     """Return ``value``, if it is a dict with a form's keys, each of its kind: a file may be whole and yet not ours.
 
     Raises:

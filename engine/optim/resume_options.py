@@ -6,13 +6,13 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ...common.messages import announce, warn
+from ...common.remote_path import AnyPath
 from ...common.validation import choose
 from ..checkpoint import TrainState
 from .built_options import BuiltSchedule, State, to_plain
@@ -53,7 +53,7 @@ def _to_numbers(value: Any) -> list[int | float]:
 # -- what differs --------------------------------------------------------------------------------------------------
 
 
-def compare(accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
+def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
     """Warn once if the script builds other optimizers or schedules than the run began with that saved a checkpoint.
 
     Args:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ...common.remote_path import AnyPath
 from ...engine import Loader
 from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, store
 from ...engine.checkpoint import save as snapshot
@@ -156,7 +156,7 @@ class LastStep:
             return "the error came in a validation, for which something has put other weights into the model"
         return ""
 
-    def save(self, path: Path, weights_only: bool, trainable_only: bool) -> None:
+    def save(self, path: AnyPath, weights_only: bool, trainable_only: bool) -> None:
         """Write a checkpoint as of that step, on rank zero. Exchanges nothing.
 
         Args:

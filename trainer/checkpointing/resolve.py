@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import ModelCheckpoint, folders
 from ...common.messages import announce, warn
+from ...common.remote_path import AnyPath, absolute, as_path
 from ...engine import CheckpointStore
 from ...engine.checkpoint import (
     STATE,
     Manifest,
     OpenCheckpoint,
+    filesystem,
     find_first_intact,
     has_part,
     open_callback_states,
@@ -49,7 +52,7 @@ class SearchReport:
 
     steps_reached: int = 0
     skipped: list[str] = field(default_factory=list)
-    other_runs: dict[str, list[Path]] = field(default_factory=dict)
+    other_runs: dict[str, list[AnyPath]] = field(default_factory=dict)
     searched: list[str] = field(default_factory=list)
 
     def describe_other_runs(self) -> str:
@@ -99,8 +102,8 @@ class CheckpointResolver:
         if not (isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS):
             with self.world.together():
                 if self.world.is_main:
-                    _check_is_checkpoint(Path(ckpt_path))
-            return self._open(Path(ckpt_path))
+                    _check_is_checkpoint(as_path(ckpt_path))
+            return self._open(as_path(ckpt_path))
         opened = self._best() if ckpt_path == "best" else self._last()
         self.report = report = self.world.broadcast(self.report)
         for sentence in report.skipped:
@@ -118,7 +121,7 @@ class CheckpointResolver:
         announce(f"ckpt_path={ckpt_path!r}: {self.stage} {action} {opened.path} (optimizer step {step:,}{behind})")
         return opened
 
-    def _open(self, path: Path) -> OpenCheckpoint:
+    def _open(self, path: AnyPath) -> OpenCheckpoint:
         """Open and verify the checkpoint that rank zero names."""
         opened = open_together(self.world, self.world.broadcast(path))
         opened.verify(self.world)
@@ -155,7 +158,7 @@ class CheckpointResolver:
         with self.world.together():
             if self.world.is_main and latest is None:
                 # A fresh start in the folder of a recorded run would mix two runs.
-                would_mix = report.other_runs and any(_run_record(Path(folder)) for folder in report.searched)
+                would_mix = report.other_runs and any(_run_record(as_path(folder)) for folder in report.searched)
                 if self.ckpt_path == "last" or would_mix:
                     raise self._none_intact()
             if self.world.is_main and latest is not None and self.stage == "fit":
@@ -207,19 +210,19 @@ class CheckpointResolver:
                 else:
                     yield opened
 
-    def _folders(self) -> tuple[list[Path], list[Path]]:
+    def _folders(self) -> tuple[list[AnyPath], list[AnyPath]]:
         """Return the directories this run's ModelCheckpoints save in, and those of earlier runs, latest first."""
         trainer = self.trainer
-        run_folders: dict[Path, None] = {}
-        earlier_folders: dict[Path, None] = {}
+        run_folders: dict[AnyPath, None] = {}
+        earlier_folders: dict[AnyPath, None] = {}
         for callback in trainer.checkpoint_callbacks:
             if callback.dirpath is not None:
-                run_folders[Path(callback.dirpath)] = None
+                run_folders[as_path(callback.dirpath)] = None
                 continue
             logger = next((logger for logger in trainer.loggers if logger.root_dir), None)
             root = trainer.default_root_dir
             if not trainer.loggers:
-                run_folders[Path(os.path.abspath(root)) / CHECKPOINTS] = None
+                run_folders[absolute(root) / CHECKPOINTS] = None
                 continue
             # To ask for a version that nobody has set would claim the next free one.
             has_version = logger is not None and getattr(logger, "_version", None) is not None
@@ -227,14 +230,14 @@ class CheckpointResolver:
                 trainer.logbook.existing_folder(root) if logger is None else logger.log_dir if has_version else None
             )
             if folder:
-                run_folders[Path(os.path.abspath(folder)) / CHECKPOINTS] = None
+                run_folders[absolute(folder) / CHECKPOINTS] = None
                 continue
             parent = trainer.logbook.folder_of_runs(root) if logger is None else str(logger.root_dir)
             names = "version_*" if isinstance(logger, DirectoryLogger) else "*"
-            earlier_folders |= dict.fromkeys(_find_earlier_runs(Path(os.path.abspath(parent)), names))
+            earlier_folders |= dict.fromkeys(_find_earlier_runs(absolute(parent), names))
         return list(run_folders), list(earlier_folders)
 
-    def _stores(self, directories: Iterable[Path]) -> list[CheckpointStore]:
+    def _stores(self, directories: Iterable[AnyPath]) -> list[CheckpointStore]:
         """Return the stores in directories: themselves, and the folders that names like ``{epoch}/{step}`` make."""
         depth = max(callback.name_depth for callback in self.trainer.checkpoint_callbacks)
         return [CheckpointStore(path) for directory in directories for path in folders(directory, depth)]
@@ -259,15 +262,15 @@ class CheckpointResolver:
         if not self.world.broadcast(callback.best_model_path):
             latest = self._latest(resumable=True)
         with self.world.together():
-            best = self._path_of_best(callback, latest) if is_main else Path()
+            best: AnyPath = self._path_of_best(callback, latest) if is_main else Path()
             if is_main and stage == "fit":
                 self.report.steps_reached = _steps_reached(best.parent)
         best = self.world.broadcast(best)
-        if latest is not None and os.path.abspath(latest.path) == os.path.abspath(best):
+        if latest is not None and absolute(latest.path) == absolute(best):
             return latest
         return self._open(best)
 
-    def _path_of_best(self, callback: ModelCheckpoint, latest: OpenCheckpoint | None) -> Path:
+    def _path_of_best(self, callback: ModelCheckpoint, latest: OpenCheckpoint | None) -> AnyPath:
         """Return the best checkpoint's path, from a ModelCheckpoint or from its state in the latest checkpoint."""
         best, source = callback.best_model_path, "its ModelCheckpoint"
         if not best:
@@ -283,14 +286,14 @@ class CheckpointResolver:
         if not best:
             raise ValueError(f"ckpt_path='best', but {source} knows of no best checkpoint. Give a path.")
         checkpoint.find_again(best)
-        if not os.path.isdir(best):
+        if not as_path(best).is_dir():
             raise ValueError(
                 f"ckpt_path='best', but {best}, the best that {source} knows of, does not exist. Give a path."
             )
-        return Path(best)
+        return as_path(best)
 
 
-def _check_is_checkpoint(path: Path) -> None:
+def _check_is_checkpoint(path: AnyPath) -> None:
     checkpoint.find_again(path)
     if path.is_file():
         raise ValueError(
@@ -304,27 +307,27 @@ def _check_is_checkpoint(path: Path) -> None:
     if not (path / checkpoint.MANIFEST).is_file():
         inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
         if inside:
-            names = ", ".join(str(checkpoint_path.relative_to(path)) for checkpoint_path in inside[:5])
+            names = ", ".join(str(checkpoint_path)[len(str(path)) + 1 :] for checkpoint_path in inside[:5])
             raise ValueError(
                 f"ckpt_path={str(path)!r} is not a checkpoint, but a folder with checkpoints in it: give one of "
                 f"{names}."
             )
 
 
-def _run_record(folder: Path) -> Path | None:
+def _run_record(folder: AnyPath) -> AnyPath | None:
     """Return the record of the run whose folder ``folder`` lies in, or is."""
     return next((path for parent in (folder, *folder.parents[:2]) if (path := parent / RECORD).is_file()), None)
 
 
-def _steps_reached(folder: Path) -> int:
+def _steps_reached(folder: AnyPath) -> int:
     """Return the optimizer steps that the run of a folder has recorded; 0 if it has recorded none."""
     record = _run_record(folder)
     return 0 if record is None else int(read_run(record.parent).facts.get("steps", 0))
 
 
-def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterator[tuple[Manifest, Path]]:
+def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterator[tuple[Manifest, AnyPath]]:
     """Yield the committed checkpoints of several stores, latest first; damaged manifests go to the report."""
-    by_store: list[list[tuple[Manifest, Path]]] = []
+    by_store: list[list[tuple[Manifest, AnyPath]]] = []
     for store in stores:
         committed, problems = store.scan()
         # In one folder by the order in which they were committed: a run that went back, or another run in the same
@@ -340,25 +343,27 @@ def _shortened(lines: list[str], most: int = 5) -> str:
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
 
 
-def _find_earlier_runs(root: Path, names: str) -> list[Path]:
+def _find_earlier_runs(root: AnyPath, names: str) -> list[AnyPath]:
     """Return the checkpoint directories of the runs in a folder, latest first.
 
-    Versions are ordered by number, other names (a service's ids) by time.
+    Versions are ordered by number, other names (a service's ids) by time; a store knows no time of a folder.
     """
 
-    def age(folder: Path) -> tuple[int, float]:
+    def age(folder: AnyPath) -> tuple[int, float]:
         number = folder.parent.name.removeprefix("version_")
-        return (int(number) if number.isdecimal() else -1, folder.stat().st_mtime)
+        return (int(number) if number.isdecimal() else -1, folder.stat().st_mtime if isinstance(folder, Path) else 0.0)
 
-    return sorted(root.glob(f"{names}/{CHECKPOINTS}"), key=age, reverse=True)
+    found = (root / name / CHECKPOINTS for name in filesystem.list_names(root) if fnmatchcase(name, names))
+    return sorted((folder for folder in found if folder.is_dir()), key=age, reverse=True)
 
 
 def _recorded_best(callback: ModelCheckpoint, latest: OpenCheckpoint) -> str:
     """Return the best checkpoint by the ModelCheckpoint's state in the latest one; "" if it records none."""
     state = open_callback_states(latest)["callbacks"].get(callback.state_key, {})
     best, dirpath = state.get("best_model_path", ""), state.get("dirpath")
-    if best and dirpath and not os.path.isdir(best) and Path(dirpath) in Path(best).parents:
+    if best and dirpath and as_path(dirpath) in as_path(best).parents and not as_path(best).is_dir():
+        inside = best[len(dirpath) :].lstrip("/\\")
         for folder in latest.path.parents:  # the run's directory was moved
-            if os.path.isdir(moved := folder / Path(best).relative_to(dirpath)):
+            if (moved := folder / inside).is_dir():
                 return str(moved)
     return str(best)

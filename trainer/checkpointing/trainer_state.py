@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Callback
 from ...common.messages import warn
+from ...common.remote_path import AnyPath
 from ...engine import isolated_random_state, random_state
 from ...engine.checkpoint import (
     ADDED,
@@ -111,7 +112,7 @@ class TrainerCheckpointer:
                 removed then.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
-        path, *also = map(Path, paths)
+        path, *also = map(str, paths)
         if trainer.progress.in_step and not weights_only:
             raise ValueError(
                 f"{path} can't be saved in the middle of optimizer step {trainer.progress.step + 1}: a run could not "
@@ -141,7 +142,7 @@ class TrainerCheckpointer:
                 also=also,
             )
 
-    def refuse_broken_weights(self, task: TaskModule, path: Path) -> None:
+    def refuse_broken_weights(self, task: TaskModule, path: AnyPath) -> None:
         """Raise a ValueError if this process's shard of the weights holds NaN or infinity: no run could resume."""
         if names := find_not_finite(task):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

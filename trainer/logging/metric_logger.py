@@ -12,6 +12,7 @@ import torch
 
 from ...callbacks import LatestValidation
 from ...common.messages import warn
+from ...common.remote_path import as_path, is_url
 from ...engine import Metrics
 from ...loggers import EVALUATED_AT, Logger, NullExperiment, claim_version
 from ...strategies import World
@@ -270,13 +271,13 @@ class Logbook:
 
     def folder_of_runs(self, root: str) -> str:
         """Where the folders of runs stand whose loggers have none: in ``root``, named after the experiment."""
-        return os.path.join(root, _make_file_name(self.loggers[0].name) or "treadle_logs")
+        return str(as_path(root) / (_make_file_name(self.loggers[0].name) or "treadle_logs"))
 
     def existing_folder(self, root: str) -> str | None:
         """The run's folder where no logger has one, as far as it is known without beginning a run. For rank zero."""
         logger = self.loggers[0]
         if self.folder is None and type(logger).version is Logger.version and isinstance(logger.version, str):
-            return os.path.join(self.folder_of_runs(root), _make_file_name(logger.version))
+            return str(as_path(self.folder_of_runs(root)) / _make_file_name(logger.version))
         return self.folder
 
     def _make_folder(self, root: str) -> str | None:
@@ -288,8 +289,9 @@ class Logbook:
             folder = self.existing_folder(root)
             if folder is None:
                 above = self.folder_of_runs(root)
-                return os.path.join(above, f"version_{claim_version(above)}")
-            os.makedirs(folder, exist_ok=True)
+                return str(as_path(above) / f"version_{claim_version(above)}")
+            if not is_url(folder):
+                os.makedirs(folder, exist_ok=True)
             return folder
         except OSError as error:
             warn(f"{root} can't hold this run's folder: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ...callbacks import ModelCheckpoint, RunReport, folders
 from ...common.messages import announce
+from ...common.remote_path import AnyPath
 from ...engine import CheckpointStore, Loader, describe_compilations, list_compiled_names
 from ...engine.checkpoint import STATE, has_part
 from ...strategies import Precision
@@ -122,7 +122,7 @@ class RunSummary:
             lines.append("no checkpoint was saved")
         announce("\n".join(lines))
 
-    def latest_checkpoint(self) -> tuple[int, Path] | None:
+    def latest_checkpoint(self) -> tuple[int, AnyPath] | None:
         """Return the optimizer step and the path of the last checkpoint this run can be resumed from, if any."""
         callbacks = self.trainer.checkpoint_callbacks
         directories = dict.fromkeys(callback.dirpath for callback in callbacks if callback.dirpath is not None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...common.mirror import flush
 from ...engine import uneven_counts
 from ...strategies.distributed import hide_frames
 from ...strategies.processes import leave_on_sigterm, mark_stage
@@ -204,6 +205,7 @@ class Stage:
         except Exception as error:  # of a logger that is strict
             self._note_in_teardown("a logger's finalize", error)
             errors.append(error)
+        flush()
         if failure is None:
             first = errors[0] if errors else None
             if first is not None:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...common.mirror import local_folder
 from ...engine import Loader
 from ...engine.profilers import PassThroughProfiler, Profiler
 from ..loop import Hooks, name_of
@@ -48,7 +49,7 @@ class Profiled:
         root = trainer.default_root_dir
         folder = trainer.logbook.agree_on_directory(root) if _needs_directory(profiler) else root
         # Scripts that run in one process read fit-NAME.txt, as in Lightning.
-        profiler.setup(stage, trainer.global_rank if trainer.world_size > 1 else None, folder)
+        profiler.setup(stage, trainer.global_rank if trainer.world_size > 1 else None, str(local_folder(folder)))
         for owner, names in (
             (accelerator, _ACCELERATOR),
             (accelerator.accumulation, _ACCUMULATION),

@@ -14,9 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ...common.mirror import flush, local_folder
+from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from .file_names import CHECKPOINTS, CONFIG, CURVES, DESCRIPTIONS, ENVIRONMENT, ERROR, LOCK, RECORD
 from .index import read
 from .lock import RunLock
+from .remote_lock import RemoteLock
 
 if TYPE_CHECKING:
     from ...callbacks import Callback, ModelCheckpoint, RunReport
@@ -42,11 +45,12 @@ class RunFolder:
         lock              who works on it; see `RunLock`
 
     Attributes:
-        path: the folder, the same on all processes.
+        path: the folder, or its URL, the same on all processes. What is written to a URL is uploaded beside the
+            training.
         lock: held until `release`, or until the process ends; None on other processes than rank zero.
     """
 
-    def __init__(self, path: Path, lock: RunLock | None, facts: dict[str, Any]) -> None:
+    def __init__(self, path: AnyPath, lock: RunLock | RemoteLock | None, facts: dict[str, Any]) -> None:
         self.path = path
         self.lock = lock
         self._facts = facts
@@ -63,7 +67,7 @@ class RunFolder:
         """Take the next free number below ``directory/name``. Many jobs may do so at once.
 
         Args:
-            directory: above all runs; made if it is not there.
+            directory: above all runs, or a URL such as ``s3://bucket/runs``; made if it is not there.
             name: what runs that belong together have in common; the name of a folder.
             settings: the Trainer's flags, whose ``accelerator``, ``devices`` and ``num_nodes`` say which processes the
                 job has; those that are missing are started, as a Trainer would. Call it where they may run it too.
@@ -74,13 +78,13 @@ class RunFolder:
         """
         check_name(name)
         world = _open_world(settings)
-        lock: RunLock | None = None
+        lock: RunLock | RemoteLock | None = None
         facts: dict[str, Any] = {}
-        path = Path()
+        path: AnyPath = Path()
         with world.together():
             if world.is_main:
-                path = _claim(_resolve_path(directory) / name)
-                lock, facts = _lock(path), {"format": 1, "name": name, "number": int(path.name), "began": time.time()}
+                path, lock = _claim(_resolve_path(directory) / name)
+                facts = {"format": 1, "name": name, "number": int(path.name), "began": time.time()}
         return cls._begin(world, path, lock, facts)
 
     @classmethod
@@ -96,7 +100,7 @@ class RunFolder:
             OSError: it can't be written to.
         """
         world = _open_world(settings)
-        lock: RunLock | None = None
+        lock: RunLock | RemoteLock | None = None
         facts: dict[str, Any] = {}
         earlier: dict[str, bytes] = {}
         folder_path = _resolve_path(path)
@@ -105,7 +109,7 @@ class RunFolder:
                 read(folder_path)  # before anything is written into a folder that may be someone else's
                 lock = _lock(folder_path)
                 run = read(folder_path)
-                files = [folder_path / name for name in DESCRIPTIONS if (folder_path / name).is_file()]
+                files = [file for name in DESCRIPTIONS if (file := local_folder(folder_path) / name).is_file()]
                 earlier = {file.name: file.read_bytes() for file in files}
                 # A record that can't be read is no reason to lose the checkpoints that stand beside it.
                 began = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
@@ -116,12 +120,12 @@ class RunFolder:
     def _begin(
         cls,
         world: World,
-        path: Path,
-        lock: RunLock | None,
+        path: AnyPath,
+        lock: RunLock | RemoteLock | None,
         facts: dict[str, Any],
         earlier: dict[str, bytes] | None = None,
     ) -> RunFolder:
-        folder = cls(Path(world.broadcast(str(path))), lock, facts)
+        folder = cls(as_path(world.broadcast(str(path))), lock, facts)
         folder._previous_files = earlier
         try:
             with world.together():
@@ -167,7 +171,7 @@ class RunFolder:
         if plain and flags.get("logger") in (None, True):
             from ...loggers import TensorBoardLogger
 
-            flags["logger"] = TensorBoardLogger(self.path, name="", version="")
+            flags["logger"] = TensorBoardLogger(str(self.path), name="", version="")
         flags["callbacks"] = [*self._complete_callbacks(flags, plain), self._watch]
         return flags
 
@@ -188,9 +192,9 @@ class RunFolder:
             for saver in [callback for callback in steady if not callback.save_weights_only][:1]:
                 saver.keep_last_by_default()
         if plain and flags.get("enable_checkpointing") is not False and not steady:
-            callbacks.append(ModelCheckpoint(self.path / CHECKPOINTS))
+            callbacks.append(ModelCheckpoint(str(self.path / CHECKPOINTS)))
         if plain and flags.get("enable_report") is not False and not reports:
-            callbacks.append(RunReport(self.path))
+            callbacks.append(RunReport(str(self.path)))
         return callbacks
 
     def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
@@ -212,9 +216,10 @@ class RunFolder:
         if self.lock is None:
             return
         if (old := (self._previous_files or {}).get(CONFIG)) is not None and old != text.encode():
-            free = next(name for n in itertools.count(1) if not (self.path / (name := f"config.{n}.yaml")).exists())
+            files = self._files
+            free = next(name for n in itertools.count(1) if not (files / (name := f"config.{n}.yaml")).exists())
             self._write(free, old)
-            self._previous_config = self.path / free
+            self._previous_config = files / free
         self._write(CONFIG, text)
 
     def record(self, facts: Mapping[str, Any], charts: Mapping[str, Mapping[str, Points]] | None = None) -> None:
@@ -231,14 +236,16 @@ class RunFolder:
         if self.lock is None:
             return
         if facts.get("state") == "running":
-            (self.path / ERROR).unlink(missing_ok=True)  # what was before is over
+            self._drop_error()  # what was before is over
         spent = {"seconds": self._before + time.monotonic() - self._began, "updated": time.time()}
         metrics = self._facts.get("metrics", {})
         self._facts.update({**facts, **spent})
         self._facts["metrics"] = {**metrics, **facts.get("metrics", {})}
         best = self._facts.get("best") or {}
-        if (saved := Path(best.get("checkpoint") or "")).is_relative_to(self.path):  # it may be moved with the folder
-            self._facts["best"] = {**best, "checkpoint": saved.relative_to(self.path).as_posix()}
+        saved = as_path(best.get("checkpoint") or ".")
+        if self.path in saved.parents:  # it may be moved with the folder
+            inside = str(saved)[len(str(self.path)) + 1 :]
+            self._facts["best"] = {**best, "checkpoint": inside.replace(os.sep, "/")}
         if charts is not None:
             drawn = {
                 title: {name: _thin_curve(*points) for name, points in lines.items()} for title, lines in charts.items()
@@ -255,18 +262,21 @@ class RunFolder:
         """
         try:
             self.record({"ended": self._facts.get("ended") or time.time(), **facts, "state": state})
+            flush(self.path)
         finally:
             self.release()
 
     def discard(self) -> None:
         """Remove the folder, unless there is more in it than what a run has from its beginning."""
         files = (*DESCRIPTIONS, LOCK)
-        if self.lock is not None and set(os.listdir(self.path)) <= set(files):
+        if self.lock is not None and set(os.listdir(self._files)) <= set(files):
             self.release()
             self.lock = None
             for name in files:
-                (self.path / name).unlink(missing_ok=True)
-            self.path.rmdir()
+                (self._files / name).unlink(missing_ok=True)
+            flush(self.path)
+            if isinstance(self.path, Path):
+                self.path.rmdir()
 
     def _put_back(self, earlier: Mapping[str, bytes]) -> None:
         """Leave the folder as it was found."""
@@ -275,9 +285,10 @@ class RunFolder:
                 if name in earlier:
                     self._write(name, earlier[name])
                 else:
-                    (self.path / name).unlink(missing_ok=True)
+                    (self._files / name).unlink(missing_ok=True)
             if self._previous_config is not None:
                 self._previous_config.unlink(missing_ok=True)
+            flush(self.path)
             self.release()
 
     def release(self) -> None:
@@ -310,20 +321,36 @@ class RunFolder:
 
     def _note_first(self, facts: Mapping[str, Any]) -> None:
         """Keep what failed if nothing has on any process: the other errors may follow from it."""
-        with contextlib.suppress(OSError), open(self.path / ERROR, "x", encoding="utf-8", errors="replace") as file:
-            file.write(json.dumps(facts, ensure_ascii=False))
+        text = json.dumps(facts, ensure_ascii=False).encode(errors="replace")
+        with contextlib.suppress(OSError):
+            if isinstance(self.path, RemotePath):
+                (self.path / ERROR).write_bytes(text, exclusive=True)
+                return
+            with open(self.path / ERROR, "xb") as file:
+                file.write(text)
+
+    def _drop_error(self) -> None:
+        (self._files / ERROR).unlink(missing_ok=True)
+        if isinstance(self.path, RemotePath):  # where each process writes it by itself
+            with contextlib.suppress(OSError):
+                (self.path / ERROR).unlink()
+
+    @property
+    def _files(self) -> Path:
+        """Where this process writes what is in the folder."""
+        return local_folder(self.path)
 
     def _write(self, name: str, content: str | bytes, durable: bool = True) -> None:
         """Write a file in one move: whoever reads it sees the old or the new one."""
         from ...engine.checkpoint import filesystem
 
-        part = self.path / f".{name}.tmp"
+        part = self._files / f".{name}.tmp"
         try:
             part.unlink(missing_ok=True)  # what is there may be a link to a file that is not ours
             filesystem.write_bytes(part, content if isinstance(content, bytes) else content.encode(errors="replace"))
             if durable:
                 filesystem.fsync(part)
-            filesystem.replace(part, self.path / name)
+            filesystem.replace(part, self._files / name)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
@@ -344,8 +371,19 @@ def check_name(name: Any) -> str:
     return name
 
 
-def _claim(home: Path) -> Path:
-    """Make the next free number's folder. Making it is the claim, which one job alone can do, over NFS too."""
+def _claim(home: AnyPath) -> tuple[AnyPath, RunLock | RemoteLock]:
+    """Make the next free number's folder, and lock it. Making it is the claim, which one job alone can do."""
+    if isinstance(home, RemotePath):
+        number = max((int(entry) for entry in home.names() if entry.isascii() and entry.isdigit()), default=0) + 1
+        while True:
+            with contextlib.suppress(ValueError):  # another job was faster
+                return home / str(number), RemoteLock(home / str(number))
+            number += 1
+    folder = _make_numbered(home)
+    return folder, _lock(folder)
+
+
+def _make_numbered(home: Path) -> Path:
     try:
         home.mkdir(parents=True, exist_ok=True)
         number = max((int(entry) for entry in os.listdir(home) if entry.isascii() and entry.isdigit()), default=0) + 1
@@ -360,9 +398,9 @@ def _claim(home: Path) -> Path:
         raise OSError(error.errno, text) from error
 
 
-def _lock(folder: Path) -> RunLock:
+def _lock(folder: AnyPath) -> RunLock | RemoteLock:
     try:
-        return RunLock(folder)
+        return RemoteLock(folder) if isinstance(folder, RemotePath) else RunLock(folder)
     except OSError as error:
         raise OSError(error.errno, f"can't lock {folder / LOCK}: {error.strerror or error}.") from error
 
@@ -375,8 +413,8 @@ def _open_world(settings: Mapping[str, Any] | None) -> World:
     return open_world(**{name: settings[name] for name in flag_names if settings and settings.get(name) is not None})
 
 
-def _resolve_path(path: str | Path) -> Path:
-    return Path(os.path.abspath(os.path.expandvars(os.path.expanduser(path))))
+def _resolve_path(path: str | Path | RemotePath) -> AnyPath:
+    return path if isinstance(path, RemotePath) else absolute(os.path.expandvars(os.path.expanduser(str(path))))
 
 
 def _thin_curve(steps: Any, values: Any) -> dict[str, Any]:

@@ -9,15 +9,18 @@ import stat
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...callbacks.reporting import LARGEST, Points
+from ...common.remote_path import AnyPath, RemotePath, absolute, as_path, is_url, lexists
 from .file_names import CONFIG, CURVES, ENVIRONMENT, ERROR, LOCK, RECORD
 from .lock import holder
 
 _MOST_BYTES = 2**24  # of a file that is read
+_AT_ONCE = 16  # runs that are read from a store
 
 _NUMBERS = ("began", "resumed", "ended", "updated", "seconds", "steps", "epochs", "samples", "processes", "pid")
 _WORDS = ("state", "stage", "note", "error", "task", "host")
@@ -37,7 +40,7 @@ class Run:
         problem: why the record can't be read, "" if it can.
     """
 
-    path: Path
+    path: AnyPath
     name: str
     number: int
     state: str
@@ -55,7 +58,7 @@ class Run:
         if (began := self.facts.get("began")) is not None:
             return float(began)
         try:
-            return self.path.stat().st_mtime
+            return self.path.stat().st_mtime if isinstance(self.path, Path) else 0.0
         except OSError:
             return 0.0
 
@@ -88,16 +91,16 @@ class Run:
         }
 
 
-def read(path: Path) -> Run:
+def read(path: str | AnyPath) -> Run:
     """A run's folder.
 
     Raises:
         ValueError: it is none.
     """
-    path = Path(os.path.abspath(path))
+    path = absolute(path)
     if not path.is_dir():
         raise ValueError(f"{path} is no folder.")
-    if not (os.path.lexists(path / RECORD) or os.path.lexists(path / LOCK)):
+    if not (lexists(path / RECORD) or lexists(path / LOCK)):
         raise ValueError(f"{path} is not a run's folder: there is no {RECORD} in it.")
     number = int(path.name) if path.name.isascii() and path.name.isdigit() else 0
     try:
@@ -115,7 +118,7 @@ def read(path: Path) -> Run:
     return Run(path, path.parent.name, number, state, facts)
 
 
-def _read_first_error(path: Path) -> dict[str, str]:
+def _read_first_error(path: AnyPath) -> dict[str, str]:
     try:
         record = _read_json(path / ERROR)
     except ValueError:
@@ -123,36 +126,45 @@ def _read_first_error(path: Path) -> dict[str, str]:
     return {name: record[name] for name in ("state", "error") if isinstance(record.get(name), str)}
 
 
-def find(directory: Path) -> list[Run]:
-    """The runs below a directory, ``<name>/<number>`` in it, or ``<number>``; those that began first come first.
+def find(directory: AnyPath) -> list[Run]:
+    """The runs below a directory or URL, ``<name>/<number>`` in it, or ``<number>``; those that began first come first.
 
     Raises:
         ValueError: there is no such directory, or it can't be read.
     """
     try:
-        names = sorted(os.listdir(directory))
+        names = _list_names(directory)
     except OSError as error:
         raise ValueError(f"{directory} can't be read: {error.strerror or error}. Say where runs are kept.") from error
-    folders = [Path(directory)] + [Path(directory, name) for name in names if not name.startswith(".")]
-    runs = [run for folder in folders for run in _read_numbered_runs(folder)]
-    return sorted(runs, key=lambda run: (run.began, run.name, run.number))
+    folders = [directory] + [directory / name for name in names if not name.startswith(".")]
+    numbered = [path for folder in folders for path in _list_numbered(folder)]
+    if isinstance(directory, RemotePath):  # where each answer takes its time
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            runs = list(pool.map(_read_or_none, numbered))
+    else:
+        runs = list(map(_read_or_none, numbered))
+    return sorted(filter(None, runs), key=lambda run: (run.began, run.name, run.number))
 
 
-def _read_numbered_runs(folder: Path) -> list[Run]:
-    runs = []
+def _list_names(folder: AnyPath) -> list[str]:
+    return folder.names() if isinstance(folder, RemotePath) else sorted(os.listdir(folder))
+
+
+def _list_numbered(folder: AnyPath) -> list[AnyPath]:
     try:
-        numbers = [name for name in os.listdir(folder) if name.isascii() and name.isdigit()]
+        return [folder / name for name in _list_names(folder) if name.isascii() and name.isdigit()]
     except OSError:
         return []
-    for number in numbers:
-        try:
-            runs.append(read(folder / number))
-        except (ValueError, OSError):
-            continue  # somebody else's
-    return runs
 
 
-def locate(reference: str | None, directory: Path, name: str | None = None) -> Path:
+def _read_or_none(path: AnyPath) -> Run | None:
+    try:
+        return read(path)
+    except (ValueError, OSError):
+        return None  # somebody else's
+
+
+def locate(reference: str | None, directory: AnyPath, name: str | None = None) -> AnyPath:
     """The path that a command means by a run: the one resolver of all commands.
 
     Args:
@@ -166,8 +178,10 @@ def locate(reference: str | None, directory: Path, name: str | None = None) -> P
     """
     is_number = reference is not None and reference.isascii() and reference.isdigit()
     if reference is not None and not is_number:
+        if is_url(reference):
+            return as_path(reference)
         for path in (Path(reference), directory / reference):
-            if os.path.lexists(path):
+            if lexists(path):
                 return path
         raise ValueError(
             f"there is no run {reference!r}: give its number, its name and number (default/3), or its path."
@@ -188,10 +202,10 @@ def locate(reference: str | None, directory: Path, name: str | None = None) -> P
     raise ValueError(f"there is no run {reference} in {directory}; `treadle runs {directory}` lists those there are.")
 
 
-def holding(path: Path) -> Path:
+def holding(path: AnyPath) -> AnyPath:
     """The run's folder that a path lies in; the path itself where there is none."""
-    path = Path(os.path.abspath(path))
-    return next((folder for folder in (path, *path.parents) if os.path.lexists(folder / RECORD)), path)
+    path = absolute(path)
+    return next((folder for folder in (path, *path.parents) if lexists(folder / RECORD)), path)
 
 
 def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
@@ -200,7 +214,7 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
     Raises:
         ValueError: the file is there and can't be read.
     """
-    if not os.path.lexists(run.path / CURVES):
+    if not lexists(run.path / CURVES):
         return {}
     try:
         saved_charts = _read_json(run.path / CURVES)["charts"]
@@ -227,7 +241,7 @@ def environment(run: Run) -> dict[str, str]:
     Raises:
         ValueError: the file is there and can't be read.
     """
-    if not os.path.lexists(run.path / ENVIRONMENT):
+    if not lexists(run.path / ENVIRONMENT):
         return {}
     try:
         entries = _read_json(run.path / ENVIRONMENT)
@@ -242,7 +256,7 @@ def config(run: Run) -> str:
     Raises:
         ValueError: the file is there and can't be read.
     """
-    if not os.path.lexists(run.path / CONFIG):
+    if not lexists(run.path / CONFIG):
         return ""
     try:
         return _read_text(run.path / CONFIG)
@@ -250,12 +264,17 @@ def config(run: Run) -> str:
         raise ValueError(f"{CONFIG} can't be read: {error}") from error
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: AnyPath) -> str:
     """A file's text.
 
     Raises:
         ValueError: it is missing, no plain file, too large, or no text.
     """
+    if isinstance(path, RemotePath):
+        try:
+            return path.read_bytes(_MOST_BYTES).decode("utf-8")
+        except OSError as error:
+            raise ValueError(error.strerror or str(error)) from error
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would make us wait for ever
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -270,7 +289,7 @@ def _read_text(path: Path) -> str:
     return data.decode("utf-8")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: AnyPath) -> dict[str, Any]:
     try:
         document = json.loads(_read_text(path), parse_constant=_refuse_constant)
     except RecursionError as error:

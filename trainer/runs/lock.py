@@ -20,6 +20,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+from ...common.remote_path import AnyPath, RemotePath
 from ...strategies.processes import read_start_time
 from .file_names import LOCK
 
@@ -64,23 +65,23 @@ class Holder:
         began = "" if sys.platform == "win32" else read_start_time(pid) or ""
         return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)
 
-    def is_alive(self, file: Path) -> bool:
+    def is_alive(self, file: AnyPath) -> bool:
         """Whether it goes on, as far as can be told from here: exactly in its own place, elsewhere by its signs."""
         if self.place == _describe_place() and sys.platform != "win32":  # which has no harmless way to ask
             return read_start_time(self.pid) in ("", self.began)
         if self.by == "system":
             return True  # it gives no signs, and this machine does not see its lock
         try:
-            return time.time() - file.stat().st_mtime < SILENCE
+            return (file.age() if isinstance(file, RemotePath) else time.time() - file.stat().st_mtime) < SILENCE
         except OSError:
             return True
 
 
-def holder(folder: Path) -> Holder | None:
+def holder(folder: AnyPath) -> Holder | None:
     """Who holds the lock of a folder now; None if nobody does."""
     file = folder / LOCK
-    occupant = _read_holder(file)
-    if occupant is None or occupant.by == "beat" or fcntl is None:
+    occupant = read_holder(file)
+    if occupant is None or occupant.by == "beat" or fcntl is None or isinstance(file, RemotePath):
         return occupant if occupant is not None and occupant.is_alive(file) else None
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
@@ -132,7 +133,7 @@ class RunLock:
             return
         self._ended.set()
         with contextlib.suppress(OSError):
-            if _read_holder(self.file) == self.holder:
+            if read_holder(self.file) == self.holder:
                 os.truncate(self.file, 0)
         self._close()
 
@@ -154,13 +155,13 @@ class RunLock:
                     break
                 except BlockingIOError:
                     if not rest:
-                        raise self._make_in_use_error(_read_holder(self.file), certain=True) from None
+                        raise make_in_use_error(self.folder, self.file, read_holder(self.file), certain=True) from None
                 time.sleep(0.025)  # who only looks whether it is free holds it for a moment
-            before = _read_holder(self.file)
+            before = read_holder(self.file)
             if before is not None and before.by == "beat" and before.is_alive(self.file):
-                raise self._make_in_use_error(before)  # from a machine that has no locks here
+                raise make_in_use_error(self.folder, self.file, before)  # from a machine that has no locks here
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, _encode_holder(self.holder), 0)
+            os.pwrite(descriptor, encode_holder(self.holder), 0)
         except OSError as error:
             os.close(descriptor)
             if error.errno in _NO_LOCKS:
@@ -184,7 +185,7 @@ class RunLock:
 
     def _take_by_beat(self) -> None:
         part = self.folder / f".{LOCK}-{self.holder.token}"
-        part.write_bytes(_encode_holder(self.holder))
+        part.write_bytes(encode_holder(self.holder))
         try:
             try:
                 os.link(part, self.file)  # fails if it is there, and is never seen half-written
@@ -196,9 +197,9 @@ class RunLock:
 
     def _take_over(self, part: Path) -> None:
         """Put ``part`` in the place of a lock that nobody holds. Of several jobs that try, one succeeds."""
-        before = _read_holder(self.file)
+        before = read_holder(self.file)
         if before is not None and before.is_alive(self.file):
-            raise self._make_in_use_error(before)
+            raise make_in_use_error(self.folder, self.file, before)
         mark = self.folder / f".{LOCK}-after-{before.token if before is not None else 'release'}"
         try:
             os.mkdir(mark)
@@ -207,8 +208,8 @@ class RunLock:
                 f"{self.folder}: another job is taking it over just now; if there is none, delete {mark}."
             ) from None
         try:
-            if (latest := _read_holder(self.file)) != before:
-                raise self._make_in_use_error(latest)  # someone was faster
+            if (latest := read_holder(self.file)) != before:
+                raise make_in_use_error(self.folder, self.file, latest)  # someone was faster
             os.replace(part, self.file)
         finally:
             os.rmdir(mark)
@@ -218,27 +219,25 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.utime(self.file)
 
-    def _make_in_use_error(self, occupant: Holder | None, certain: bool = False) -> ValueError:
-        """The error; where that process may be gone for all that is known here, with what helps."""
-        occupant_text = "another job" if occupant is None else str(occupant)
-        hint = ""
-        if not certain and occupant is not None and occupant.place != _describe_place():
-            hint = f" If that process is gone, which can't be seen from here, delete {self.file}."
-        return ValueError(f"{self.folder} is in use by {occupant_text}. Wait for it, or begin a new run.{hint}")
+
+def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, certain: bool = False) -> ValueError:
+    """Return the error; where that process may be gone for all that is known here, with what helps."""
+    occupant_text = "another job" if occupant is None else str(occupant)
+    hint = ""
+    if not certain and occupant is not None and occupant.place != _describe_place():
+        hint = f" If that process is gone, which can't be seen from here, delete {file}."
+    return ValueError(f"{folder} is in use by {occupant_text}. Wait for it, or begin a new run.{hint}")
 
 
-def _encode_holder(holder: Holder) -> bytes:
+def encode_holder(holder: Holder) -> bytes:
+    """Return the content of a lock."""
     return json.dumps(asdict(holder)).encode()
 
 
-def _read_holder(file: Path) -> Holder | None:
+def read_holder(file: AnyPath) -> Holder | None:
     """Who the file says; None if it is empty, missing or of someone else's making."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would make us wait for ever
-        try:
-            document = json.loads(os.read(descriptor, 65536))
-        finally:
-            os.close(descriptor)
+        document = json.loads(_read_start(file))
         values = {field.name: document[field.name] for field in fields(Holder)}
         words = all(values[name].isprintable() for name in ("host", "place", "began", "by"))
         if words and values["token"].isalnum() and 0 < int(values["pid"]) < 2**31 and 0 <= values["since"] < 1e11:
@@ -246,6 +245,16 @@ def _read_holder(file: Path) -> Holder | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     return None
+
+
+def _read_start(file: AnyPath, most: int = 65536) -> bytes:
+    if isinstance(file, RemotePath):
+        return file.read_bytes(most)
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would make us wait for ever
+    try:
+        return os.read(descriptor, most)
+    finally:
+        os.close(descriptor)
 
 
 def _describe_place() -> str:

@@ -1,0 +1,37 @@
+"""Work to finish before the interpreter ends, at a time when it can still be done."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401, its own hook is registered first, and so called after ours
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_waiting: dict[int, Callable[[], Any]] = {}
+
+
+def before_exit(work: Callable[[], Any]) -> Callable[[], None]:
+    """Have something done when the main thread has ended, while threads and executors still take work.
+
+    ``atexit`` is too late: asyncio, which packages of object stores use, can't look up a host's name any more.
+
+    Args:
+        work: what to do. An exception is printed.
+
+    Returns:
+        What to call if it is not to be done any more.
+    """
+    key = id(work)
+    _waiting[key] = work
+    return lambda: _waiting.pop(key, None) and None
+
+
+def _run() -> None:
+    while _waiting:
+        _, work = _waiting.popitem()
+        work()
+
+
+# Not public, but what concurrent.futures itself uses, from Python 3.9 on.
+getattr(threading, "_register_atexit", atexit.register)(_run)

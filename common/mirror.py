@@ -1,0 +1,140 @@
+"""Files of a folder in an object store, such as logs: written here, and uploaded beside the training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from .before_exit import before_exit
+from .messages import warn
+from .remote_path import AnyPath, RemotePath, as_path
+from .temporary import keep, temporary_folder
+
+SECONDS = 10.0
+"""How long a changed file waits at most until its upload begins."""
+_MOST_BYTES = 2**30  # of a file that is brought here when its folder is opened
+
+_mirrors: dict[RemotePath, _Mirror] = {}
+_lock = threading.Lock()
+
+
+def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
+    """Return where to write the files of a folder: the folder itself or, of a URL, one here that is mirrored there.
+
+    What is in the URL's folder is brought here first, without the folders in it. From then on each file that changes
+    is uploaded, and one that goes is deleted there, by a thread of this process; see `flush`. Names that begin with a
+    dot or end in ``.tmp`` stay here.
+
+    Args:
+        place: a path or a URL. A path is returned as it is, and not made.
+
+    Raises:
+        OSError: the store can't be read, or the disk refused.
+    """
+    path = as_path(place)
+    if isinstance(path, Path):
+        return path
+    with _lock:
+        around = next((folder for folder in (path, *path.parents) if folder in _mirrors), None)
+        if around is None:
+            _mirrors[path] = _Mirror(path)
+            return _mirrors[path].open(path)
+        return _mirrors[around].open(path)
+
+
+def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
+    """Upload what has changed, and wait for it. What can't be uploaded stays here, and a warning says where.
+
+    Args:
+        place: the folder. Default: all that are mirrored.
+    """
+    if not _mirrors:
+        return
+    path = None if place is None else as_path(place)
+    for url, mirror in list(_mirrors.items()):
+        if path is None or path == url or url in path.parents:
+            mirror.flush()
+
+
+class _Mirror:
+    """One folder in a store and what this process has of it.
+
+    Args:
+        url: the folder there.
+    """
+
+    def __init__(self, url: RemotePath) -> None:
+        self._url = url
+        self._here = temporary_folder(str(url))
+        self._opened: set[RemotePath] = set()
+        self._known: dict[str, tuple[int, int]] = {}  # by path: the mark of the file that is in the store
+        self._uploading = threading.Lock()
+        self._ended = threading.Event()
+        self._failing = ""
+        threading.Thread(target=self._follow, name="treadle-mirror", daemon=True).start()
+        before_exit(self._finish)
+
+    def open(self, url: RemotePath) -> Path:
+        """Return the folder here of this URL, or of one in it, with what is there."""
+        here = self._here / url.relative_to(self._url)
+        if url not in self._opened:
+            here.mkdir(parents=True, exist_ok=True)
+            for name, size in url.files().items():
+                if size <= _MOST_BYTES and not (here / name).exists() and not _stays(name):
+                    (url / name).download(here / name)
+                    self._known[(here / name).relative_to(self._here).as_posix()] = _mark(here / name)
+            self._opened.add(url)
+        return here
+
+    def flush(self) -> None:
+        """Upload what has changed."""
+        try:
+            self._upload_changes()
+            self._failing = ""
+        except OSError as error:
+            keep(self._here)
+            if str(error) != self._failing:
+                self._failing = str(error)
+                warn(f"{self._url} lacks what was written last, which is kept in {self._here}: {error}")
+
+    def _follow(self) -> None:
+        while not self._ended.wait(SECONDS):
+            with contextlib.suppress(OSError):  # `flush` tells of it, if it lasts
+                self._upload_changes()
+
+    def _finish(self) -> None:
+        self._ended.set()
+        self.flush()
+
+    def _upload_changes(self) -> None:
+        with self._uploading:
+            present = set()
+            for name, file in _files(self._here):
+                present.add(name)
+                with contextlib.suppress(FileNotFoundError):  # it has gone since
+                    if self._known.get(name) != (mark := _mark(file)):
+                        (self._url / name).upload(file)
+                        self._known[name] = mark
+            for name in [name for name in self._known if name not in present]:
+                (self._url / name).unlink()
+                del self._known[name]
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if not _stays(name):
+                file = Path(parent, name)
+                yield file.relative_to(folder).as_posix(), file
+
+
+def _stays(name: str) -> bool:
+    return name.startswith(".") or name.endswith(".tmp")
+
+
+def _mark(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns

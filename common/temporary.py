@@ -1,0 +1,48 @@
+"""A process's own folder for files that are on their way to an object store, or from one."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+
+def temporary_folder(name: str) -> Path:
+    """Return a folder of this process for a name, made if it is not there, the same for the same name.
+
+    It is in the system's folder for temporary files (``TMPDIR``), and is deleted when the process ends.
+    """
+    label = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[-60:]
+    folder = _own_folder(os.getpid()) / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}-{label}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@lru_cache(maxsize=1)
+def _own_folder(pid: int) -> Path:
+    """Return the folder of a process; one that was forked has another number, and so a folder of its own."""
+    folder = Path(tempfile.mkdtemp(prefix=f"treadle-{pid}-"))
+    atexit.register(_remove, folder, pid)
+    return folder
+
+
+def keep(folder: Path) -> None:
+    """Do not delete a folder when the process ends."""
+    _kept.add(folder)
+
+
+_kept: set[Path] = set()
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() != pid:  # a process that was forked from the folder's owner
+        return
+    for path in folder.iterdir():
+        if path not in _kept:
+            shutil.rmtree(path, ignore_errors=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()

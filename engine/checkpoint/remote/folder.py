@@ -1,0 +1,164 @@
+"""The checkpoints of a folder in an object store: which count, what is left over, and how one goes.
+
+Under a checkpoint's URL there are ``manifest.json`` and one folder of files, ``data-<random>``, which the manifest
+names. So a new save to the same URL touches nothing of the one that stands there: its files go to a folder of their
+own, and one request that puts the new manifest into the place of the old one is the commit. What the manifest does not
+name is left of a save that was killed, or of the one before; other objects are somebody else's, and stay.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+from ....common.messages import warn
+from ....common.remote_path import RemotePath
+from ..manifest import FOLDER, MANIFEST, Manifest, read_manifest
+
+
+def check_target(target: RemotePath) -> None:
+    """See that a checkpoint may be put here.
+
+    Raises:
+        ValueError: something else is here.
+        OSError: the store refused.
+    """
+    objects = target.sizes()
+    if MANIFEST not in objects and (foreign := _find_foreign(objects)):
+        raise ValueError(
+            f"{target} holds {foreign[0]} and is not a checkpoint, so it isn't replaced. Move that, or save elsewhere."
+        )
+    if not objects and target.is_file():
+        raise ValueError(f"{target} is an object, so no checkpoint can be put there. Save elsewhere.")
+
+
+def check_writable(directory: RemotePath) -> None:
+    """Find out before a run whether it can save here, by writing an object and deleting it.
+
+    Raises:
+        OSError: it can't. The text says why.
+    """
+    probe = directory / f".probe-{os.urandom(8).hex()}"
+    try:
+        probe.write_bytes(b"treadle")
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(
+            error.errno, f"can't save checkpoints in {directory}: {reason}. Check the bucket and this job's rights."
+        ) from error
+
+
+def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, RemotePath]], list[str]]:
+    """The committed checkpoints of a folder with their manifests, the newest last, and what is wrong with others."""
+    checkpoints, problems = [], []
+    for name in directory.names():
+        path = directory / name
+        if name.startswith(".") or not (path / MANIFEST).is_file():
+            continue
+        try:
+            checkpoints.append((read_manifest(path), path))
+        except ValueError as error:
+            problems.append(str(error))
+    return sorted(checkpoints, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
+
+
+def find_next_sequence(directory: RemotePath) -> int:
+    """Return a number above the sequence of each checkpoint in a folder, which is looked through once per process."""
+    highest = _known_sequences(directory)
+    if not highest:
+        highest.append(max((manifest.sequence for manifest, _ in find_checkpoints(directory)[0]), default=0))
+    highest[0] += 1
+    return highest[0]
+
+
+@lru_cache(maxsize=8)
+def _known_sequences(directory: RemotePath) -> list[int]:
+    """Return a list with the highest sequence that this process knows of in a folder, once it has looked."""
+    return []
+
+
+def check_files(path: RemotePath, manifest: Manifest) -> None:
+    """See that the objects of a checkpoint are there, and of the size that its manifest says.
+
+    Raises:
+        ValueError: one is not.
+    """
+    compare_sizes(path, manifest, path.sizes())
+
+
+def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, int]) -> None:
+    """As `check_files`, with the sizes of objects that were listed before."""
+    for name, entry in {**manifest.files, **manifest.others}.items():
+        size = objects.get(manifest.path_of(name))
+        if size is None:
+            raise ValueError(f"{path}: {name} is missing.")
+        if size != entry["bytes"]:
+            raise ValueError(f"{path}: {name} has {size:,} bytes, {entry['bytes']:,} were written.")
+
+
+def remove(path: RemotePath) -> None:
+    """Delete a committed checkpoint. The manifest goes first: from then on it does not count.
+
+    Raises:
+        ValueError: it isn't a checkpoint, or holds what it was not saved with; nothing is touched then.
+        OSError: the store refused.
+    """
+    manifest, objects = read_manifest(path), path.sizes()
+    if others := [name for name in _find_foreign(objects) if name not in manifest.names]:
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        raise ValueError(
+            f"{path} holds {', '.join(others[:5])}{more}, which it was not saved with, so it is left as it is. Move "
+            "that elsewhere, or delete the folder yourself."
+        )
+    (path / MANIFEST).unlink()
+    delete(path, (name for name in objects if name != MANIFEST))
+
+
+def delete(path: RemotePath, names: Iterable[str]) -> None:
+    """Delete objects of a folder."""
+    for name in sorted(names):
+        (path / name).unlink()
+
+
+def delete_superseded(target: RemotePath, folder: str) -> None:
+    """Delete what saves before this one left under a checkpoint's URL. A failure is a warning: the new one is saved."""
+    try:
+        delete(target, (name for name in target.sizes() if _is_data(name) and name.partition("/")[0] != folder))
+    except OSError as error:
+        warn(f"{target} is saved, but what it replaced can't be deleted now: {error}. The next start will.")
+
+
+def recover(directory: RemotePath) -> list[str]:
+    """Delete what killed saves left in a folder; returns what was done, one sentence for each checkpoint."""
+    left: dict[str, list[str]] = {}
+    objects = directory.sizes()
+    for name in objects:
+        checkpoint, _, inside = name.partition("/")
+        if _is_data(inside):
+            left.setdefault(checkpoint, []).append(inside)
+    done = []
+    for checkpoint, names in sorted(left.items()):
+        path, folder = directory / checkpoint, None
+        if f"{checkpoint}/{MANIFEST}" in objects:
+            try:
+                folder = read_manifest(path).folder
+            except ValueError:
+                continue  # nobody knows what is its own
+        if stale := [name for name in names if name.partition("/")[0] != folder]:
+            delete(path, stale)
+            done.append(f"{path}: removed a checkpoint that was never completed")
+    return done
+
+
+def _is_data(name: str) -> bool:
+    """Whether an object, by its path in a checkpoint, is in a folder as `Upload` makes them."""
+    folder, _, inside = name.partition("/")
+    return bool(inside) and re.fullmatch(FOLDER, folder) is not None
+
+
+def _find_foreign(objects: Iterable[str]) -> list[str]:
+    """The objects of a checkpoint that no save of it has put there, by their names."""
+    return [name for name in objects if name != MANIFEST and not _is_data(name)]

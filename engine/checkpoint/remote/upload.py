@@ -1,0 +1,132 @@
+"""One save to an object store: files are written here, uploaded, and committed by their manifest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ....common.remote_path import RemotePath
+from ....common.temporary import temporary_folder
+from ....strategies.processes import forget_unfinished, note_unfinished
+from .. import filesystem
+from ..manifest import MANIFEST, Manifest, read_source
+from ..parts import Files, write_file
+from .folder import check_target, compare_sizes, delete, delete_superseded, find_next_sequence
+
+_AT_ONCE = 4  # files that are uploaded; a large one takes several requests at once by itself
+
+
+class Upload:
+    """One save to a checkpoint's URL. Every process uploads its own files; one of them commits.
+
+    Files are written to a folder of this process first, as a store's package uploads parts of a file at once, and
+    again where a request fails. Each is deleted as soon as it is in the store.
+
+    Args:
+        target: the checkpoint's URL.
+        folder: the name of the folder its files go to, the same on all processes; see `new_folder`.
+
+    Attributes:
+        staging: where this process puts its files together; hooks write into it too.
+    """
+
+    def __init__(self, target: RemotePath, folder: str) -> None:
+        self._target, self._folder = target, folder
+        self.staging = open_staging(target)
+        self._may_be_committed = False
+
+    @staticmethod
+    def new_folder() -> str:
+        """Return a name that no other save has."""
+        return f"data-{os.urandom(8).hex()}"
+
+    def write(self, files: Files) -> dict[str, filesystem.Entry]:
+        """Write and upload this process's files; returns their entries for the manifest.
+
+        Raises:
+            OSError: the disk or the store refused, the latter after several attempts.
+        """
+
+        def transfer(name: str) -> filesystem.Entry:
+            entry = write_file(self.staging / name, files[name])
+            (self._target / self._folder / name).upload(self.staging / name)
+            (self.staging / name).unlink()
+            return entry
+
+        return dict(zip(files, _run_side_by_side(transfer, list(files)), strict=True))
+
+    def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
+        """Make what all processes uploaded the checkpoint of the URL; see `store.commit`.
+
+        Raises:
+            ValueError: a file is not in the store, or of another size.
+            OSError: the store refused. What was committed before stays.
+        """
+        target = self._target
+        check_target(target)
+        entries = {name: dict(files[name]) for name in sorted(files)}
+        written = self._upload_others(set(files)) if others else {}
+        manifest = Manifest.build(entries, info, find_next_sequence(target.parent), written, self._folder)
+        data = manifest.to_json()
+        compare_sizes(target, manifest, target.sizes())
+        self._may_be_committed = True
+        try:
+            (target / MANIFEST).write_bytes(data)
+        except OSError:
+            # The request may have succeeded and its answer been lost; the store knows. Where it can't be asked, nothing
+            # is deleted.
+            self._may_be_committed = self._is_committed(data)
+            if not self._may_be_committed:
+                raise
+        delete_superseded(target, self._folder)
+
+    def _is_committed(self, manifest: bytes) -> bool:
+        try:
+            return read_source(self._target) == manifest
+        except ValueError:
+            return False
+
+    def _upload_others(self, files: set[str]) -> dict[str, filesystem.Entry]:
+        """Upload what hooks wrote beside ``files``; returns its entries for a manifest."""
+        names = [name for name in filesystem.list_leaves(self.staging) if name not in files]
+        for name in names:
+            if name == MANIFEST or not (self.staging / name).is_file():
+                problem = "the name of the checkpoint's own list" if name == MANIFEST else "no file"
+                raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}, so it can't be saved.")
+
+        def transfer(name: str) -> filesystem.Entry:
+            file = (self.staging / name).resolve()  # a store has no links
+            (self._target / self._folder / name).upload(file)
+            return filesystem.describe(file)
+
+        return dict(zip(names, _run_side_by_side(transfer, names), strict=True))
+
+    def discard(self, is_main: bool) -> None:
+        """Remove this process's files, and on the main one all that was uploaded, if that is not committed."""
+        clear_staging(self._target)
+        if is_main and not self._may_be_committed:
+            delete(self._target, (name for name in self._target.sizes() if name.startswith(f"{self._folder}/")))
+
+
+def open_staging(target: RemotePath) -> Path:
+    """Return the folder where this process puts files for a checkpoint's URL together."""
+    folder = temporary_folder(str(target))
+    note_unfinished(folder)  # if the process is killed, the job's last one removes it
+    return folder
+
+
+def clear_staging(target: RemotePath) -> None:
+    """Delete that folder."""
+    folder = temporary_folder(str(target))
+    shutil.rmtree(folder, ignore_errors=True)
+    forget_unfinished(folder)
+
+
+def _run_side_by_side(work: Any, names: list[str]) -> list[Any]:
+    """Do some work for each of the names, several at once; all are waited for before an error is raised."""
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="treadle-upload") as pool:
+        return [future.result() for future in [pool.submit(work, name) for name in names]]

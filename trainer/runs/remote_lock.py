@@ -1,0 +1,62 @@
+"""One job per run folder in an object store: an object that says who holds it, written anew while that job lives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+from ...common.remote_path import RemotePath
+from .file_names import LOCK
+from .lock import BEAT, Holder, encode_holder, make_in_use_error, read_holder
+
+_SETTLING = 1.0  # seconds in which another job that takes over at the same time has written its name
+
+
+class RemoteLock:
+    """The lock of a run's folder in an object store, held from the construction on.
+
+    A store creates an object for one job only, so two that begin a run at once never share it. To take over from a job
+    that is gone is not as strict: of two that try within a second one fails, as both look again who has written last.
+
+    Args:
+        folder: what is locked.
+
+    Attributes:
+        holder: what the object says of this process.
+
+    Raises:
+        ValueError: another job holds it; the text says which.
+        OSError: the store refused.
+    """
+
+    def __init__(self, folder: RemotePath) -> None:
+        self.folder, self._object = folder, folder / LOCK
+        self.holder = Holder.from_current_process("beat")
+        self._ended = threading.Event()
+        try:
+            self._object.write_bytes(encode_holder(self.holder), exclusive=True)
+        except FileExistsError:
+            before = read_holder(self._object)
+            if before is not None and before.is_alive(self._object):
+                raise make_in_use_error(folder, self._object, before) from None
+            self._object.write_bytes(encode_holder(self.holder))
+            time.sleep(_SETTLING)
+            if (latest := read_holder(self._object)) != self.holder:
+                raise make_in_use_error(folder, self._object, latest) from None
+        threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Let go; nothing happens if that was done, or in a process forked since."""
+        if self.holder.pid != os.getpid() or self._ended.is_set():
+            return
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            if read_holder(self._object) == self.holder:
+                self._object.unlink()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT):
+            with contextlib.suppress(OSError):
+                self._object.write_bytes(encode_holder(self.holder))
