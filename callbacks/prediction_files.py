@@ -38,8 +38,8 @@ class PredictionWriter(BasePredictionWriter):
     numbers, text, and dicts, lists, tuples and dataclasses of these can be written; dataclasses come back as dicts.
 
     Args:
-        dirpath: the folder, or its URL. Where it is taken, ``-v1``, ``-v2``... is added to its name. Default: ``predictions`` in
-            the Trainer's ``default_root_dir``.
+        dirpath: the folder, or its URL. Where it is taken, ``-v1``, ``-v2``... is added to its name. Default:
+            ``predictions`` in the Trainer's ``default_root_dir``.
         shard_mib: a file is written when it has this many MiB of tensors. Default: 64.
 
     Attributes:
@@ -152,7 +152,7 @@ def _to_plain(value: Any) -> Any:
 def _make_free_folder(wanted: AnyPath) -> AnyPath:
     if isinstance(wanted, RemotePath):
         names = (f"{wanted.name}-v{version}" if version else wanted.name for version in itertools.count())
-        return next(folder for name in names if not (folder := wanted.parent / name).exists())
+        return next(place for name in names if not (place := wanted.parent / name).exists())
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for version in itertools.count():
         folder = wanted.with_name(f"{wanted.name}-v{version}") if version else wanted

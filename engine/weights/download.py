@@ -1,4 +1,4 @@
-"""A file from a URL: downloaded in small pieces, and looked into only once its digest is the one that was asked for."""
+"""Files from a URL: of the web one, looked into only once its digest is the one asked for; of an object store, a folder."""
 
 from __future__ import annotations
 
@@ -9,16 +9,51 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
+from ...common.remote_path import RemotePath
+
 MAX_BYTES = 256 * 2**30
 _PIECE = 2**20
 _TIMEOUT = 60
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
+_WEB = ("http", "https", "file")
 
 
 def is_url(source: object) -> bool:
     """Whether a source of weights is a URL, not a path."""
     return isinstance(source, str) and _SCHEME.match(source) is not None
+
+
+def find_in_store(source: object) -> RemotePath | None:
+    """Return the place in an object store that a source of weights is; None if it is a path, or of the web.
+
+    Who can write there is known to the store, so no digest is needed, as for a path.
+    """
+    if not is_url(source) or str(source).partition("://")[0].lower() in _WEB:
+        return None
+    return RemotePath(str(source))
+
+
+def fetch_from_store(source: RemotePath, folder: Path) -> Path:
+    """Bring an object here, or the objects of a folder without those in folders in it.
+
+    Args:
+        source: where they are.
+        folder: where to put them.
+
+    Raises:
+        ValueError: there is nothing.
+        OSError: the store failed.
+    """
+    if source.is_file():
+        source.download(folder / source.name)
+        return folder / source.name
+    names = source.files()
+    if not names:
+        raise ValueError(f"{source}: does not exist, or has no files.")
+    for name in names:
+        (source / name).download(folder / name)
+    return folder
 
 
 def check_digest(path: Path, sha256: str) -> None:
@@ -45,10 +80,6 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
         OSError: The server or the connection failed.
     """
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]
-    if scheme not in ("http", "https", "file"):
-        raise ValueError(
-            f"{url}: only https://, http:// and file:// are read; download it yourself, and give the path."
-        )
     if sha256 is None:
         raise ValueError(
             f"{url}: whoever can change what a URL gives can change your model. Give sha256=, the file's digest "

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...common.remote_path import AnyPath
+from ...common.temporary import temporary_folder
 from ..checkpoint import (
     MANIFEST,
     OpenCheckpoint,
@@ -27,7 +29,7 @@ from ..checkpoint import (
     read_frozen_note,
     read_whole_model,
 )
-from .download import check_digest, fetch, is_url
+from .download import check_digest, fetch, fetch_from_store, find_in_store, is_url
 from .torch_files import TorchFile, View
 
 Source = str | os.PathLike[str]
@@ -76,9 +78,15 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
     if not is_url(source):
         yield _open(Path(source), sha256)
         return
+    stored = find_in_store(source)
+    if stored is not None and (stored / MANIFEST).is_file():
+        yield _open(stored, sha256)
+        return
     with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
-        path = fetch(str(source), sha256, Path(folder))
-        opened_source = _open(path, None)
+        if stored is None:
+            opened_source = _open(fetch(str(source), sha256, Path(folder)), None)
+        else:
+            opened_source = _open(fetch_from_store(stored, Path(folder)), sha256)
         opened_source.place = str(source)
         yield opened_source
 
@@ -90,17 +98,28 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
     function is meant may be larger than memory.
 
     Args:
-        checkpoint: a safetensors file; a file of ``torch.save``, which is read without running what it holds; a
+        checkpoint: a path, or the URL of an object store, whose files are kept here until the process ends: of a
+            safetensors file; a file of ``torch.save``, which is read without running what it holds; a
             ``.index.json`` that names several; or a folder with one of these, also a checkpoint of Treadle. Each may be
             a symbolic link, as in Hugging Face's cache.
 
     Raises:
         ValueError: if it is none of these, is damaged, or lacks a file.
     """
-    return _open(Path(checkpoint), None, digests=False).weights
+    stored = find_in_store(checkpoint)
+    if stored is None:
+        return _open(Path(checkpoint), None, digests=False).weights
+    if (stored / MANIFEST).is_file():
+        opened_source = _open(stored, None)
+        _open_until_exit.append(opened_source)
+        return opened_source.weights
+    return _open(fetch_from_store(stored, temporary_folder(str(stored))), None).weights
 
 
-def _open(path: Path, sha256: str | None, *, digests: bool = True) -> Opened:
+_open_until_exit: list[Opened] = []
+
+
+def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
     place = str(path)
     try:
         find_again(path)
@@ -108,6 +127,7 @@ def _open(path: Path, sha256: str | None, *, digests: bool = True) -> Opened:
             if sha256 is not None:
                 raise ValueError("sha256= is the digest of one file; name the file")
             return _open_folder(path, digests)
+        assert isinstance(path, Path)
         if not path.is_file():
             raise ValueError(
                 f"{'is no plain file' if os.path.lexists(path) else 'does not exist'}. {_ACCEPTED_SOURCES}"
@@ -122,14 +142,18 @@ def _open(path: Path, sha256: str | None, *, digests: bool = True) -> Opened:
         raise ValueError(text if text.startswith(place) else f"{place}: {text.rstrip('.')}.") from error
 
 
-def _open_folder(path: Path, digests: bool) -> Opened:
+def _open_folder(path: AnyPath, digests: bool) -> Opened:
     if (path / MANIFEST).is_file():
         saved, extra = OpenCheckpoint(path), extra_part(0)
-        saved.verify() if digests else check_files(path, saved.manifest, digests=False)
+        if digests or not isinstance(path, Path):
+            saved.verify()
+        else:
+            check_files(path, saved.manifest, digests=False)
         others = saved.read_part(extra) if saved.has(extra) else {}
         model = saved.part(model_part(0))
         frozen = read_frozen_note(model.notes, path)
         return Opened(str(path), model.unread(), others, checkpoint=saved, frozen=frozen)
+    assert isinstance(path, Path)
     names = filesystem.list_names(path)
     if ".metadata" in names:
         raise ValueError(
