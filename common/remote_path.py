@@ -28,6 +28,8 @@ _PAUSES = (0.5, 2.0, 8.0)  # seconds before each further attempt
 
 # What a further attempt can't change. A missing bucket is a FileNotFoundError.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
+# The same, of packages that need not be installed: botocore's and google-auth's.
+_FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
 
 
 class StoreError(OSError):
@@ -153,8 +155,10 @@ class RemotePath:
                 raise
             except Exception as error:
                 # Packages of stores raise what they like; what is above here knows errors of files.
+                reason = str(error) or type(error).__name__
+                if type(error).__name__ in _FINAL_NAMES:
+                    raise StoreError(f"{self}: can't {action}: {reason}") from error
                 if attempt == ATTEMPTS - 1:
-                    reason = str(error) or type(error).__name__
                     raise StoreError(f"{self}: can't {action}, tried {ATTEMPTS} times: {reason}") from error
                 store.invalidate_cache()
                 time.sleep(_PAUSES[min(attempt, len(_PAUSES) - 1)])

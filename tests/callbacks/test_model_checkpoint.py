@@ -579,7 +579,7 @@ def test_the_state_of_earlier_versions_loads(tmp_path):
         ({"save_top_k": 3}, "needs a monitor"),
         ({"mode": "mim"}, "Did you mean 'min'"),
         ({"save_last": "lnk"}, "Did you mean 'link'"),
-        ({"dirpath": "s3://bucket/x"}, "local"),
+        ({"dirpath": "https://host/x"}, "nothing can be written to https"),
     ],
 )
 def test_arguments_that_can_not_be_honoured(arguments, words):

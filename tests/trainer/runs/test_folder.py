@@ -349,7 +349,7 @@ def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
     held.release()
     (tmp_path / LOCK).unlink()
     other = Holder("far", 1, time.time(), "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_bytes(lock._encode_holder(other))
+    (tmp_path / LOCK).write_bytes(lock.encode_holder(other))
     with pytest.raises(ValueError, match=r"process 1 on far.*can't be seen from here, delete .*lock"):
         RunLock(tmp_path)
     silent = time.time() - lock.SILENCE - 1
@@ -360,7 +360,7 @@ def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
 
 def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
     other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "system")
-    (tmp_path / LOCK).write_bytes(lock._encode_holder(other))
+    (tmp_path / LOCK).write_bytes(lock.encode_holder(other))
     os.utime(tmp_path / LOCK, (0, 0))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
@@ -368,7 +368,7 @@ def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
 
 def test_who_has_system_locks_respects_one_that_has_not(tmp_path):
     other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_bytes(lock._encode_holder(other))
+    (tmp_path / LOCK).write_bytes(lock.encode_holder(other))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
     os.utime(tmp_path / LOCK, (0, 0))
@@ -383,7 +383,7 @@ def test_of_many_jobs_one_takes_over_a_dead_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "fcntl", None)
     monkeypatch.setattr(Holder, "is_alive", judged)
     dead = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_bytes(lock._encode_holder(dead))
+    (tmp_path / LOCK).write_bytes(lock.encode_holder(dead))
 
     def take():
         try:
@@ -698,7 +698,7 @@ def test_flags_by_default(logger, folder):
     assert flags["logger"].log_dir == str(folder.path)
     assert kinds(flags["callbacks"]) == ["ModelCheckpoint", "RunReport", "RunRecord"]
     assert flags["callbacks"][0].dirpath == str(folder.path / "checkpoints")
-    assert flags["callbacks"][1].dirpath == folder.path
+    assert flags["callbacks"][1].dirpath == str(folder.path)
     assert given == ({} if logger == "absent" else {"logger": logger})  # what was given is left alone
 
 
