@@ -1,4 +1,4 @@
-"""Files from a URL: of the web one, looked into only once its digest is the one asked for; of an object store, a folder."""
+"""Weights behind a URL: a file of the web, whose digest is compared first, or a file or folder of an object store."""
 
 from __future__ import annotations
 

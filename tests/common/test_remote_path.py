@@ -85,7 +85,7 @@ def test_it_counts_as_a_path():
     assert pickle.loads(pickle.dumps(path)) == path
     assert len({path, RemotePath("s3://bucket/runs/one")}) == 1
     with pytest.raises(TypeError):
-        open(path)
+        Path(path)
 
 
 def test_places_are_paths_or_urls(tmp_path):
@@ -140,7 +140,11 @@ def test_a_store_that_stays_away_is_an_error_of_files(flaky):
     assert issubclass(StoreError, OSError)
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "Access Denied"), type("NoCredentialsError", (Exception,), {})()])
+class NoCredentialsError(Exception):
+    """Named as botocore's."""
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Access Denied"), NoCredentialsError("no credentials")])
 def test_what_another_attempt_can_not_change_fails_at_once(flaky, error):
     Flaky.failures = [error, error]
     with pytest.raises(OSError, match=r"flaky://.*can't write it"):

@@ -1,8 +1,10 @@
 """A real S3 server on loopback (moto's), and a connection to it that can be cut."""
 
 import contextlib
+import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -49,13 +51,14 @@ _KEYS = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": 
 
 
 def environment(url):
-    """The variables by which packages find a server; one attempt for each request, as a cut is to be seen soon."""
+    """The variables by which packages find a server, and by which a cut is seen soon."""
     return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_MAX_ATTEMPTS": "1",
+        "FSSPEC_S3": json.dumps({"config_kwargs": {"read_timeout": 10, "connect_timeout": 10}}),
     }
 
 
@@ -64,17 +67,20 @@ class Wire:
 
     Args:
         port: the server's.
-        cut_after: cut it by itself when so many bytes went to the server since `arm` was called.
+
+    Attributes:
+        url: the address of this end.
+        cuts: how often it was cut.
     """
 
     def __init__(self, port):
         self._port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._lock = threading.Lock()
         self._open = set()
+        self._is_cut = False
         self._left = None
-        self.is_cut = False
         self.cuts = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -84,22 +90,22 @@ class Wire:
 
     def cut(self):
         """Break off what is open, and refuse what comes."""
-        self.is_cut = True
-        self.cuts += 1
-        self._left = None
-        for end in list(self._open):
-            with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
-                end.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._is_cut = True
+            self.cuts += 1
+            self._left = None
+            for end in self._open:
+                _reset(end)
+            self._open.clear()
 
     def mend(self):
         """Let connections through again."""
-        self.is_cut = False
+        self._is_cut = False
 
     def close(self):
         """End it."""
-        self.cut()
         self._listener.close()
+        self.cut()
 
     def _accept(self):
         while True:
@@ -107,11 +113,13 @@ class Wire:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            if self.is_cut:
-                client.close()
-                continue
             server = socket.create_connection(("127.0.0.1", self._port))
-            self._open |= {client, server}
+            with self._lock:
+                if self._is_cut:
+                    _reset(client)
+                    _reset(server)
+                    continue
+                self._open |= {client, server}
             threading.Thread(target=self._carry, args=(client, server, True), daemon=True).start()
             threading.Thread(target=self._carry, args=(server, client, False), daemon=True).start()
 
@@ -124,9 +132,12 @@ class Wire:
                         self.cut()
                         return
                 target.sendall(data)
-        for end in (source, target):
-            self._open.discard(end)
-            with contextlib.suppress(OSError):
-                end.close()
+            target.shutdown(socket.SHUT_WR)
 
 
+def _reset(end):
+    """Break a connection off: the other side gets an error, not the end of what was sent."""
+    with contextlib.suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        end.shutdown(socket.SHUT_RD)  # whoever waits for it in a thread of ours wakes up
+        end.close()

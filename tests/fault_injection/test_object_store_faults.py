@@ -1,0 +1,237 @@
+"""A save to an S3 server that is killed at every request, or whose connection is cut: what was committed stays.
+
+The server is real (moto's, on loopback). Requests are counted at `RemotePath`, the one place that makes them; a child
+process is killed before or after one of them, and then this process looks at what the store holds. A cut breaks off
+connections that are open, while a file is on its way.
+"""
+
+import contextlib
+import os
+import signal
+import warnings
+
+import pytest
+import torch
+from object_store import S3Server, Wire, environment
+from processes import RankError, run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import ModelCheckpoint
+from treadle.common import remote_path
+from treadle.common.remote_path import RemotePath
+from treadle.engine.checkpoint import OpenCheckpoint
+from treadle.engine.checkpoint.store import CheckpointStore
+
+import treadle
+
+pytestmark = pytest.mark.guarantee
+
+WRITES = ("upload", "write_bytes", "unlink")
+"""The requests that change a store."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def bucket(server, request):
+    """The URL of a bucket of this test's own, in a list with the variables by which it is reached."""
+    name = f"test-{abs(hash(request.node.name)) % 10**12}"
+    server.make_bucket(name)
+    return f"s3://{name}/run", environment(server.url)
+
+
+class Task(treadle.TaskModule):
+    """As many weights as are asked for, dropout included."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.2), nn.Linear(width, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def fit(root, steps, ckpt_path=None, *, width=8, **options):
+    """Train for some steps, saved every second one to the same URL and to one of its own, of which two are kept."""
+    treadle.seed_everything(3)
+    data = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4, shuffle=True)
+    last = ModelCheckpoint(f"{root}/last", "last", every_n_train_steps=2, enable_version_counter=False, **options)
+    newest = ModelCheckpoint(
+        f"{root}/newest", "{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=2, **options
+    )
+    trainer = treadle.Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, callbacks=[last, newest], default_root_dir=root,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    task = Task(width)
+    trainer.fit(task, data, ckpt_path=ckpt_path)
+    return task
+
+
+def weights(task):
+    return [parameter.detach().clone() for parameter in task.parameters()]
+
+
+# -- killed at every request -----------------------------------------------------------------------------------------
+
+
+def fit_and_die(root, steps, ckpt_path, number, moment):
+    """Train, and be killed before or after the request that has this number; returns how many there were."""
+    made = 0
+
+    def watch(name):
+        real = getattr(RemotePath, name)
+
+        def request(path, *args, **options):
+            nonlocal made
+            made += 1
+            mine = made == number
+            if mine and moment == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(path, *args, **options)
+            if mine and moment == "after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(RemotePath, name, request)
+
+    for name in WRITES:
+        watch(name)
+    fit(root, steps, ckpt_path)
+    return made
+
+
+def describe(root):
+    """Every checkpoint below a URL as it is loaded: its step and weights, by its own name."""
+    found = {}
+    for place in ("last", "newest"):
+        path, skipped = CheckpointStore(f"{root}/{place}").latest()
+        assert skipped == []  # nothing that counts is damaged
+        if path is not None:
+            opened = OpenCheckpoint(path)
+            found[place] = opened.manifest.step, opened.read_part("model")
+    return found
+
+
+def count_requests(root):
+    """Train for two steps, then two more; returns how many requests the second training made."""
+    fit(root, 2)
+    return fit_and_die(root, 4, f"{root}/last/last.ckpt", 0, "")
+
+
+def resume(root):
+    """Continue to the end; returns the weights, the checkpoints, and what lies around that no manifest names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        task = fit(root, 6, "auto")
+    committed = {
+        f"{place}/{path.name}/{manifest.folder}"
+        for place in ("last", "newest")
+        for manifest, path in CheckpointStore(f"{root}/{place}").scan()[0]
+    }
+    folders = {name.rpartition("/")[0] for name in RemotePath(root).sizes() if "/data-" in name}
+    return weights(task), describe(root), sorted(folders - committed)
+
+
+def look(root):
+    return describe(root)
+
+
+def kill_at(bucket, numbers, moments):
+    url, env = bucket
+    whole = run(fit_for, 1, f"{url}/whole", 6, env=env)[0]
+    total = run(count_requests, 1, f"{url}/count", env=env)[0]
+    assert total > 15  # files, manifests, probes and deletions of two saves
+    for number in numbers(total):
+        for moment in moments:
+            root = f"{url}/{number}-{moment}"
+            run(fit_for, 1, root, 2, env=env)
+            with contextlib.suppress(RankError):
+                run(fit_and_die, 1, root, 4, f"{root}/last/last.ckpt", number, moment, env=env)
+                pytest.fail(f"nobody was killed {moment} request {number}")
+            stands = run(look, 1, root, env=env)[0]
+            for place in ("last", "newest"):
+                assert stands[place][0] in (2, 4), f"killed {moment} request {number} of {total}"
+            resumed, after, stray = run(resume, 1, root, env=env)[0]
+            assert all(map(torch.equal, resumed, whole)), f"killed {moment} request {number} of {total}"
+            assert after["newest"][0] == after["last"][0] == 6
+            assert stray == []  # nothing is left of the killed save
+
+
+def fit_for(root, steps):
+    return weights(fit(root, steps))
+
+
+def test_killed_at_a_request_in_the_middle_of_a_save(bucket):
+    kill_at(bucket, lambda total: [total // 2], ["after"])
+
+
+@pytest.mark.slow
+def test_killed_at_every_request_of_a_save(bucket):
+    kill_at(bucket, lambda total: range(1, total + 1), ["before", "after"])
+
+
+# -- cut in the middle -----------------------------------------------------------------------------------------------
+
+
+def save_through_a_cut(root, port, after, mended):
+    """Save once, then once more through a connection that is cut on the way; returns the error and the cuts."""
+    wire = Wire(port)
+    os.environ["AWS_ENDPOINT_URL"] = wire.url
+    remote_path._PAUSES = (0.05,)
+    accelerator = treadle.Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(300, 300))
+    accelerator.save_state(f"{root}/last")
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    wire.arm(after)
+    error = ""
+    if mended:  # by the next attempt
+        pause = remote_path.time.sleep
+        remote_path.time.sleep = lambda seconds: (pause(seconds), wire.mend())
+    try:
+        accelerator.save_state(f"{root}/last")
+    except OSError as caught:
+        error = str(caught)
+    wire.mend()
+    opened = OpenCheckpoint(f"{root}/last")
+    opened.verify()
+    first = float(opened.read_part("model")["weight"][0, 0])
+    objects = RemotePath(f"{root}/last").sizes()
+    accelerator.save_state(f"{root}/last")  # a failed save is in no later one's way
+    wire.close()
+    return error, wire.cuts, first, {name.partition("/")[0] for name in objects}
+
+
+CUTS = [  # after so many bytes: before, in the middle of and after the weights
+    pytest.param(2_000, marks=pytest.mark.exhaustive),
+    150_000,
+    pytest.param(361_000, marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize("after", CUTS)
+def test_a_cut_connection_is_used_again(server, bucket, after):
+    url, env = bucket
+    error, cuts, first, _ = run(save_through_a_cut, 1, url, server.port, after, True, env=env)[0]
+    assert (error, first) == ("", 2.0)
+    assert cuts >= 1
+
+
+@pytest.mark.parametrize("after", CUTS)
+def test_a_connection_that_stays_cut_fails_the_save_and_nothing_else(server, bucket, after):
+    url, env = bucket
+    error, cuts, first, folders = run(save_through_a_cut, 1, url, server.port, after, False, env=env)[0]
+    assert "s3://" in error
+    assert "tried 4 times" in error
+    assert cuts >= 1
+    assert first != 2.0  # what was committed before
+    assert "manifest.json" in folders

@@ -1,0 +1,257 @@
+"""Runs whose folder is a URL: training, resuming, evaluation, commands; on an S3 server with two ranks."""
+
+import contextlib
+import io
+import os
+import uuid
+import warnings
+
+import pytest
+import torch
+from object_store import S3Server, environment
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import ModelCheckpoint, PredictionWriter, read_predictions
+from treadle.cli.entry_point import main
+from treadle.common.remote_path import RemotePath
+from treadle.engine.checkpoint.store import CheckpointStore
+from treadle.loggers import CSVLogger, TensorBoardLogger
+
+import treadle
+from treadle.runs import RunFolder
+
+
+@pytest.fixture
+def root():
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="module")
+def s3():
+    server = S3Server()
+    server.make_bucket("bucket")
+    yield environment(server.url)
+    server.close()
+
+
+class Task(treadle.TaskModule):
+    """Dropout, a schedule and a logged value: what a resume has to continue."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.2), nn.Linear(width, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def loader(shuffle=True):
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(TensorDataset(torch.randn(24, 4, generator=generator)), batch_size=4, shuffle=shuffle)
+
+
+def fit(root, epochs, ckpt_path=None, checkpoint=None, **flags):
+    treadle.seed_everything(3)
+    checkpoint = {
+        "monitor": "val_loss",
+        "save_top_k": 2,
+        "save_last": True,
+        "every_n_train_steps": 4,
+        **(checkpoint or {}),
+    }
+    flags = {"logger": False, "accelerator": "cpu", **flags}
+    trainer = treadle.Trainer(
+        max_epochs=epochs, callbacks=[ModelCheckpoint(**checkpoint)], default_root_dir=root, log_every_n_steps=1,
+        enable_progress_bar=False, enable_model_summary=False, **flags,
+    )  # fmt: skip
+    task = Task()
+    trainer.fit(task, loader(), loader(False), ckpt_path=ckpt_path)
+    return trainer, task
+
+
+def equal(one, other):
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+def command(*arguments):
+    """What a command prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main([*arguments]) in (0, None)
+    return printed.getvalue()
+
+
+# -- one process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["last", "auto", "path"])
+def test_a_run_at_a_url_resumes_bit_for_bit(root, tmp_path, word):
+    first, _ = fit(f"{root}/run", 1)
+    path = first.checkpoint_callback.last_model_path
+    assert path.startswith(f"{root}/run/checkpoints/last")
+    resumed, task = fit(f"{root}/run", 3, path if word == "path" else word)
+    _, whole = fit(tmp_path, 3)
+    assert str(resumed.ckpt_path) == path
+    assert equal(task, whole)
+    assert not os.path.exists("memory:")
+
+
+def test_the_newest_damaged_one_is_skipped_with_a_warning(root):
+    fit(f"{root}/run", 2, checkpoint={"monitor": "step", "mode": "max", "save_last": False})
+    newest, older = (CheckpointStore(f"{root}/run/checkpoints").find()[index] for index in (-1, -2))
+    file = next(newest / name for name in newest.sizes() if name.endswith("model.safetensors"))
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\1")
+    with pytest.warns(UserWarning, match=r"skips a checkpoint.*model\.safetensors"):
+        resumed, _ = fit(f"{root}/run", 3, "last")
+    assert str(resumed.ckpt_path) == str(older)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        fit(f"{root}/run", 3, str(newest))
+
+
+def test_the_best_are_kept_and_the_others_deleted(root):
+    trainer, _ = fit(f"{root}/run", 3, checkpoint={"save_last": False})
+    kept = {str(path) for path in CheckpointStore(f"{root}/run/checkpoints").find()}
+    assert kept == set(trainer.checkpoint_callback.best_k_models)
+    assert len(kept) == 2
+    trainer.validate(Task(), loader(False), ckpt_path="best", verbose=False)
+    assert str(trainer.ckpt_path) == trainer.checkpoint_callback.best_model_path
+
+
+def test_a_save_beside_the_training_is_the_same_save(root, tmp_path):
+    fit(f"{root}/run", 1, checkpoint={"async_save": True})
+    _, task = fit(f"{root}/run", 3, "last", checkpoint={"async_save": True})
+    _, whole = fit(tmp_path, 3)
+    assert equal(task, whole)
+
+
+def test_weights_come_from_a_url(root):
+    trainer, task = fit(f"{root}/run", 1)
+    path = trainer.checkpoint_callback.last_model_path
+    assert equal(Task.load_from_checkpoint(path), task)
+    model = Task()
+    treadle.load_weights(model, path)
+    assert equal(model, task)
+    trainer.save_checkpoint(f"{root}/mine", weights_only=True)
+    assert equal(Task.load_from_checkpoint(f"{root}/mine"), task)
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_logs_continue_where_they_are(root, kind):
+    logger = kind(f"{root}/logs", name="run", version=0)
+    fit(f"{root}/run", 1, logger=logger)
+    files = RemotePath(f"{root}/logs/run/version_0").files()
+    if kind is CSVLogger:
+        rows = (RemotePath(f"{root}/logs/run/version_0") / "metrics.csv").read_bytes().decode().splitlines()
+        assert len(rows) >= 7
+    else:
+        assert any(name.startswith("events.out.tfevents") for name in files)
+    assert "report.html" in files
+
+
+def test_predictions_are_written_to_a_url(root):
+    writer = PredictionWriter(f"{root}/predictions")
+    trainer = treadle.Trainer(callbacks=[writer], logger=False, accelerator="cpu", enable_progress_bar=False)
+    task = Task()
+    trainer.predict(task, loader(False))
+    read = list(read_predictions(f"{root}/predictions"))
+    with torch.no_grad():
+        expected = [task.net(batch[0]) for batch in loader(False)]
+    assert all(map(torch.equal, read, expected))
+
+
+def test_a_run_folder_at_a_url_is_locked_listed_and_shown(root):
+    settings = {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False}
+    with RunFolder.create(f"{root}/runs", "baseline", settings) as folder:
+        trainer = treadle.Trainer(**folder.flags(settings))
+        trainer.fit(Task(), loader(), loader(False))
+        with pytest.raises(ValueError, match="is in use by process"):
+            RunFolder.open(folder.path)
+    assert str(folder.path) == f"{root}/runs/baseline/1"
+    with RunFolder.create(f"{root}/runs", "baseline", settings) as second:
+        assert str(second.path) == f"{root}/runs/baseline/2"
+    listed = command("runs", f"{root}/runs")
+    assert "baseline/1  finished" in listed
+    assert "val_loss" in command("runs", "show", f"{root}/runs/baseline/1", "--ascii")
+    with RunFolder.open(f"{root}/runs/baseline/1") as folder:
+        trainer = treadle.Trainer(**folder.flags({**settings, "max_epochs": 2}))
+        trainer.fit(Task(), loader(), loader(False), ckpt_path="auto")
+        assert trainer.global_step == 12
+
+
+def test_export_reads_from_a_url(root, tmp_path):
+    trainer, task = fit(f"{root}/run", 1)
+    command("export", trainer.checkpoint_callback.last_model_path, str(tmp_path / "model"))
+    model = Task()
+    treadle.load_weights(model, tmp_path / "model")
+    assert equal(model, task)
+
+
+def test_an_own_loop_saves_and_loads_at_a_url(root):
+    accelerator = treadle.Accelerator(cpu=True, project_dir=f"{root}/project")
+    model = accelerator.prepare(nn.Linear(3, 1))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    accelerator.save_state(f"{root}/state")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(f"{root}/state")
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_what_can_not_be_written_at_a_url_says_so(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    accelerator = treadle.Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    accelerator.save_model(model, f"{root}/weights")
+    assert any(name.endswith(".safetensors") for name in RemotePath(f"{root}/weights").files())
+    accelerator.save({"a": torch.ones(2)}, f"{root}/file.pt")
+    assert RemotePath(f"{root}/file.pt").is_file()
+    assert os.listdir(tmp_path) == []
+
+
+# -- two ranks and a server ------------------------------------------------------------------------------------------
+
+
+def train_on_ranks(root, strategy, epochs, ckpt_path, async_save):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer, task = fit(
+            root,
+            epochs,
+            ckpt_path,
+            checkpoint={"async_save": async_save, "every_n_train_steps": 1},
+            strategy=strategy,
+            logger=True,
+            devices=2,
+        )
+    weights = trainer.accelerator.get_state_dict(task)
+    return weights if trainer.is_global_zero else None, str(trainer.ckpt_path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "async_save"),
+    [("ddp", True), pytest.param("fsdp", False, marks=pytest.mark.exhaustive)],
+)
+def test_two_ranks_save_and_resume_on_s3(s3, tmp_path, strategy, async_save):
+    root = f"s3://bucket/{strategy}"
+    run(train_on_ranks, 2, root, strategy, 1, None, async_save, env=s3)
+    (resumed, path), (_, path_of_rank_1) = run(train_on_ranks, 2, root, strategy, 2, "last", async_save, env=s3)
+    whole = run(train_on_ranks, 2, str(tmp_path), strategy, 2, None, False, env=s3)[0][0]
+    assert path == path_of_rank_1
+    assert path.startswith(f"{root}/treadle_logs/version_0/checkpoints/last")
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
