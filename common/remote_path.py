@@ -26,6 +26,9 @@ ATTEMPTS = 4
 """How often a request is made, on top of what the store's own package repeats."""
 _PAUSES = (0.5, 2.0, 8.0)  # seconds before each further attempt
 
+_PART_BYTES = 16 * 2**20
+"""Bytes of each request of a large upload to S3 or GCS: their packages' 50 MiB leave too few requests to send at once."""
+
 # What a further attempt can't change. A missing bucket is a FileNotFoundError.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
 # The same, of packages that need not be installed: botocore's and google-auth's.
@@ -252,7 +255,8 @@ class RemotePath:
 
     def upload(self, file: Path) -> None:
         """Put a local file's content into an object, a large one in several requests at once."""
-        self._write("upload it", lambda: self._store.put_file(str(file), self._key))
+        options = {"chunksize": _PART_BYTES} if self.scheme in _EXTRAS else {}
+        self._write("upload it", lambda: self._store.put_file(str(file), self._key, **options))
 
     def download(self, file: Path) -> None:
         """Put an object's content into a local file.

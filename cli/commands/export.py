@@ -6,8 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...common.remote_path import absolute, as_path
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +69,8 @@ def export(
     Args:
         checkpoint: A committed checkpoint, of any strategy and number of processes; a folder or a URL.
         output: A file whose name ends in ``.safetensors``, or a folder: one that is there, or a name with a slash at
-            its end, or without the ending of a file of weights. What stands there is replaced once the new files are
-            complete.
+            its end, or without the ending of a file of weights; a path or a URL. What stands there is replaced once
+            the new files are complete.
         dtype: What to convert floating-point weights to; others are left as they are.
         max_shard_size: The most bytes of a file in a folder, a number or ``"500MB"``, ``"2GiB"``.
         model: Which model, where the run prepared several.
@@ -96,9 +98,9 @@ def export(
         write_weights,
     )
 
-    target = Path(output)
+    target = as_path(output)
     to_folder = _is_folder(output)
-    refuse_checkpoint((target if to_folder else target.parent).absolute())
+    refuse_checkpoint(absolute(target if to_folder else target.parent))
     saved = OpenCheckpoint(checkpoint)
     saved.verify()
     stored = saved.open_part(model_part(model))
@@ -110,7 +112,8 @@ def export(
     if to_folder:
         write_weights(tensors, aliases, target, parse_byte_size(max_shard_size))
     else:
-        filesystem.make_directory(target.absolute().parent)
+        if isinstance(target, Path):
+            filesystem.make_directory(target.absolute().parent)
         write_atomically(target, lambda beside: write_file(Path(beside), tensors, aliases))
     size = sum(nbytes(tensor) for tensor in tensors.values())
     without = f", without what is no tensor: {', '.join(left_out)}" if left_out else ""
@@ -119,15 +122,16 @@ def export(
 
 def _is_folder(output: str | Path) -> bool:
     """Whether the name is that of a folder: those of models have dots in them too (Qwen2.5-7B)."""
-    target = Path(output)
+    target = as_path(output)
     if target.is_dir() or str(output).endswith(("/", os.sep)):
         return True
-    if target.suffix in _OTHER_ENDINGS:
+    suffix = PurePosixPath(target.name).suffix
+    if suffix in _OTHER_ENDINGS:
         raise ValueError(
             f"{target}: weights are written as safetensors, so a file's name must end in .safetensors; a folder that "
             "is not there yet and is to have this name needs a slash at its end."
         )
-    return target.suffix != ".safetensors"
+    return suffix != ".safetensors"
 
 
 def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

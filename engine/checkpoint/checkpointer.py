@@ -7,7 +7,6 @@ import socket
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -274,7 +273,7 @@ class Checkpointer:
             self._accelerator.world.meet("accelerator.save_model")
         weights = self._accelerator.get_state_dict(model)
         if self._writes_on_this_rank():
-            export.save_weights(weights, Path(save_directory), limit, safe_serialization)
+            export.save_weights(weights, absolute(save_directory), limit, safe_serialization)
 
 
 def _add(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:

@@ -49,8 +49,9 @@ class OpenCheckpoint:
         self._download: remote.Download | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs; it opens the parts itself."""
-        return {**vars(self), "_parts": {}, "_download": None}
+        """Return what another process needs; it opens the parts itself, and downloads files of its own."""
+        marks = self._marks if isinstance(self.path, Path) else {}
+        return {**vars(self), "_parts": {}, "_download": None, "_marks": marks}
 
     @property
     def folder(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...common.messages import warn
+from ...common.remote_path import AnyPath, RemotePath, absolute, lexists
 from ...strategies.distributed import Whole, is_sharded
 from ..checkpoint import MANIFEST, check_tensor, encode, filesystem
 from ..parameter_names import split_tied
@@ -44,7 +46,7 @@ def parse_byte_size(size: int | str) -> int:
 
 
 def save_object(obj: Any, f: Any, safe: bool) -> None:
-    """Write data to a path (in one move) or an open file.
+    """Write data to a path or URL (in one move) or an open file.
 
     Args:
         obj: what to write.
@@ -80,11 +82,20 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     if hasattr(f, "write"):
         write(f)
     else:
-        write_atomically(Path(f), write)
+        write_atomically(absolute(f), write)
 
 
-def write_atomically(path: Path, write: Callable[[str], object]) -> None:
-    """Let ``write`` write a file beside ``path``, and put it in place once it is complete, durably."""
+def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
+    """Let ``write`` write a file beside ``path``, and put it in place once it is complete, durably.
+
+    For an object store the file is written to the folder of temporary files and uploaded from there.
+    """
+    if isinstance(path, RemotePath):
+        with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
+            file = Path(folder, path.name)
+            write(str(file))
+            path.upload(file)
+        return
     path = Path(os.path.abspath(path))
     beside = path.parent / f".{path.name}.part"
     try:
@@ -97,14 +108,21 @@ def write_atomically(path: Path, write: Callable[[str], object]) -> None:
     filesystem.fsync(path.parent)
 
 
-def _clear(paths: Iterable[Path]) -> None:
+def _clear(paths: Iterable[AnyPath]) -> None:
     """Delete what a failure left, if the disk still lets us; the failure itself is what the caller must hear of."""
     for path in paths:
         with suppress(OSError):
-            filesystem.delete(path)
+            _delete(path)
 
 
-def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: bool) -> None:
+def _delete(path: AnyPath) -> None:
+    if isinstance(path, RemotePath):
+        path.unlink()
+    else:
+        filesystem.delete(path)
+
+
+def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, safe: bool) -> None:
     """Write weights as one file or as shards with an index, by the names that Hugging Face's loaders look for.
 
     At every moment the folder holds the old weights or the new ones, whole: shards get names that no file of the
@@ -113,7 +131,7 @@ def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: 
 
     Args:
         weights: tensors by name. Of tied ones the first is written; the file's header says for which others.
-        directory: where.
+        directory: where, a folder or a URL.
         limit: the most bytes of a file, unless one tensor alone has more.
         safe: safetensors, else torch's format.
     """
@@ -125,7 +143,7 @@ def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: 
 
 
 def write_weights(
-    tensors: Mapping[str, Whole], aliases: Mapping[str, str], directory: Path, limit: int, safe: bool = True
+    tensors: Mapping[str, Whole], aliases: Mapping[str, str], directory: AnyPath, limit: int, safe: bool = True
 ) -> None:
     """As `save_weights`, of tensors that are there once each, or are read one after the other as they are written.
 
@@ -139,9 +157,10 @@ def write_weights(
     Raises:
         ValueError: the directory is a checkpoint, whose files these would replace. Nothing is written then.
     """
-    directory = Path(os.path.abspath(directory))
+    directory = absolute(directory)
     refuse_checkpoint(directory)
-    filesystem.make_directory(directory)
+    if isinstance(directory, Path):
+        filesystem.make_directory(directory)
     shards = _split_shards(tensors, limit)
     kind, other = _KINDS if safe else _KINDS[::-1]
     files = _choose_free_names(directory, *kind, len(shards))
@@ -165,7 +184,7 @@ def write_weights(
         _drop_others(directory, *naming, {*files, index.name} if len(files) > 1 else {*files})
 
 
-def refuse_checkpoint(directory: Path) -> None:
+def refuse_checkpoint(directory: AnyPath) -> None:
     """See that weights for others do not go into the folder of a checkpoint, whose own files have the same names.
 
     Raises:
@@ -203,14 +222,14 @@ def _split_shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
     return shards
 
 
-def _choose_free_names(directory: Path, stem: str, ending: str, number: int) -> list[str]:
+def _choose_free_names(directory: AnyPath, stem: str, ending: str, number: int) -> list[str]:
     """The names for so many shards; of several, names that no file has. One file replaces another in one move."""
     if number == 1:
         return [f"{stem}.{ending}"]
     for version in count():
         start = f"{stem}-v{version}" if version else stem
         names = [f"{start}-{n:05d}-of-{number:05d}.{ending}" for n in range(1, number + 1)]
-        if not any(os.path.lexists(directory / name) for name in names):
+        if not any(lexists(directory / name) for name in names):
             break
     return names
 
@@ -231,19 +250,20 @@ def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, s
     filesystem.write_tensors(path, tensors, {"format": "pt", **notes})
 
 
-def _drop_others(directory: Path, stem: str, ending: str, new_files: set[str]) -> None:
+def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]) -> None:
     """Delete what the new files replace, and what killed processes left of theirs."""
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
     entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
     existing = filesystem.list_names(directory)
     for name in entries.intersection(existing):  # loaders would take it for the weights, so it may not stay
-        filesystem.unlink(directory / name)
-        filesystem.fsync(directory)
+        _delete(directory / name)
+        if isinstance(directory, Path):
+            filesystem.fsync(directory)
     left = [name for name in existing if name not in new_files | entries and ours.fullmatch(name)]
     left += [name for name in existing if name[:1] == "." and name[-5:] == ".part" and ours.fullmatch(name[1:-5])]
     try:
         for name in left:
-            filesystem.unlink(directory / name)
+            _delete(directory / name)
     except OSError as error:
         warn(f"the weights in {directory} are saved, but older files can't be deleted: {error}. The next save will.")
 

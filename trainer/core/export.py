@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...common.messages import warn
 from ...common.optional import require
+from ...common.remote_path import is_url
 from ...common.validation import choose
 from ...engine import move_data_to_device, plain_calls, strip_compile_prefix
 from ...engine.weights import save_object
@@ -100,7 +101,8 @@ class Exports(nn.Module):
             ValueError: if the model is sharded.
         """
         _refuse_shards(self, "to_safetensors")
-        Path(file_path).parent.mkdir(parents=True, exist_ok=True)
+        if not is_url(file_path):
+            Path(file_path).parent.mkdir(parents=True, exist_ok=True)
         state = {
             strip_compile_prefix(name): value for name, value in self.state_dict().items() if isinstance(value, Tensor)
         }

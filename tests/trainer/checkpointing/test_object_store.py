@@ -167,6 +167,7 @@ def test_predictions_are_written_to_a_url(root):
     trainer = treadle.Trainer(callbacks=[writer], logger=False, accelerator="cpu", enable_progress_bar=False)
     task = Task()
     trainer.predict(task, loader(False))
+    task.eval()
     read = list(read_predictions(f"{root}/predictions"))
     with torch.no_grad():
         expected = [task.net(batch[0]) for batch in loader(False)]
@@ -192,12 +193,16 @@ def test_a_run_folder_at_a_url_is_locked_listed_and_shown(root):
         assert trainer.global_step == 12
 
 
-def test_export_reads_from_a_url(root, tmp_path):
+def test_weights_are_exported_from_a_url_and_to_one(root, tmp_path):
     trainer, task = fit(f"{root}/run", 1)
-    command("export", trainer.checkpoint_callback.last_model_path, str(tmp_path / "model"))
-    model = Task()
-    treadle.load_weights(model, tmp_path / "model")
-    assert equal(model, task)
+    for target in (str(tmp_path / "model"), f"{root}/model", f"{root}/one.safetensors"):
+        command("export", trainer.checkpoint_callback.last_model_path, target, "--max-shard-size", "100")
+        model = Task()
+        treadle.load_weights(model, target)
+        assert equal(model, task)
+    assert "model.safetensors.index.json" in RemotePath(f"{root}/model").files()
+    command("export", trainer.checkpoint_callback.last_model_path, f"{root}/model")
+    assert [*RemotePath(f"{root}/model").files()] == ["model.safetensors"]  # in the place of the shards
 
 
 def test_an_own_loop_saves_and_loads_at_a_url(root):
@@ -212,14 +217,19 @@ def test_an_own_loop_saves_and_loads_at_a_url(root):
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_what_can_not_be_written_at_a_url_says_so(root, tmp_path, monkeypatch):
+def test_an_own_loop_writes_weights_and_data_to_a_url(root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     accelerator = treadle.Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(3, 1))
     accelerator.save_model(model, f"{root}/weights")
-    assert any(name.endswith(".safetensors") for name in RemotePath(f"{root}/weights").files())
+    loaded = nn.Linear(3, 1)
+    treadle.load_weights(loaded, f"{root}/weights")
+    assert equal(loaded, model)
     accelerator.save({"a": torch.ones(2)}, f"{root}/file.pt")
-    assert RemotePath(f"{root}/file.pt").is_file()
+    data = torch.load(io.BytesIO(RemotePath(f"{root}/file.pt").read_bytes()), weights_only=True)
+    assert torch.equal(data["a"], torch.ones(2))
+    Task().to_safetensors(f"{root}/task.safetensors")
+    assert RemotePath(f"{root}/task.safetensors").is_file()
     assert os.listdir(tmp_path) == []
 
 
