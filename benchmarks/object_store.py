@@ -19,6 +19,7 @@ from pathlib import Path
 
 import boto3
 import torch
+
 import treadle
 
 SERVER = """

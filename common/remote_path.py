@@ -27,7 +27,7 @@ ATTEMPTS = 4
 _PAUSES = (0.5, 2.0, 8.0)  # seconds before each further attempt
 
 _PART_BYTES = 16 * 2**20
-"""Bytes of each request of a large upload to S3 or GCS: their packages' 50 MiB leave too few requests to send at once."""
+"""Bytes of a request of a large upload to S3 or GCS; their packages' 50 MiB leave too few requests to send at once."""
 
 # What a further attempt can't change. A missing bucket is a FileNotFoundError.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
