@@ -23,7 +23,7 @@ class ClearMLLogger(ServiceLogger):
 
     One task on rank 0, begun when something is logged. It stays open after a fit, so several fits, and
     ``logger.experiment`` after them, continue it; it is completed with the process or with `finish`, and failed by a
-    fit that failed. A task that is active already is used if it has the id that was asked for, or none was.
+    fit that failed. A task that you began is used, unless a ``task_id`` asks for another.
 
     ``train_loss`` is the series ``train`` of the plot ``loss``, and so are ``val_``, ``test_`` and ``eval_``; of other
     names plot and series are one. ClearML would report a value that is not finite as 0: it is left out, with a warning.
@@ -87,7 +87,7 @@ class ClearMLLogger(ServiceLogger):
             Task.set_offline(True)
         task = Task.current_task()
         if task is not None:
-            if self._version in (None, task.id):
+            if self._version == task.id or (self._version is None and not self._is_of_a_logger(task)):
                 self._version = task.id
                 return task
             task.close()  # there is one at a time, and it can be continued by its id

@@ -84,7 +84,7 @@ class CometLogger(ServiceLogger):
             separator="_",
             texts={**texts, "experiment_key": experiment_key},
         )
-        _disable_auto_logging()
+        _set_up_import(offline=online is False)
         check_options("comet_ml.ExperimentConfig", kwargs)
         self._start = {"api_key": api_key, "workspace": workspace, "online": online}
         self._mode = mode
@@ -98,7 +98,7 @@ class CometLogger(ServiceLogger):
         return None if directory is None else os.fspath(directory)
 
     def _open(self) -> Any:
-        _disable_auto_logging()
+        _set_up_import(offline=self._start["online"] is False)
         import comet_ml
 
         config = self._config or comet_ml.ExperimentConfig(**self._config_options)
@@ -137,10 +137,13 @@ class CometLogger(ServiceLogger):
         run.end()
 
 
-def _disable_auto_logging() -> None:
-    """Keep comet_ml from patching other packages, unless it was imported already or the environment says otherwise.
+def _set_up_import(offline: bool) -> None:
+    """Say what ``comet_ml`` does when it is imported, unless it was already or the environment says otherwise.
 
-    What it would log by itself, such as TensorBoard's scalars, is what this logger is given.
+    It would patch other packages, to log by itself what this logger is given, such as TensorBoard's scalars. And it
+    would report its errors to its makers, offline too.
     """
     if "comet_ml" not in sys.modules:
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+        if offline:
+            os.environ.setdefault("COMET_ERROR_TRACKING_ENABLE", "0")

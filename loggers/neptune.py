@@ -65,23 +65,22 @@ class NeptuneLogger(ServiceLogger):
         mode = options.pop("mode", None)
         if mode is not None and mode not in STORAGES:
             raise ValueError(f"mode={mode!r} is not one of {', '.join(STORAGES)}")
-        if mode is not None:
-            options.setdefault("storage", STORAGES[mode])
-        options.setdefault("storage", os.environ.get("GOODSEED_STORAGE") or ("cloud" if api_key else "local"))
         with_id, custom_id = options.pop("with_id", None), options.pop("custom_id", None)
+        check_options("goodseed.Run", options)
+        storage = STORAGES[mode] if mode is not None else os.environ.get("GOODSEED_STORAGE")
+        own_id = None if run is None else run.run_id
         super().__init__(
             name=project or os.environ.get("GOODSEED_PROJECT") or "treadle_logs",
-            version=with_id or custom_id or os.environ.get("GOODSEED_RUN_ID"),
+            version=own_id or with_id or custom_id or os.environ.get("GOODSEED_RUN_ID"),
             prefix=prefix,
             log_model="all" if check_bool("log_model_checkpoints", log_model_checkpoints) else False,
             strict=strict,
             separator="/",
             texts={"api_key": api_key, "project": project, "name": name, "with_id": with_id, "custom_id": custom_id},
         )
-        check_options("goodseed.Run", options)
         self._must_exist = with_id is not None
         self._run_name = name or "Untitled"
-        self._options = {"api_key": api_key, **options}
+        self._options = {"api_key": api_key, "storage": storage or ("cloud" if api_key else "local"), **options}
         if run is not None:
             self._adopt(run)
 
@@ -118,22 +117,22 @@ class NeptuneLogger(ServiceLogger):
 
     def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
         missing = [name for name, value in row.items() if math.isnan(value)]
-        if missing:
-            warn(f"GoodSeed cannot keep NaN: {', '.join(missing)} of step {step} and later ones are left out.")
+        for name in missing:
+            warn(f"GoodSeed cannot keep a value that is not a number: {name} is left out where it is NaN.")
         run.log_metrics({name: value for name, value in row.items() if name not in missing}, step=step)
 
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:
-        values = {f"{self._prefix}hyperparams/{name}": value for name, value in flatten(params)}
-        run.log_configs(
-            {name: str(value) if isinstance(value, list | dict) else value for name, value in values.items()}
-        )
+        for name, value in flatten(params):
+            run[f"{self._prefix}hyperparams/{name}"] = str(value) if isinstance(value, list | dict) else value
 
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
-        place = f"{self._prefix}model/"
-        found = {f"{place}checkpoints/{Path(path).stem}": path, f"{place}last_model_path": path}
+        run[f"{self._prefix}model/last_model_path"] = path
         if "best" in aliases:
-            found |= {f"{place}best_model_path": path, f"{place}best_model_score": facts["score"]}
-        run.log_configs(found)
+            run[f"{self._prefix}model/best_model_path"] = path
+            run[f"{self._prefix}model/best_model_score"] = facts["score"]
+
+    def _upload_waiting(self) -> None:
+        """Nothing waits: paths are recorded as soon as their checkpoints are saved."""
 
     def _close(self, run: Any, failed: bool) -> None:
         run.close(status="failed" if failed else "finished")

@@ -113,6 +113,10 @@ class ServiceLogger(Logger):
         """Hold an open run, whose id is ``self._version``, for this logger and its copies."""
         _open_runs[type(self), self.name, self._version] = self._run = run
 
+    def _is_of_a_logger(self, run: Any) -> bool:
+        """Return whether a run was begun by a logger, and not by the user, who means it for what is logged next."""
+        return any(run is opened for opened in _open_runs.values())
+
     def _find_open_run(self) -> Any:
         run = None if self._version is None else _open_runs.get((type(self), self.name, self._version))
         return None if run is None or self._is_closed(run) else run
@@ -167,6 +171,9 @@ class ServiceLogger(Logger):
             with undisturbed():
                 self._write_checkpoint(self.experiment, path, aliases, facts)
 
+    def _upload_waiting(self) -> None:
+        self._upload(self._uploads.collect_at_end())
+
     def finalize(self, status: str = "success") -> None:
         """Upload the checkpoints that wait, and note how it ended. What is logged later continues the run.
 
@@ -174,7 +181,7 @@ class ServiceLogger(Logger):
             status: ``"success"`` or ``"failed"``.
         """
         try:
-            self._upload(self._uploads.collect_at_end())
+            self._upload_waiting()
         finally:
             if self.closes_with_stage or status == "failed":
                 self._end(failed=status == "failed")

@@ -21,7 +21,7 @@ class SwanLabLogger(ServiceLogger):
 
     One run on rank 0, begun when something is logged. It stays open after a fit, so several fits, and
     ``logger.experiment`` after them, continue it; it ends with the process, with `finish`, or with a fit that failed,
-    as ``crashed``. A run that is active already is used if it has the id that was asked for, or none was.
+    as ``crashed``. A run that you began is used, unless an ``id`` asks for another.
 
     SwanLab keeps the first value of a metric and step, and leaves out a later one. Offline, each beginning makes a
     folder ``run-TIME-ID``, also where a run is continued; ``swanlab sync --id ID FOLDER`` sends one into the same run.
@@ -94,7 +94,7 @@ class SwanLabLogger(ServiceLogger):
 
         if swanlab.has_run():
             run = swanlab.get_run()
-            if self._version in (None, run.id):
+            if self._version == run.id or (self._version is None and not self._is_of_a_logger(run)):
                 self._version = run.id
                 return run
             run.finish()  # there is one at a time, and it can be continued by its id
@@ -109,17 +109,26 @@ class SwanLabLogger(ServiceLogger):
         run.log(row, step=step)
 
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:
-        run.config.update(params)
+        run.config.update(_name_none(params))
 
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
         run.save(os.path.join(glob.escape(path), "**"), base_path=os.path.dirname(path), policy="now")
-        run.config.update({f"checkpoints/{os.path.basename(path)}": {**facts, "aliases": aliases}})
+        run.config.update({f"checkpoints/{os.path.basename(path)}": _name_none({**facts, "aliases": aliases})})
 
     def _close(self, run: Any, failed: bool) -> None:
         if failed:
             run.finish(state="crashed", error="The fit, validation or test failed.")
         else:
             run.finish()
+
+
+def _name_none(value: Any) -> Any:
+    """Return a value with ``"None"`` for None, which SwanLab would keep as an empty mapping."""
+    if isinstance(value, dict):
+        return {key: _name_none(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_name_none(inner) for inner in value]
+    return "None" if value is None else value
 
 
 def _make_id() -> str:

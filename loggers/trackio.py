@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import Any
 
@@ -48,6 +49,7 @@ class TrackioLogger(ServiceLogger):
         check_options("trackio.init", kwargs)
         self._options = kwargs
         self._begun = False
+        self._has_rows = False
 
     def _open(self) -> Any:
         import trackio
@@ -58,7 +60,7 @@ class TrackioLogger(ServiceLogger):
         run = trackio.init(project=self._name, name=name, **options)
         kept = self._read_config(run)
         run.config.update({key: value for key, value in kept.items() if not key.startswith("_")})
-        self._version, self._begun = run.name, True
+        self._version, self._begun, self._has_rows = run.name, True, False
         return run
 
     def _read_config(self, run: Any) -> dict[str, Any]:
@@ -78,15 +80,21 @@ class TrackioLogger(ServiceLogger):
 
     def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
         run.log(row, step=step)
+        self._has_rows = True
 
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:
+        if all(key in run.config and run.config[key] == value for key, value in params.items()):
+            return
+        if self._has_rows:  # Trackio writes the configuration with the first row, and not again
+            run.finish()
+            run = self.experiment
         run.config.update(params)
-        run._config_logged = False  # Trackio writes it with the next row, and only once unless told so
 
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
         from trackio import Artifact
 
-        artifact = Artifact(f"model-{self._version}", type="model", metadata=facts)
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"model-{self._version}")  # an artifact's may have nothing else
+        artifact = Artifact(name, type="model", metadata=facts)
         artifact.add_dir(path)
         run.log_artifact(artifact, aliases=aliases)
 

@@ -17,6 +17,9 @@ def undisturbed() -> Iterator[None]:
     Importing comet_ml or trackio, and opening a run of most services, draws from Python's generator, with which a run
     would no longer repeat. ClearML and SwanLab install signal handlers that end their run, in the place of those that
     save a checkpoint first.
+
+    Within the block Python's generator is seeded by the system: with one seed, two runs would draw the same names, and
+    the second archive of Comet would replace the first.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     python_state = random.getstate()
@@ -25,6 +28,7 @@ def undisturbed() -> Iterator[None]:
     # Only the main thread may set handlers, and None stands for one that Python did not install and cannot restore.
     in_main_thread = threading.current_thread() is threading.main_thread()
     handlers = {s: signal.getsignal(s) for s in signal.valid_signals()} if in_main_thread else {}
+    random.seed()
     try:
         yield
     finally:
