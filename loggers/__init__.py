@@ -1,4 +1,4 @@
-"""Loggers: TensorBoard, CSV, and services from Aim to Weights & Biases"""
+"""Loggers: TensorBoard, CSV, and tracking services from Aim to Weights & Biases."""
 
 from __future__ import annotations
 

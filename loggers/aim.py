@@ -8,7 +8,7 @@ from typing import Any
 
 from ..common.optional import require
 from ..common.validation import check_number
-from .service_logger import ServiceLogger
+from ._services import ServiceLogger
 
 REMOTE = ("aim://", "ssh://")
 FAILED = "failed"  # Aim knows only runs that go on and runs that ended, so a tag names those that failed

@@ -10,8 +10,7 @@ from typing import Any
 from ..common.messages import warn
 from ..common.optional import require
 from ..common.validation import check_bool
-from .service_logger import ServiceLogger
-from .services import check_options
+from ._services import ServiceLogger, check_options
 from .values import flatten
 
 FAILED = "failed"

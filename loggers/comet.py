@@ -9,8 +9,7 @@ from typing import Any
 
 from ..common.optional import require
 from ..common.validation import check_bool
-from .service_logger import ServiceLogger
-from .services import check_options
+from ._services import ServiceLogger, check_options
 
 OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
 """Arguments of older versions of Lightning's logger, and of Comet, by what they are called now."""

@@ -11,8 +11,7 @@ from typing import Any
 from ..common.messages import warn
 from ..common.optional import require
 from ..common.validation import check_bool
-from .service_logger import ServiceLogger
-from .services import check_options
+from ._services import ServiceLogger, check_options
 from .values import flatten
 
 STORAGES = {"async": "cloud", "sync": "cloud", "offline": "local", "debug": "disabled"}

@@ -9,8 +9,7 @@ import string
 from typing import Any
 
 from ..common.optional import require
-from .service_logger import ServiceLogger
-from .services import check_options
+from ._services import ServiceLogger, check_options
 
 # Which `swanlab.init` takes beside those of its signature, for older scripts.
 OLD_NAMES = ("experiment_name", "notes", "logdir")

@@ -7,8 +7,7 @@ import secrets
 from typing import Any
 
 from ..common.optional import require
-from .service_logger import ServiceLogger
-from .services import check_options
+from ._services import ServiceLogger, check_options
 
 
 class TrackioLogger(ServiceLogger):

@@ -341,7 +341,7 @@ os.kill(os.getpid(), 9)
 @pytest.mark.parametrize("service", [s for s in SERVICES if s.package in ("aim", "goodseed")], indirect=True)
 def test_a_run_whose_process_was_killed_is_continued(service, make, tmp_path):
     make()
-    support = Path(__file__).parents[1] / "support"
+    support = Path(__file__).parents[2] / "support"
     killed = script(KILLED, str(support), service.package, str(tmp_path), env=service.environment(tmp_path))
     assert killed.returncode == -9, killed.stderr
     version = killed.stdout.split()[-1]

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ..common.validation import check_bool
-from .logger import Logger, Params, process_rank, rank_zero_experiment
-from .services import Uploads, check_arguments
+from ...common.validation import check_bool
+from ..logger import Logger, Params, process_rank, rank_zero_experiment
+from ..values import as_mapping, as_metrics, check_step, flatten, plain
+from .arguments import check_arguments
 from .undisturbed import undisturbed
-from .values import as_mapping, as_metrics, check_step, flatten, plain
+from .uploads import Uploads
 
 # The runs that this process has open, so that a copy of a logger uses its run instead of opening it a second time,
 # which Aim and GoodSeed refuse.
