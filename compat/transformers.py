@@ -9,7 +9,17 @@ from typing import Any
 
 from ..callbacks import BatchSizeFinder, ModelCheckpoint
 from ..common.messages import warn
-from ..loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from ..loggers import (
+    ClearMLLogger,
+    CometLogger,
+    CSVLogger,
+    Logger,
+    MLFlowLogger,
+    SwanLabLogger,
+    TensorBoardLogger,
+    TrackioLogger,
+    WandbLogger,
+)
 from ..strategies import DDP, FSDP
 
 __all__ = ["loader_arguments", "task_arguments", "training_arguments"]
@@ -34,8 +44,8 @@ _BY_THE_SCRIPT = (
 _WITHOUT_EFFECT = (
     *("log_level", "log_level_replica", "log_on_each_node", "logging_nan_inf_filter", "logging_first_step"),
     *("skip_memory_metrics", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
-    *("eval_accumulation_steps", "average_tokens_across_devices", "ddp_backend", "accelerator_config", "project"),
-    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "restore_callback_states_from_checkpoint"),
+    *("eval_accumulation_steps", "average_tokens_across_devices", "ddp_backend", "accelerator_config"),
+    *("trackio_static_space_id", "restore_callback_states_from_checkpoint"),
     *("include_for_metrics", "batch_eval_metrics", "include_num_input_tokens_seen", "use_cache", "save_on_each_node"),
     *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
     *("enable_jit_checkpoint", "length_column_name"),
@@ -62,7 +72,10 @@ _REFUSED = {
 }
 """What has to be said in another way, where it is not at its default."""
 
-_LOGGERS = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLFlowLogger}
+_LOGGERS: dict[str, Any] = {
+    **{"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLFlowLogger},
+    **{"clearml": ClearMLLogger, "comet_ml": CometLogger, "swanlab": SwanLabLogger, "trackio": TrackioLogger},
+}
 
 
 def training_arguments(args: Any) -> dict[str, Any]:
@@ -176,6 +189,7 @@ _TRANSLATED = (
     *("eval_on_start", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "metric_for_best_model"),
     *("greater_is_better", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
     *("ddp_static_graph", "ddp_timeout", "fsdp", "fsdp_config", "auto_find_batch_size"),
+    *("project", "trackio_space_id", "trackio_bucket_id"),
 )
 """What `training_arguments` reads."""
 
@@ -240,12 +254,25 @@ def _make_loggers(args: Any) -> list[Logger]:
             f"report_to={unknown}: there are loggers for {', '.join(_LOGGERS)}; for another service write a Logger, "
             "see docs/loggers.md."
         )
-    loggers: list[Logger] = []
-    for name in names:
-        options = {"run_name": args.run_name} if name == "mlflow" else {"name": args.run_name or "treadle_logs"}
-        folder = Path(args.output_dir) / "mlruns" if name == "mlflow" else args.output_dir
-        loggers.append(_LOGGERS[name](save_dir=folder, **options))
+    loggers: list[Logger] = [_LOGGERS[name](**_logger_options(name, args)) for name in names]
     return loggers or [CSVLogger(args.output_dir)]  # its history was in trainer_state.json
+
+
+def _logger_options(name: str, args: Any) -> dict[str, Any]:
+    run_name = args.run_name
+    if name == "mlflow":
+        return {"save_dir": Path(args.output_dir) / "mlruns", "run_name": run_name}
+    if name == "clearml":
+        return {"task_name": run_name}
+    if name == "comet_ml":
+        return {"name": run_name} if run_name else {}
+    if name == "swanlab":
+        return {"save_dir": args.output_dir, "experiment_name": run_name}
+    if name == "trackio":
+        places = {"space_id": _read(args, "trackio_space_id"), "bucket_id": _read(args, "trackio_bucket_id")}
+        places = {place: value for place, value in places.items() if value}
+        return {"project": _read(args, "project") or "huggingface", "name": run_name, **places}
+    return {"save_dir": args.output_dir, "name": run_name or "treadle_logs"}
 
 
 def _translate_evaluation(args: Any, interval: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,10 +16,17 @@ from ..strategies import World
 from .configuration import ProjectConfiguration
 
 # By name: the package that the logger needs.
-_LOGGERS = {"tensorboard": "tensorboard", "csv": "", "wandb": "wandb", "mlflow": "mlflow"}
-_WITH_FILES = ("tensorboard", "csv")
+_LOGGERS = {
+    **{"tensorboard": "tensorboard", "csv": "", "wandb": "wandb", "mlflow": "mlflow"},
+    **{name: name for name in ("aim", "clearml", "comet_ml", "swanlab", "trackio")},
+}
+_EXTRAS = {"comet_ml": "comet"}
+"""By name: Treadle's extra, where it has another."""
+_WITH_FILES = ("tensorboard", "csv", "aim")
+_WITH_SAVE_DIR = ("wandb", "mlflow", "swanlab")
+_PLACES = {"save_dir", "dir", "log_dir", "logdir"}  # options that say where their files go
 # Scripts that let the user choose a tracker give the options of all, so those of others are no mistake.
-_PEERS = ("aim", "clearml", "comet_ml", "dvclive", "swanlab", "trackio")
+_PEERS = ("dvclive",)
 
 
 class GeneralTracker:
@@ -186,6 +195,175 @@ class MLflowTracker(LoggerTracker):
         super().__init__(MLFlowLogger(**{**settings, **kwargs}), self.name)
 
 
+class AimTracker(RunTracker):
+    """A run of Aim, in the repository ``logging_dir``.
+
+    Args:
+        run_name: the project's name, which the run is called, and its experiment.
+        logging_dir: the directory of the repository.
+        kwargs: for `treadle.loggers.AimLogger`.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: Any = ".", **kwargs: Any) -> None:
+        from ..loggers import AimLogger
+
+        settings = {"repo": logging_dir, "experiment": run_name, "run_name": run_name, "context_prefixes": {}}
+        super().__init__(AimLogger(**{**settings, **kwargs}), self.name)
+
+    @property
+    def writer(self) -> Any:
+        """The ``aim.Run``."""
+        return self.tracker
+
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Write images by name, each an array, a PIL image, or one of them with a caption.
+
+        Args:
+            values: the images.
+            step: optimizer step they belong to.
+            kwargs: ``{"aim_image": {...}, "track": {...}}`` for ``aim.Image`` and ``Run.track``.
+        """
+        import aim
+
+        options = kwargs or {}
+        for name, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            made = aim.Image(image, caption=caption, **options.get("aim_image", {}))
+            self.writer.track(made, name=name, step=step, **options.get("track", {}))
+
+
+class CometMLTracker(RunTracker):
+    """An experiment of Comet.
+
+    Args:
+        run_name: the project's name.
+        kwargs: for `treadle.loggers.CometLogger`, which takes those of ``comet_ml.start``.
+    """
+
+    name = "comet_ml"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        from ..loggers import CometLogger
+
+        super().__init__(CometLogger(**{"project": run_name, **kwargs}), self.name)
+
+    @property
+    def writer(self) -> Any:
+        """The experiment of ``comet_ml``."""
+        return self.tracker
+
+
+class ClearMLTracker(RunTracker):
+    """A task of ClearML. One that the script began itself is used, and stays open at the end.
+
+    Args:
+        run_name: the project's and the task's name, unless ``CLEARML_PROJECT`` and ``CLEARML_TASK`` are set.
+        kwargs: for `treadle.loggers.ClearMLLogger`, which takes those of ``Task.init``.
+    """
+
+    name = "clearml"
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        from ..loggers import ClearMLLogger
+
+        settings = {
+            "project_name": os.environ.get("CLEARML_PROJECT") or run_name,
+            "task_name": os.environ.get("CLEARML_TASK") or run_name,
+        }
+        super().__init__(ClearMLLogger(**{**settings, **kwargs}), self.name)
+        self._is_own = True
+
+    @property
+    def task(self) -> Any:
+        """The ``clearml.Task``."""
+        return self.tracker
+
+    def start(self) -> None:
+        """See `GeneralTracker`."""
+        clearml = sys.modules.get("clearml")
+        self._is_own = clearml is None or clearml.Task.current_task() is None
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Upload images by name, each an array or a PIL image; ``kwargs`` are those of ``Logger.report_image``."""
+        for name, image in values.items():
+            self.task.get_logger().report_image(title=name, series=name, iteration=step, image=image, **kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Upload a table of ``data``, with ``columns`` or the names in its first row, or a pandas ``dataframe``."""
+        if dataframe is None and data is None:
+            raise ValueError(f"log_table({table_name!r}) takes data=, or dataframe=.")
+        table = dataframe if dataframe is not None else ([columns, *data] if columns else data)  # type: ignore[misc]
+        logger = self.task.get_logger()
+        logger.report_table(title=table_name, series=table_name, table_plot=table, iteration=step, **kwargs)
+
+    def finish(self) -> None:
+        """See `GeneralTracker`."""
+        if self._is_own:
+            super().finish()
+
+
+class SwanLabTracker(RunTracker):
+    """A run of SwanLab.
+
+    Args:
+        run_name: the project's name.
+        kwargs: for `treadle.loggers.SwanLabLogger`, which takes those of ``swanlab.init``.
+    """
+
+    name = "swanlab"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        from ..loggers import SwanLabLogger
+
+        super().__init__(SwanLabLogger(**{"project": run_name, **kwargs}), self.name)
+
+    @property
+    def run(self) -> Any:
+        """The ``swanlab`` run."""
+        return self.tracker
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Upload lists of images by name; ``kwargs`` are those of ``Run.log``."""
+        import swanlab
+
+        images = {name: [swanlab.Image(image) for image in batch] for name, batch in values.items()}
+        self.run.log(images, step=step, **kwargs)
+
+
+class TrackioTracker(RunTracker):
+    """A run of Trackio.
+
+    Args:
+        run_name: the project's name.
+        kwargs: for `treadle.loggers.TrackioLogger`, which takes those of ``trackio.init``.
+    """
+
+    name = "trackio"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        from ..loggers import TrackioLogger
+
+        super().__init__(TrackioLogger(**{"project": run_name, **kwargs}), self.name)
+
+    @property
+    def run(self) -> Any:
+        """The ``trackio`` run."""
+        return self.tracker
+
+
 _registered: dict[str, type[GeneralTracker]] = {}
 
 
@@ -278,25 +456,33 @@ def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
         return _resolve_registered(_registered[name], project)
     package = _LOGGERS[name]
     if package:
-        require(f"log_with={name!r}", package, extra=package)
+        require(f"log_with={name!r}", package, extra=_EXTRAS.get(name, name))
     if name in _WITH_FILES and project.logging_dir is None:
         raise ValueError(_make_directory_error(name))
 
     def make(project_name: str, options: dict[str, Any]) -> GeneralTracker:
-        if name == "tensorboard":  # logging_dir/project_name, no numbered directory below
-            return TensorBoardTracker(project_name, project.logging_dir, **options)
         if name == "csv":
             from ..loggers import CSVLogger
 
             settings = {"save_dir": project.logging_dir, "name": project_name, "version": "", **options}
             return LoggerTracker(CSVLogger(**settings), name)
-        if project.logging_dir is not None and not {"save_dir", "dir"} & set(options):
+        if name in _WITH_FILES:  # logging_dir/project_name, no numbered directory below
+            options = {"logging_dir": project.logging_dir, **options}
+        elif name in _WITH_SAVE_DIR and project.logging_dir is not None and not _PLACES & set(options):
             options = {"save_dir": project.logging_dir, **options}
-        if name == "wandb":
-            return WandBTracker(**{"run_name": project_name, **options})
-        return MLflowTracker(**{"experiment_name": project_name, **options})
+        first = "experiment_name" if name == "mlflow" else "run_name"
+        return _CLASSES[name](**{first: project_name, **options})
 
     return make
+
+
+_CLASSES: dict[str, Callable[..., GeneralTracker]] = {
+    tracker.name: tracker
+    for tracker in (
+        *(TensorBoardTracker, WandBTracker, MLflowTracker),
+        *(AimTracker, ClearMLTracker, CometMLTracker, SwanLabTracker, TrackioTracker),
+    )
+}
 
 
 def _resolve_registered(tracker_class: type[GeneralTracker], project: ProjectConfiguration) -> Source:

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..common.optional import require
 from ..common.validation import check_bool
+from ._services import Uploads, check_arguments
 from .logger import Logger, Params, process_rank, rank_zero_experiment
-from .services import Uploads, check_arguments
 from .values import as_mapping, as_metrics, check_step, flatten, plain
 
 STEP = "trainer/global_step"  # W&B counts calls of `log`; charts are drawn over this instead

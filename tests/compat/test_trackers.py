@@ -69,4 +69,4 @@ def test_which_trackers_there_are(tmp_path):
     with pytest.raises(ValueError, match=r"project_dir|logging_dir"):
         filter_trackers("tensorboard")
     with pytest.raises(ValueError, match="log_with"):
-        filter_trackers("comet_ml")
+        filter_trackers("dvclive")

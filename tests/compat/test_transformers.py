@@ -15,6 +15,7 @@ from treadle.integrations import TransformersTask
 from treadle.strategies import DDP, FSDP
 
 import treadle
+from treadle import loggers
 
 transformers = pytest.importorskip("transformers")
 TrainingArguments = transformers.TrainingArguments
@@ -104,6 +105,21 @@ def test_fields_become_flags(tmp_path):
     assert any(isinstance(callback, BatchSizeFinder) for callback in found)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_services_become_loggers(tmp_path):
+    services = {
+        "clearml": (loggers.ClearMLLogger, "treadle_logs"),
+        "comet_ml": (loggers.CometLogger, None),
+        "swanlab": (loggers.SwanLabLogger, "treadle_logs"),
+        "trackio": (loggers.TrackioLogger, "huggingface"),
+    }
+    for package in services:
+        pytest.importorskip(package)
+    flags = translate(tmp_path, report_to=list(services), run_name="first", trackio_space_id="me/space")
+    assert [(type(logger), logger.name) for logger in flags["logger"]] == list(services.values())
+    assert flags["logger"][-1].version == "first"
+
+
 def checkpoints(folder, **fields):
     return next(c for c in translate(folder, **fields)["callbacks"] if isinstance(c, ModelCheckpoint))
 
@@ -132,7 +148,7 @@ def test_saving_keeps_what_it_kept(tmp_path):
         ({"train_sampling_strategy": "group_by_length"}, "groups by length"),
         ({"num_train_epochs": 2.5}, "give whole epochs"),
         ({"save_steps": 0.1}, "whole number of optimizer steps"),
-        ({"report_to": "comet_ml"}, "write a Logger"),
+        ({"report_to": "codecarbon"}, "write a Logger"),
         ({"logging_strategy": "epoch"}, "on_epoch=True"),
     ],
 )

@@ -6,8 +6,10 @@ import importlib.machinery
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
+import tracking_services
 from processes import run
 
 import treadle
@@ -124,11 +126,11 @@ def test_all_are_those_that_can_be_used(tmp_path):
     assert not {"csv", "tensorboard"} & set(cpu(log_with="all").log_with)
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_package_that_is_not_there(name, monkeypatch):
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "aim", "clearml", "comet_ml", "swanlab", "trackio"])
+def test_a_package_that_is_not_there(name, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match=f"pip install {name}"):
-        cpu(log_with=name)
+        cpu(log_with=name, project_dir=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -184,6 +186,68 @@ def test_mlflow(world, tmp_path):
     assert (found / "params" / "rate").read_text() == "0.1"
     assert (found / "tags" / "mlflow.runName").read_text() == "mine"
     assert "name: digits" in (found.parent / "meta.yaml").read_text()
+
+
+# What each is started with in a test: without a network, and with nothing of its own in the background.
+SERVICES = {service.package: service for service in tracking_services.SERVICES if service.package != "goodseed"}
+OPTIONS = {
+    "aim": {"system_tracking_interval": None, "capture_terminal_logs": False, "log_system_params": False},
+    "clearml": {
+        "offline": True,
+        "auto_connect_frameworks": {"detect_repository": False},
+        "auto_connect_streams": False,
+    },
+    "comet_ml": {"online": False, "log_env_details": False, "auto_output_logging": False},
+    "swanlab": {"mode": "offline"},
+    "trackio": {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False},
+}
+
+
+def track_service(folder, name):
+    folder, service = Path(folder), SERVICES[name]
+    options = dict(OPTIONS[name])
+    if name == "comet_ml":
+        options["offline_directory"] = str(folder / "comet")
+    project = service._project(folder) if name == "trackio" else "digits"
+    accelerator = cpu(log_with=name, project_dir=folder / "aim" if name == "aim" else folder)
+    accelerator.init_trackers(project, {"rate": 0.1}, {name: options})
+    accelerator.log({"loss": torch.tensor(2.5), "rank": accelerator.process_index}, step=3)
+    tracker = accelerator.get_tracker(name)
+    used = accelerator.get_tracker(name, unwrap=True)
+    found = tracker.logger.version, type(tracker).__name__, type(used).__name__
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_services(world, name, tmp_path, monkeypatch):
+    pytest.importorskip(name)
+    service = SERVICES[name]
+    for variable, value in service.environment(tmp_path).items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.chdir(tmp_path)
+    service.make(tmp_path)  # Aim's repository
+    if world == 1:
+        results = [track_service(tmp_path, name)]
+    else:
+        results = run(track_service, world, str(tmp_path), name, env=service.environment(tmp_path))
+    (version, *kinds), *others = results
+    assert [found[0] for found in others] == [None] * (world - 1)
+    assert service.rows(tmp_path, version) == {"loss": [(3, 2.5)], "rank": [(3, 0.0)]}
+    assert {key: float(value) for key, value in service.params(tmp_path, version).items()} == {"rate": 0.1}
+    assert not service.failed(tmp_path, version)
+    assert kinds[0].removesuffix("Tracker").lower() == name.replace("_", "")
+
+
+def test_images(tmp_path):
+    pytest.importorskip("swanlab")
+    accelerator = cpu(log_with="swanlab", project_dir=tmp_path)
+    accelerator.init_trackers("digits", init_kwargs={"swanlab": {"mode": "offline"}})
+    tracker = accelerator.get_tracker("swanlab")
+    tracker.log_images({"picture": [numpy.zeros((4, 4, 3), numpy.uint8)]}, step=1)
+    accelerator.end_training()
+    assert len(list(tmp_path.glob(f"swanlog/run-*-{tracker.logger.version}/media/**/*.png"))) == 1
 
 
 def track_on_the_main_process(folder):

@@ -205,7 +205,8 @@ def test_a_wrong_metric_is_named(metrics, step, error, message):
 def test_a_store_that_cannot_be_written_is_named_at_once(monkeypatch):
     from mlflow import environment_variables
 
-    if importlib.util.find_spec("sqlalchemy") is None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "sqlalchemy", None)
         with pytest.raises(ModuleNotFoundError, match=r"'sqlite:///a\.db' needs more .* pip install mlflow"):
             MLFlowLogger(tracking_uri="sqlite:///a.db")
     if hasattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE"):

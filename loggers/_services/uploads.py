@@ -1,15 +1,14 @@
-"""What the loggers of tracking services share: their arguments, and which checkpoints they upload."""
+"""Which checkpoints a tracking service has yet to be given."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..common.validation import check_bool_or_word, check_text
-from .values import plain
+from ..values import plain
 
 
 class Uploads:
@@ -59,11 +58,3 @@ class Uploads:
             facts = {"score": score, "original_filename": Path(path).name}
             yield path, callback, plain({**facts, type(callback).__name__: {s: getattr(callback, s) for s in settings}})
             self._uploaded_times[path] = written
-
-
-def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for arguments that tracking services share."""
-    for argument, value in texts.items():
-        if value is not None:
-            check_text(argument, value)
-    check_bool_or_word("log_model", log_model, ("all",))

@@ -1,0 +1,15 @@
+"""Helpers of the loggers of tracking services: their base, their arguments, and what they have yet to upload."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .arguments import check_arguments, check_options
+    from .service_logger import ServiceLogger
+    from .undisturbed import undisturbed
+    from .uploads import Uploads
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

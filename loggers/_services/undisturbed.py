@@ -1,0 +1,42 @@
+"""A block in which a service may do what it likes to the process: random states and signal handlers come back."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore the states of the random generators and the signal handlers when the block ends.
+
+    Importing comet_ml or trackio, and opening a run of most services, draws from Python's generator, with which a run
+    would no longer repeat. ClearML and SwanLab install signal handlers that end their run, in the place of those that
+    save a checkpoint first.
+
+    Within the block Python's generator is seeded by the system: with one seed, two runs would draw the same names, and
+    the second archive of Comet would replace the first.
+    """
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    torch_state = None if torch is None else torch.get_rng_state()
+    # Only the main thread may set handlers, and None stands for one that Python did not install and cannot restore.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handlers = {s: signal.getsignal(s) for s in signal.valid_signals()} if in_main_thread else {}
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        if torch is not None:
+            torch.set_rng_state(torch_state)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)

@@ -1,0 +1,156 @@
+"""Metrics, hyperparameters and checkpoints for ClearML."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from ..common.messages import warn
+from ..common.optional import require
+from ..common.validation import check_bool
+from ._services import ServiceLogger, check_options
+from .values import flatten
+
+FAILED = "failed"
+SUBSETS = ("train", "val", "test", "eval")
+
+
+class ClearMLLogger(ServiceLogger):
+    """Sends metrics, hyperparameters and checkpoints to ClearML, or writes a folder (``pip install clearml``).
+
+    One task on rank 0, begun when something is logged. It stays open after a fit, so several fits, and
+    ``logger.experiment`` after them, continue it; it is completed with the process or with `finish`, and failed by a
+    fit that failed. A task that you began is used, unless a ``task_id`` asks for another.
+
+    ``train_loss`` is the series ``train`` of the plot ``loss``, and so are ``val_``, ``test_`` and ``eval_``; of other
+    names plot and series are one. ClearML would report a value that is not finite as 0: it is left out, with a warning.
+
+    Unlike ``Task.init`` alone, this does not seed random generators, keeps the signal handlers, makes a new task each
+    time, and reports from a thread instead of a fork of the training process.
+
+    Args:
+        project_name: Project of the task. Default: ``CLEARML_PROJECT``, or ``"treadle_logs"``.
+        task_name: What the task is called. Default: ``CLEARML_TASK``, or ``"training"``.
+        task_id: A task to continue. Default: a new one.
+        offline: Only write files, in ``CLEARML_CACHE_DIR`` or ``~/.clearml``; ``Task.import_offline_session`` sends
+            them. This is ``Task.set_offline(True)`` for the whole process. Default: False.
+        tags: Of the task. Default: none.
+        prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
+        log_model: Upload checkpoints as artifacts: True those that are kept, when a fit ends; ``"all"`` each as it is
+            saved. Default: False.
+        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
+        **kwargs: For ``Task.init``: ``task_type``, ``output_uri``, ``auto_connect_frameworks``, ...
+
+    Raises:
+        ModuleNotFoundError: clearml is not installed.
+        TypeError: An argument has the wrong type, or ``Task.init`` does not take it.
+    """
+
+    closes_with_stage = False
+
+    def __init__(
+        self,
+        project_name: str | None = None,
+        task_name: str | None = None,
+        task_id: str | None = None,
+        offline: bool = False,
+        tags: list[str] | None = None,
+        prefix: str = "",
+        log_model: bool | str = False,
+        strict: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        require("ClearMLLogger", "clearml", extra="clearml")
+        texts = {"project_name": project_name, "task_name": task_name, "task_id": task_id}
+        super().__init__(
+            name=project_name or os.environ.get("CLEARML_PROJECT") or "treadle_logs",
+            version=task_id,
+            prefix=prefix,
+            log_model=log_model,
+            strict=strict,
+            texts=texts,
+        )
+        check_options("clearml.Task.init", kwargs)
+        self._offline = check_bool("offline", offline)
+        # Scalars and checkpoints are reported by this logger, and would be a second time by ClearML's own hooks.
+        own = {"auto_connect_frameworks": {"pytorch": False, "tensorboard": False}, "tags": tags}
+        name = task_name or os.environ.get("CLEARML_TASK") or "training"
+        self._options = {"task_name": name, **own, **kwargs}
+
+    def _open(self) -> Any:
+        from clearml import Task
+
+        if self._offline:
+            Task.set_offline(True)
+        task = Task.current_task()
+        if task is not None:
+            if self._version == task.id or (self._version is None and not self._is_of_a_logger(task)):
+                self._version = task.id
+                return task
+            task.close()  # there is one at a time, and it can be continued by its id
+        _make_gentle(Task)
+        # Steps are counted from the start of training, also where it is continued.
+        again = {"continue_last_task": 0} if self._version is not None else {}
+        reused = {"reuse_last_task_id": self._version or False, **again}
+        task = Task.init(project_name=self._name, **{**reused, **self._options})
+        # Its handlers close the task, and with it the process, before a checkpoint could be saved.
+        Task._remove_signal_hooks()
+        if self._version is not None:
+            _untag(task)
+        self._version = task.id
+        return task
+
+    def _is_closed(self, run: Any) -> bool:
+        from clearml import Task
+
+        return run is not Task.current_task()
+
+    def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
+        logger = run.get_logger()
+        for name, value in row.items():
+            if not math.isfinite(value):
+                warn(f"ClearML cannot keep {name}={value}, which is not finite: left out of its plot.")
+                logger.report_text(f"{name}={value} at step {step}", print_console=False)
+                continue
+            start, _, rest = name.partition("_")
+            title, series = (rest, start) if start in SUBSETS and rest else (name, name)
+            logger.report_scalar(title=title, series=series, value=value, iteration=step)
+
+    def _write_params(self, run: Any, params: dict[str, Any]) -> None:
+        run.update_parameters({f"hparams/{name}": value for name, value in flatten(params)})
+
+    def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
+        metadata = {name: str(value) for name, value in flatten({**facts, "aliases": ",".join(aliases)})}
+        run.upload_artifact(Path(path).name, artifact_object=Path(path), metadata=metadata, wait_on_upload=True)
+
+    def save(self) -> None:
+        """Wait until all is sent, or written."""
+        run = self._find_open_run()
+        if run is not None:
+            run.flush(wait_for_uploads=True)
+
+    def _close(self, run: Any, failed: bool) -> None:
+        if failed:
+            run.add_tags([FAILED])  # an offline task has no status
+        run.close()
+        if failed:
+            run.mark_failed(status_reason="The fit, validation or test failed.", force=True)
+
+
+def _make_gentle(task_class: Any) -> None:
+    """Set up ``Task.init`` so that it leaves the training process as it is."""
+    from clearml.config import config
+
+    task_class.set_random_seed(None)
+    if config.get("development.report_use_subprocess", None) is None:
+        # The default is to fork this process, with what locks and pipes its other threads hold: the end of a task
+        # then waits for up to 5 minutes.
+        task_class._report_subprocess_enabled = False
+
+
+def _untag(task: Any) -> None:
+    tags = task.get_tags() or []
+    if FAILED in tags:
+        task.set_tags([tag for tag in tags if tag != FAILED])

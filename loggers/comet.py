@@ -1,0 +1,148 @@
+"""Metrics, hyperparameters and checkpoints for Comet."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from typing import Any
+
+from ..common.optional import require
+from ..common.validation import check_bool
+from ._services import ServiceLogger, check_options
+
+OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
+"""Arguments of older versions of Lightning's logger, and of Comet, by what they are called now."""
+
+
+class CometLogger(ServiceLogger):
+    """Sends metrics, hyperparameters and checkpoints to Comet, or writes archives (``pip install comet_ml``).
+
+    One experiment on rank 0, begun when something is logged. It stays open after a fit, so several fits, and
+    ``logger.experiment`` after them, continue it; it ends with the process, with `finish`, or with a fit that failed,
+    which adds the tag ``failed``. Offline, each end leaves one archive, ``KEY-xxxxxx.zip``, and ``comet upload`` sends
+    all that have one key to one experiment.
+
+    Args:
+        api_key: Of your account. Default: ``COMET_API_KEY``, or Comet's configuration file.
+        workspace: Workspace of the experiment. Default: the account's.
+        project: Project of the experiment. Default: Comet's, ``"Uncategorized"``.
+        experiment_key: An experiment to continue, 32 to 50 letters and digits. Default: ``COMET_EXPERIMENT_KEY``, or a
+            new one.
+        mode: ``"get_or_create"``, ``"get"`` (it must exist), or ``"create"`` (it must not). Default: get or create.
+        online: Whether data is sent; False writes archives, and nothing else. Default: True, if there is a key.
+        prefix: Put before every metric's name, as ``prefix_name``. Default: nothing.
+        log_model: Upload checkpoints: True those that are kept, when a fit ends; ``"all"`` each as it is saved.
+            Default: False.
+        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
+        experiment_config: A ``comet_ml.ExperimentConfig``, in place of ``kwargs``. Default: made of them.
+        **kwargs: For ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
+
+    Raises:
+        ModuleNotFoundError: comet_ml is not installed.
+        TypeError: An argument has the wrong type, or ``ExperimentConfig`` does not take it.
+        ValueError: Arguments contradict each other.
+    """
+
+    closes_with_stage = False
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        experiment_key: str | None = None,
+        mode: str | None = None,
+        online: bool | None = None,
+        prefix: str | None = None,
+        log_model: bool | str = False,
+        strict: bool = False,
+        experiment_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        require("CometLogger", "comet_ml", extra="comet")
+        for old, new in OLD_NAMES.items():
+            if old in kwargs:
+                kwargs[new] = kwargs.pop(old)
+        project = kwargs.pop("project", project)
+        if "offline" in kwargs:
+            online = not check_bool("offline", kwargs.pop("offline"))
+        kwargs.pop("rest_api_key", None)  # Comet's own key does for both
+        if online is not None:
+            check_bool("online", online)
+        if experiment_config is not None and kwargs:
+            raise ValueError(f"experiment_config=... contradicts {', '.join(kwargs)}: set them in the configuration")
+        texts = {"api_key": api_key, "workspace": workspace, "project": project, "mode": mode}
+        super().__init__(
+            name=project,
+            version=experiment_key or os.environ.get("COMET_EXPERIMENT_KEY"),
+            prefix=prefix,
+            log_model=log_model,
+            strict=strict,
+            separator="_",
+            texts={**texts, "experiment_key": experiment_key},
+        )
+        _set_up_import(offline=online is False)
+        check_options("comet_ml.ExperimentConfig", kwargs)
+        self._start = {"api_key": api_key, "workspace": workspace, "online": online}
+        self._mode = mode
+        self._config = experiment_config
+        self._config_options = {"display_summary_level": 0, **kwargs}
+
+    @property
+    def save_dir(self) -> str | None:
+        """Directory of the archives, None unless it was given."""
+        directory = self._config_options.get("offline_directory")
+        return None if directory is None else os.fspath(directory)
+
+    def _open(self) -> Any:
+        _set_up_import(offline=self._start["online"] is False)
+        import comet_ml
+
+        config = self._config or comet_ml.ExperimentConfig(**self._config_options)
+        key = self._version or secrets.token_hex(16)
+        experiment = comet_ml.start(
+            project_name=self._name, experiment_key=key, mode=self._mode, experiment_config=config, **self._start
+        )
+        self._version = experiment.get_key()
+        self._mode = None  # "create" must hold for the first time only
+        experiment.log_other("Created from", "treadle")
+        return experiment
+
+    def _is_closed(self, run: Any) -> bool:
+        return bool(run.ended)
+
+    def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
+        epoch = self._pop_epoch(row)
+        run.log_metrics(row, step=step, epoch=epoch)
+
+    def _write_params(self, run: Any, params: dict[str, Any]) -> None:
+        run.log_parameters(params, nested_support=True)
+
+    def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
+        run.log_model(f"model-{self._version}", path, metadata={**facts, "aliases": aliases})
+
+    def save(self) -> None:
+        """Wait until all is sent, or written."""
+        run = self._find_open_run()
+        if run is not None:
+            run.flush()
+
+    def _close(self, run: Any, failed: bool) -> None:
+        run.log_other("status", "failed" if failed else "finished")
+        if failed:
+            run.add_tag("failed")
+        run.end()
+
+
+def _set_up_import(offline: bool) -> None:
+    """Say what ``comet_ml`` does when it is imported, unless it was already or the environment says otherwise.
+
+    It would patch other packages, to log by itself what this logger is given, such as TensorBoard's scalars. And it
+    would report its errors to its makers, offline too.
+    """
+    if "comet_ml" not in sys.modules:
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+        if offline:
+            os.environ.setdefault("COMET_ERROR_TRACKING_ENABLE", "0")

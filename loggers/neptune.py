@@ -1,0 +1,137 @@
+"""Neptune's calls, kept by GoodSeed, which has Neptune's interface: Neptune's own service ended in March 2026."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from ..common.messages import warn
+from ..common.optional import require
+from ..common.validation import check_bool
+from ._services import ServiceLogger, check_options
+from .values import flatten
+
+STORAGES = {"async": "cloud", "sync": "cloud", "offline": "local", "debug": "disabled"}
+"""Neptune's modes, and GoodSeed's words for where the data goes."""
+
+
+class NeptuneLogger(ServiceLogger):
+    """Writes what was meant for Neptune with GoodSeed, which has Neptune's interface (``pip install goodseed``).
+
+    Neptune's service ended on 5 March 2026, and its clients have nowhere to send to. The arguments are those of
+    Lightning's ``NeptuneLogger``, and ``logger.experiment[path]`` has ``append``, ``log``, ``assign`` and ``extend``.
+
+    One run on rank 0, begun when something is logged. It is closed after each fit, validation or test, as ``finished``
+    or ``failed``, and continued by what is logged later. A value of a step that has one takes its place. GoodSeed keeps
+    no value that is not a number, which is left out with a warning, and no files: of checkpoints it gets the paths.
+
+    Args:
+        api_key: Of GoodSeed. With one, runs are sent, beside the local file. Default: ``GOODSEED_API_KEY``.
+        project: Project of the run, ``"workspace/project"``. Default: ``GOODSEED_PROJECT``, or ``"treadle_logs"``.
+        name: What the run is called. Default: ``"Untitled"``.
+        run: A ``goodseed`` run that was begun already. Default: begin one.
+        log_model_checkpoints: Record the paths and scores of checkpoints. Default: True.
+        prefix: Put before every metric's and hyperparameter's path, as ``prefix/path``. Default: ``"training"``.
+        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
+        **neptune_run_kwargs: As of ``neptune.init_run``: ``with_id`` (a run to continue), ``mode`` (``"offline"``, or
+            ``"async"`` with an ``api_key``), ``tags``, ``description``, ``custom_id``, ``capture_stdout``, ...; and
+            ``goodseed_home``, the directory of the local files. Default: ``GOODSEED_HOME``, or ``~/.goodseed``.
+
+    Raises:
+        ModuleNotFoundError: goodseed is not installed.
+        TypeError: An argument has the wrong type, or a run does not take it.
+        ValueError: The mode is unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        project: str | None = None,
+        name: str | None = None,
+        run: Any = None,
+        log_model_checkpoints: bool = True,
+        prefix: str = "training",
+        strict: bool = False,
+        **neptune_run_kwargs: Any,
+    ) -> None:
+        require("NeptuneLogger", "goodseed", extra="neptune")
+        options = dict(neptune_run_kwargs)
+        api_key = options.pop("api_token", api_key) or os.environ.get("GOODSEED_API_KEY")
+        mode = options.pop("mode", None)
+        if mode is not None and mode not in STORAGES:
+            raise ValueError(f"mode={mode!r} is not one of {', '.join(STORAGES)}")
+        with_id, custom_id = options.pop("with_id", None), options.pop("custom_id", None)
+        check_options("goodseed.Run", options)
+        storage = STORAGES[mode] if mode is not None else os.environ.get("GOODSEED_STORAGE")
+        own_id = None if run is None else run.run_id
+        super().__init__(
+            name=project or os.environ.get("GOODSEED_PROJECT") or "treadle_logs",
+            version=own_id or with_id or custom_id or os.environ.get("GOODSEED_RUN_ID"),
+            prefix=prefix,
+            log_model="all" if check_bool("log_model_checkpoints", log_model_checkpoints) else False,
+            strict=strict,
+            separator="/",
+            texts={"api_key": api_key, "project": project, "name": name, "with_id": with_id, "custom_id": custom_id},
+        )
+        self._must_exist = with_id is not None
+        self._run_name = name or "Untitled"
+        self._options = {"api_key": api_key, "storage": storage or ("cloud" if api_key else "local"), **options}
+        if run is not None:
+            self._adopt(run)
+
+    def _open(self) -> Any:
+        from goodseed.neptune import Run
+
+        # GoodSeed's own ids are drawn from Python's generator, and so the same in each run with one seed.
+        run_id = self._version or secrets.token_hex(6)
+        if self._must_exist or self._find_file(run_id).exists():
+            self._mark_as_ended(run_id)
+            run = Run(project=self._name, resume_run_id=run_id, **self._options)
+        else:
+            run = Run(project=self._name, run_id=run_id, name=self._run_name, **self._options)
+        self._version, self._must_exist = run.run_id, True
+        return run
+
+    def _find_file(self, run_id: str) -> Path:
+        from goodseed.config import get_run_db_path
+
+        if self._options.get("log_dir"):
+            return Path(self._options["log_dir"], f"{run_id}.sqlite")
+        return get_run_db_path(self._name, run_id, self._options.get("goodseed_home"))
+
+    def _mark_as_ended(self, run_id: str) -> None:
+        """Note that a run ended whose process was killed: GoodSeed continues none that is running."""
+        from goodseed.storage import read_run_meta, write_run_meta
+
+        file = self._find_file(run_id)
+        if file.exists() and read_run_meta(file).get("status") == "running":
+            write_run_meta(file, "status", "failed")
+
+    def _is_closed(self, run: Any) -> bool:
+        return bool(run._closed)
+
+    def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
+        missing = [name for name, value in row.items() if math.isnan(value)]
+        for name in missing:
+            warn(f"GoodSeed cannot keep a value that is not a number: {name} is left out where it is NaN.")
+        run.log_metrics({name: value for name, value in row.items() if name not in missing}, step=step)
+
+    def _write_params(self, run: Any, params: dict[str, Any]) -> None:
+        for name, value in flatten(params):
+            run[f"{self._prefix}hyperparams/{name}"] = str(value) if isinstance(value, list | dict) else value
+
+    def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
+        run[f"{self._prefix}model/last_model_path"] = path
+        if "best" in aliases:
+            run[f"{self._prefix}model/best_model_path"] = path
+            run[f"{self._prefix}model/best_model_score"] = facts["score"]
+
+    def _upload_waiting(self) -> None:
+        """Nothing waits: paths are recorded as soon as their checkpoints are saved."""
+
+    def _close(self, run: Any, failed: bool) -> None:
+        run.close(status="failed" if failed else "finished")

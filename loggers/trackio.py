@@ -1,0 +1,105 @@
+"""Metrics, hyperparameters and checkpoints for Trackio."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+from ..common.optional import require
+from ._services import ServiceLogger, check_options
+
+
+class TrackioLogger(ServiceLogger):
+    """Writes metrics, hyperparameters and checkpoints to Trackio (``pip install trackio``).
+
+    Trackio keeps a SQLite file per project in ``TRACKIO_DIR``, by default in the cache of Hugging Face; with
+    ``space_id`` or ``server_url`` it sends them. One run on rank 0, begun when something is logged. It is closed after
+    each fit, validation or test, and continued by what is logged later. Trackio has no status: a run that failed gets
+    an alert of the level ``error``. Trackio itself turns errors of its storage into warnings, also with ``strict``.
+
+    Args:
+        project: Project of the run. Default: ``"treadle_logs"``.
+        name: What the run is called, which is its ``version``. Default: a new name.
+        prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
+        log_model: Copy checkpoints to Trackio's artifacts: True those that are kept, when a fit ends; ``"all"`` each
+            as it is saved. Default: False.
+        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
+        **kwargs: For ``trackio.init``: ``group``, ``space_id``, ``server_url``, ``config``, ...; ``resume="allow"``
+            continues the newest run of the name, if there is one, and ``"must"`` needs one. Default: a new run.
+
+    Raises:
+        ModuleNotFoundError: trackio is not installed.
+        TypeError: An argument has the wrong type, or ``trackio.init`` does not take it.
+    """
+
+    def __init__(
+        self,
+        project: str = "treadle_logs",
+        name: str | None = None,
+        prefix: str = "",
+        log_model: bool | str = False,
+        strict: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        require("TrackioLogger", "trackio", extra="trackio")
+        texts = {"project": project, "name": name}
+        super().__init__(name=project, version=name, prefix=prefix, log_model=log_model, strict=strict, texts=texts)
+        check_options("trackio.init", kwargs)
+        self._options = kwargs
+        self._begun = False
+        self._has_rows = False
+
+    def _open(self) -> Any:
+        import trackio
+
+        # Trackio's own names are drawn from Python's generator, and so the same in each run with one seed.
+        name = self._version or f"run-{secrets.token_hex(4)}"
+        options = {**self._options, "resume": "must"} if self._begun else self._options
+        run = trackio.init(project=self._name, name=name, **options)
+        kept = self._read_config(run)
+        run.config.update({key: value for key, value in kept.items() if not key.startswith("_")})
+        self._version, self._begun, self._has_rows = run.name, True, False
+        return run
+
+    def _read_config(self, run: Any) -> dict[str, Any]:
+        """Return what a continued run was configured with, which Trackio replaces by what this process says."""
+        from trackio import Api
+
+        if not run._is_local:
+            return {}
+        try:
+            runs = Api().runs(self._name)
+        except ValueError:  # there is no such project yet
+            return {}
+        return next((found.config or {} for found in runs if found.id == run.id), {})
+
+    def _is_closed(self, run: Any) -> bool:
+        return bool(run._stop_flag.is_set())
+
+    def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
+        run.log(row, step=step)
+        self._has_rows = True
+
+    def _write_params(self, run: Any, params: dict[str, Any]) -> None:
+        if all(key in run.config and run.config[key] == value for key, value in params.items()):
+            return
+        if self._has_rows:  # Trackio writes the configuration with the first row, and not again
+            run.finish()
+            run = self.experiment
+        run.config.update(params)
+
+    def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
+        from trackio import Artifact
+
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"model-{self._version}")  # an artifact's may have nothing else
+        artifact = Artifact(name, type="model", metadata=facts)
+        artifact.add_dir(path)
+        run.log_artifact(artifact, aliases=aliases)
+
+    def _close(self, run: Any, failed: bool) -> None:
+        if failed:
+            from trackio import AlertLevel
+
+            run.alert("Run failed", level=AlertLevel.ERROR)
+        run.finish()

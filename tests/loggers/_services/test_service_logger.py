@@ -1,0 +1,352 @@
+"""What every logger of a tracking service must do, asked of each with the service itself, which has no network here."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import importlib
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from processes import run, script
+from service_runs import Task, Tell, loader, trainer
+from tracking_services import SERVICES, same
+from treadle.loggers import CSVLogger, NullExperiment
+
+VARIABLES = r"(AIM|CLEARML|COMET|GOODSEED|SWANLAB)_"
+
+
+@pytest.fixture(params=SERVICES, ids=lambda service: service.package)
+def service(request, monkeypatch, tmp_path):
+    """One service, with nothing in the environment but what its test says."""
+    pytest.importorskip(request.param.package)
+    for name in [name for name in os.environ if re.match(VARIABLES, name)]:
+        monkeypatch.delenv(name)
+    for name, value in request.param.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return request.param
+
+
+@pytest.fixture
+def make(service, tmp_path):
+    """Makes loggers, whose runs end with the test."""
+    made = []
+
+    def make_logger(version=None, **options):
+        made.append(service.make(tmp_path, **options) if version is None else service.resume(tmp_path, version))
+        return made[-1]
+
+    yield make_logger
+    for logger in made:
+        logger.finish()
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def test_numbers_and_hyperparameters_are_kept(service, make, tmp_path):
+    before = list(tmp_path.iterdir())
+    logger = make(prefix="run")
+    assert logger.version is None
+    assert list(tmp_path.iterdir()) in (before, [tmp_path / "aim"])
+    logger.log_hyperparams({"net": {"width": [1, 2]}, "act": torch.nn.ReLU(), "color": Color.RED}, {"best": 3})
+    logger.log_metrics({"loss": 0.1 + 0.2, "epoch": 0}, step=5)
+    logger.log_metrics({"loss": torch.tensor(0.5), "top": {"one": np.float32(1)}}, step=np.int64(10))
+    logger.log_metrics({"loss": 1.5e-300})
+    logger.finalize("success")
+    logger.finish()
+    start = f"run{service.separator}"
+    rows = service.rows(tmp_path, logger.version)
+    rows.pop(f"{start}epoch", None)  # which some services keep beside each value
+    assert rows == {
+        f"{start}best": [(0, 3.0)],
+        f"{start}loss": [(5, 0.1 + 0.2), (10, 0.5), (11, 1.5e-300)],
+        f"{start}top/one": [(10, 1.0)],
+    }
+    params = {name.removeprefix(start): str(value) for name, value in service.params(tmp_path, logger.version).items()}
+    assert params == {"net/width": "[1, 2]", "act": "ReLU()", "color": "Color.RED"}
+    assert not service.failed(tmp_path, logger.version)
+
+
+def test_a_value_that_is_not_finite_is_kept_or_left_out(service, make, tmp_path):
+    logger = make()
+    nan, infinite = (6, float("nan")), (7, float("inf"))
+    with nullcontext() if service.keeps_nan else pytest.warns(UserWarning, match="loss"):
+        for step, value in ((5, 1.0), nan, infinite, (8, 2.0)):
+            logger.log_metrics({"loss": value}, step)
+    logger.finish()
+    rest = [nan, infinite] if service.keeps_nan else [infinite] if service.package == "goodseed" else []
+    assert same(service.rows(tmp_path, logger.version)["loss"], [(5, 1.0), *rest, (8, 2.0)])
+
+
+def test_a_run_is_continued_by_its_id(service, make, tmp_path):
+    first = make()
+    first.log_hyperparams({"lr": 0.1})
+    first.log_metrics({"x": 1}, 1)
+    for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert twin.experiment is first.experiment
+        twin.log_metrics({"x": 2}, 2)
+        first.log_metrics({"x": 3}, 3)
+    first.finalize("failed")
+    assert service.failed(tmp_path, first.version)
+    twin.log_metrics({"x": 4}, 4)
+    first.finalize("success")
+    first.finish()
+    again = make(first.version)
+    again.log_metrics({"x": 2.5}, 2)
+    again.log_hyperparams({"late": 1})
+    again.log_metrics({"x": 5}, 5)
+    again.finalize("success")
+    again.finish()
+    assert again.version == first.version
+    twice = {"last": [(2, 2.5), (3, 3.0)], "first": [(2, 2.0), (3, 3.0)]}
+    thrice = [(2, 2.0), (3, 3.0), (2, 2.0), (3, 3.0)]
+    rows = service.rows(tmp_path, first.version)["x"]
+    if service.rewrites == "first":  # offline, a continued run has files of its own, with a first value of their own
+        assert rows == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 2.5), (5, 5.0)]
+    elif service.rewrites == "last":
+        assert rows == [(1, 1.0), *twice["last"], (4, 4.0), (5, 5.0)]
+    else:
+        assert rows == [(1, 1.0), *thrice, (4, 4.0), (2, 2.5), (5, 5.0)]
+    assert {name: float(value) for name, value in service.params(tmp_path, first.version).items()} == {
+        "lr": 0.1,
+        "late": 1.0,
+    }
+    assert service.failed(tmp_path, first.version) is (service.package == "trackio")  # whose alerts stay
+
+
+def test_runs_of_one_process_are_apart(service, make, tmp_path):
+    one, two = make(), make()
+    for step in range(2):
+        one.log_metrics({"x": step}, step)
+        two.log_metrics({"y": step}, step)
+    one.finish()
+    two.finish()
+    assert one.version != two.version
+    assert service.rows(tmp_path, one.version) == {"x": [(0, 0.0), (1, 1.0)]}
+    assert service.rows(tmp_path, two.version) == {"y": [(0, 0.0), (1, 1.0)]}
+
+
+def test_random_states_and_signal_handlers_stay(service, make, tmp_path):
+    def state():
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), handlers
+
+    def handler(number, frame):
+        raise AssertionError
+
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        random.seed(7)
+        before = state()
+        logger = make()
+        logger.log_metrics({"x": 1}, 1)
+        logger.log_hyperparams({"a": 1})
+        logger.finalize("success")
+        logger.log_metrics({"x": 2}, 2)
+        logger.finalize("failed")
+        assert state() == before
+        ids = {logger.version}
+        for _ in range(2):  # the same seed makes no two runs one
+            random.seed(7)
+            other = make()
+            other.log_metrics({"x": 1}, 1)
+            other.finish()
+            ids.add(other.version)
+        assert len(ids) == 3
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_rank_one_does_nothing(service, make, tmp_path, monkeypatch):
+    logger = make()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    assert isinstance(logger.experiment, NullExperiment)
+    logger.log_metrics({"x": 1}, 1)
+    logger.log_hyperparams({"a": 1}, {"x": 0})
+    logger.finalize("success")
+    logger.finish()
+    assert (logger.version, logger.log_dir) == (None, None)
+    logger.version = "told"
+    assert logger.version == "told"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("metrics", "step", "error", "message"),
+    [
+        ({"loss": "low"}, 0, TypeError, "metric 'loss' is 'low'.*must be one number"),
+        ({"loss": torch.zeros(3)}, 0, ValueError, r"metric 'loss' holds \(3,\) values"),
+        ({"loss": 1.0}, -1, ValueError, "step=-1 is negative"),
+        ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),
+    ],
+)
+def test_a_wrong_metric_is_named(service, make, metrics, step, error, message):
+    logger = make()
+    with pytest.raises(error, match=message):
+        logger.log_metrics(metrics, step)
+    with pytest.raises(TypeError, match=r"params=\[1, 2\] must be a dict"):
+        logger.log_hyperparams([1, 2])
+    assert logger.version is None
+
+
+def test_a_wrong_argument_is_named(service, make):
+    with pytest.raises(TypeError, match="prefix=3 must be a string"):
+        make(prefix=3)
+    with pytest.raises(TypeError, match="strict='no' must be True or False"):
+        make(strict="no")
+    if service.package != "goodseed":
+        with pytest.raises(ValueError, match="log_model='best' must be True, False or 'all'"):
+            make(log_model="best")
+    if service.package != "aim":  # whose arguments are all its own
+        with pytest.raises(TypeError, match=r"porject='x' is no argument: .* takes "):
+            make(porject="x")
+
+
+@pytest.mark.parametrize("how", ["missing", "folder"])
+def test_a_missing_package_is_named_at_once(service, how, monkeypatch, tmp_path):
+    if how == "missing":
+        monkeypatch.setitem(sys.modules, service.package, None)
+    else:
+        (tmp_path / service.package).mkdir()
+        for name in [name for name in sys.modules if name.split(".")[0] == service.package]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
+    extra = {"comet_ml": "comet", "goodseed": "neptune"}.get(service.package, service.package)
+    with pytest.raises(ModuleNotFoundError, match=rf"treadle\[{extra}\].* pip install {service.package}"):
+        service.logger()
+
+
+def test_loggers_that_are_not_used_import_no_service():
+    packages = [service.package for service in SERVICES if importlib.util.find_spec(service.package)]
+    code = (
+        "import sys, treadle.loggers as l; "
+        f"made = [getattr(l, name)() for name in {[s.logger.__name__ for s in SERVICES if s.package in packages]}]; "
+        f"print([m for m in {packages} if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def fit(folder, package):
+    (service,) = [service for service in SERVICES if service.package == package]
+    logger = service.make(Path(folder))
+    table = CSVLogger(folder, "csv", 0)
+    for _ in range(2):  # the second fit continues the run
+        trainer(folder, [logger, table]).fit(Task(), loader())
+    logger.finish()
+    return logger.version
+
+
+def test_two_ranks(service, tmp_path):
+    service.make(tmp_path)  # Aim's repository
+    ids = run(fit, 2, str(tmp_path), service.package, env=service.environment(tmp_path))
+    assert len(set(ids)) == 1
+    once = [(i + 1, 2 * i + 0.5) for i in range(4)]
+    rows = service.rows(tmp_path, ids[0])["mean"]
+    assert rows == (once if service.rewrites else once * 2)
+    assert {name: int(value) for name, value in service.params(tmp_path, ids[0]).items()} == {"width": 2}
+    assert not service.failed(tmp_path, ids[0])
+
+
+@pytest.mark.parametrize("when", [True, pytest.param("all", marks=pytest.mark.exhaustive)], ids=["end", "all"])
+def test_checkpoints(when, service, make, tmp_path):
+    logger = make(log_model=when) if service.keeps_files else make()
+    own = trainer(tmp_path, [CSVLogger(tmp_path, "csv", 0), logger], callbacks=[Tell()])
+    own.fit(Task(), loader())
+    logger.finalize("success")  # what was given is not given again
+    logger.finish()
+    assert service.rows(tmp_path, logger.version)["mean"] == [(i + 1, float(i)) for i in range(8)]
+    saved = Path(own.checkpoint_callback.best_model_path)
+    files = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()}
+    found = service.files(tmp_path, logger.version)
+    if service.keeps_files:
+        assert {name.rsplit(".ckpt/")[-1] for name in found} == files
+        assert len(found) == len(files)
+    else:
+        assert found == {str(saved)}
+
+
+class Breaks(Task):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise RuntimeError("out of luck")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_run_that_fails_is_marked(service, make, tmp_path):
+    logger = make()
+    own = trainer(tmp_path, [CSVLogger(tmp_path, "csv", 0), logger], enable_checkpointing=False)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        own.fit(Breaks(), loader())
+    assert service.failed(tmp_path, logger.version)
+    assert service.rows(tmp_path, logger.version)["mean"] == [(1, 0.0), (2, 1.0)]
+
+
+WRONG = {
+    "aim": {"repo": "taken"},
+    "clearml": {},
+    "comet_ml": {"offline_directory": "taken/below"},
+    "goodseed": {"goodseed_home": "taken"},
+    "swanlab": {"save_dir": "taken"},
+    "trackio": {"name": "none", "resume": "must"},
+}
+
+
+def test_a_service_that_fails_does_not_end_training(service, tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("no directory")
+    options = {"mode": "offline"} if service.package == "swanlab" else {}
+    options |= {"offline": True} if service.package in ("clearml", "comet_ml") else {}
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "taken"))
+    logger = service.logger(**options, **WRONG[service.package])
+    table = CSVLogger(tmp_path, "csv", 0)
+    with pytest.warns(UserWarning, match=rf"{service.logger.__name__}\.log_hyperparams failed and gets nothing more"):
+        trainer(tmp_path, [table, logger], enable_checkpointing=False).fit(Task(), loader())
+    assert (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().count("\n") == 9
+    strict = service.logger(**options, **WRONG[service.package], strict=True)
+    with pytest.raises(Exception, match=r"taken|Not a directory|does not exist|archive"):
+        trainer(tmp_path, [strict], enable_checkpointing=False).fit(Task(), loader())
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tracking_services import SERVICES
+(service,) = [service for service in SERVICES if service.package == sys.argv[2]]
+logger = service.make(Path(sys.argv[3]))
+logger.log_metrics({"x": 1}, 1)
+print(logger.version, flush=True)
+time.sleep(1 if service.package == "trackio" else 0)  # which writes twice a second
+os.kill(os.getpid(), 9)
+"""
+
+
+# Comet and SwanLab write an offline run when it ends; ClearML's and Trackio's need no more than is shown above.
+@pytest.mark.parametrize("service", [s for s in SERVICES if s.package in ("aim", "goodseed")], indirect=True)
+def test_a_run_whose_process_was_killed_is_continued(service, make, tmp_path):
+    make()
+    support = Path(__file__).parents[2] / "support"
+    killed = script(KILLED, str(support), service.package, str(tmp_path), env=service.environment(tmp_path))
+    assert killed.returncode == -9, killed.stderr
+    version = killed.stdout.split()[-1]
+    logger = make(version)
+    logger.log_metrics({"x": 2}, 2)
+    logger.finalize("success")
+    assert service.rows(tmp_path, version)["x"] == [(1, 1.0), (2, 2.0)]
+    assert not service.failed(tmp_path, version)

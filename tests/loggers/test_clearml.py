@@ -1,0 +1,67 @@
+"""What is ClearML's own; `test_service_logger` has what all services share."""
+
+import json
+import os
+import random
+
+import pytest
+import torch
+from tracking_services import ClearML
+from treadle.loggers import ClearMLLogger
+
+pytest.importorskip("clearml")
+clearml = ClearML()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("CLEARML_")]:
+        monkeypatch.delenv(name)
+    for name, value in clearml.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_subsets_share_a_plot(tmp_path):
+    logger = clearml.make(tmp_path)
+    logger.log_metrics({"train_loss": 1, "val_loss": 2, "val_": 3, "loss": 4, "lr-SGD": 5}, 1)
+    logger.finish()
+    with open(clearml._folder(tmp_path, logger.version) / "metrics.jsonl") as lines:
+        found = {(event["metric"], event["variant"]) for line in lines for event in json.loads(line)}
+    assert found == {("loss", "train"), ("loss", "val"), ("val_", "val_"), ("loss", "loss"), ("lr-SGD", "lr-SGD")}
+
+
+def test_generators_are_not_seeded(tmp_path):
+    random.seed(3)
+    torch.manual_seed(3)
+    expected = random.getstate(), torch.get_rng_state()
+    logger = clearml.make(tmp_path)
+    logger.log_metrics({"x": 1}, 1)
+    logger.finish()
+    assert random.getstate() == expected[0]
+    assert torch.equal(torch.get_rng_state(), expected[1])
+
+
+def test_a_task_that_the_user_began_is_used(tmp_path):
+    from clearml import Task
+
+    Task.set_offline(True)
+    ClearMLLogger(offline=True)._open().close()  # which has set up ClearML not to fork
+    task = Task.init("mine", "own", auto_connect_frameworks={"detect_repository": False}, auto_connect_streams=False)
+    try:
+        logger = clearml.make(tmp_path)
+        logger.log_metrics({"x": 1}, 1)
+        assert (logger.experiment, logger.version) == (task, task.id)
+        other = clearml.make(tmp_path)
+        other.log_metrics({"x": 2}, 1)  # the task is the first logger's now
+        assert other.version != task.id
+        other.finish()
+    finally:
+        task.close()
+
+
+def test_the_environment_names_what_the_arguments_leave_open(monkeypatch):
+    assert ClearMLLogger().name == "treadle_logs"
+    monkeypatch.setenv("CLEARML_PROJECT", "p")
+    assert ClearMLLogger().name == "p"
+    assert ClearMLLogger(project_name="mine").name == "mine"

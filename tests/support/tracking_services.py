@@ -1,0 +1,398 @@
+"""Tracking services without a network: how a test makes the logger of each, and reads with its own reader what it kept.
+
+Each class answers the same questions, so that one test asks all of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import math
+import os
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from treadle import loggers
+
+# Trackio reads it when it is imported, once for all tests of this process.
+if "TRACKIO_DIR" not in os.environ:
+    os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
+    atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
+
+Rows = dict[str, list[tuple[int, float]]]
+
+
+class Service:
+    """What the tests know of a service.
+
+    Attributes:
+        package: what it is imported by.
+        logger: the class of its logger.
+        separator: between a prefix and a metric's name.
+        rewrites: a value logged once more for a step takes the place of the first, or is left out itself.
+        keeps_nan: NaN and infinities come back as they are.
+        keeps_files: checkpoints are copied.
+    """
+
+    package = ""
+    logger: type
+    separator = "-"
+    rewrites: str | None = None
+    keeps_nan = True
+    keeps_files = True
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """The variables of a process that logs."""
+        return {}
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        """A logger of a new run, below the folder."""
+        raise NotImplementedError
+
+    def resume(self, folder: Path, version: str) -> Any:
+        """A logger that continues a run."""
+        raise NotImplementedError
+
+    def rows(self, folder: Path, version: str) -> Rows:
+        """Steps and values by metric, in the order of writing, or of the steps where that is all there is."""
+        raise NotImplementedError
+
+    def params(self, folder: Path, version: str) -> dict[str, Any]:
+        """Hyperparameters, flat."""
+        raise NotImplementedError
+
+    def failed(self, folder: Path, version: str) -> bool:
+        """Whether the run is marked as one that failed."""
+        raise NotImplementedError
+
+    def files(self, folder: Path, version: str) -> set[str]:
+        """Names of the files of its checkpoints."""
+        raise NotImplementedError
+
+
+class Aim(Service):
+    package = "aim"
+    logger = loggers.AimLogger
+    rewrites = "last"
+
+    def make(self, folder, **options):
+        _make_repo(folder)
+        quiet = {"system_tracking_interval": None, "capture_terminal_logs": False, "log_system_params": False}
+        return loggers.AimLogger(folder / "aim", **{"experiment": "digits", **quiet, **options})
+
+    def resume(self, folder, version):
+        return self.make(folder, run_hash=version)
+
+    def _run(self, folder, version):
+        from aim import Repo
+        from aim.sdk.index_manager import RepoIndexManager
+
+        repo = Repo(str(folder / "aim"))
+        RepoIndexManager(repo).index(version)
+        return repo.get_run(version)
+
+    def rows(self, folder, version):
+        run = self._run(folder, version)
+        found = {}
+        for metric in run.metrics():
+            start = "".join(f"{value}_" for value in metric.context.to_dict().values())
+            frame = metric.dataframe().sort_values("step")
+            found[start + metric.name] = [
+                (int(s), float(v)) for s, v in zip(frame["step"], frame["value"], strict=True)
+            ]
+        return found
+
+    def params(self, folder, version):
+        return dict(loggers.values.flatten(self._run(folder, version)["hparams"]))
+
+    def failed(self, folder, version):
+        return "failed" in self._run(folder, version).tags
+
+    def files(self, folder, version):
+        root = folder / "aim" / "aim_artifacts" / version
+        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def _make_repo(folder: Path) -> None:
+    """Copies an empty repository: to make one, Aim starts a process that takes seconds."""
+    global _template
+    if _template is None:
+        from aim import Repo
+
+        _template = tempfile.mkdtemp(prefix="aim-")
+        atexit.register(shutil.rmtree, _template, ignore_errors=True)
+        Repo(_template, init=True)
+    if not (folder / "aim").exists():
+        shutil.copytree(_template, folder / "aim")
+
+
+_template: str | None = None
+
+
+class Comet(Service):
+    package = "comet_ml"
+    logger = loggers.CometLogger
+    separator = "_"
+
+    def environment(self, folder):
+        return {"COMET_LOGGING_CONSOLE": "ERROR"}
+
+    def make(self, folder, **options):
+        quiet = ("log_code", "log_git_metadata", "log_git_patch", "log_env_details", "auto_output_logging")
+        settings = {"project": "digits", "online": False, "offline_directory": str(folder / "comet")}
+        return loggers.CometLogger(**{**settings, **dict.fromkeys(quiet, False), **options})
+
+    def resume(self, folder, version):
+        return self.make(folder, experiment_key=version)
+
+    def _messages(self, folder, version):
+        """The messages of all archives of an experiment, which ``comet upload`` would send."""
+        archives = sorted(folder.glob(f"*/{version}*.zip"), key=_changed)
+        for archive in archives:
+            with zipfile.ZipFile(archive) as content:
+                for line in io.TextIOWrapper(content.open("messages.json")):
+                    message = json.loads(line)
+                    yield message["type"], message["payload"]
+
+    def rows(self, folder, version):
+        found = {}
+        for kind, payload in self._messages(folder, version):
+            if kind == "metric_msg" and payload["metric"]["metricName"] != "process duration":
+                metric = payload["metric"]
+                found.setdefault(metric["metricName"], []).append((metric["step"], float(metric["metricValue"])))
+        return found
+
+    def params(self, folder, version):
+        found = {}
+        for kind, payload in self._messages(folder, version):
+            for param in (payload.get("param"), payload.get("params")) if kind == "parameter_msg" else ():
+                if param and param["source"] == "manual":
+                    found[param["paramName"].replace("|", "/")] = param["paramValue"]
+        return found
+
+    def failed(self, folder, version):
+        others = [p for kind, p in self._messages(folder, version) if kind == "log_other" and p["key"] == "status"]
+        return others[-1]["value"] == "failed"
+
+    def files(self, folder, version):
+        return {
+            payload["additional_params"]["fileName"]
+            for kind, payload in self._messages(folder, version)
+            if kind == "file_upload" and payload["additional_params"]["type"] == "model-element"
+        }
+
+
+class ClearML(Service):
+    package = "clearml"
+    logger = loggers.ClearMLLogger
+    keeps_nan = False
+
+    def environment(self, folder):
+        return {"CLEARML_CACHE_DIR": str(folder / "clearml"), "CLEARML_LOG_LEVEL": "ERROR"}
+
+    def make(self, folder, **options):
+        own = ("auto_connect_arg_parser", "auto_connect_streams", "auto_resource_monitoring")
+        frameworks = {"auto_connect_frameworks": {"detect_repository": False}}
+        settings = {"project_name": "digits", "offline": True, **dict.fromkeys(own, False), **frameworks}
+        return loggers.ClearMLLogger(**{**settings, **options})
+
+    def resume(self, folder, version):
+        return self.make(folder, task_id=version)
+
+    def _folder(self, folder, version):
+        return folder / "clearml" / "offline" / version
+
+    def rows(self, folder, version):
+        found = {}
+        with open(self._folder(folder, version) / "metrics.jsonl") as lines:
+            for event in (event for line in lines for event in json.loads(line)):
+                title, series = event["metric"], event["variant"]
+                name = title if title == series else f"{series}_{title}"
+                found.setdefault(name, []).append((event["iter"], event["value"]))
+        return found
+
+    def _task(self, folder, version):
+        return json.loads((self._folder(folder, version) / "task.json").read_text())
+
+    def params(self, folder, version):
+        return {name: item["value"] for name, item in self._task(folder, version)["hyperparams"]["hparams"].items()}
+
+    def failed(self, folder, version):
+        return "failed" in (self._task(folder, version).get("tags") or [])
+
+    def files(self, folder, version):
+        found = set()
+        for archive in (self._folder(folder, version) / "data").rglob("*.zip"):
+            with zipfile.ZipFile(archive) as content:
+                found |= {f"{archive.parent.name}/{name}" for name in content.namelist()}
+        return found
+
+
+class SwanLab(Service):
+    package = "swanlab"
+    logger = loggers.SwanLabLogger
+    rewrites = "first"
+
+    def environment(self, folder):
+        return {"SWANLAB_MODE": "offline", "SWANLAB_ROOT": str(folder / "root")}
+
+    def make(self, folder, **options):
+        return loggers.SwanLabLogger("digits", save_dir=folder, **{"mode": "offline", **options})
+
+    def resume(self, folder, version):
+        return self.make(folder, id=version)
+
+    def _records(self, folder, version):
+        """The records of all folders of a run, as ``swanlab sync`` reads them."""
+        from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+        from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+        # Their names have no more than the second, and so do the folders' times.
+        for file in sorted((folder / "swanlog").glob(f"run-*-{version}/run-{version}.swanlab"), key=_changed):
+            reader = DataStoreReader()
+            reader.open(file)
+            yield from (Record.FromString(data) for data in reader)
+            reader.close()
+
+    def rows(self, folder, version):
+        found = {}
+        for record in self._records(folder, version):
+            if record.HasField("scalar"):
+                found.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
+        return found
+
+    def params(self, folder, version):
+        import yaml
+
+        found = {}
+        for file in sorted((folder / "swanlog").glob(f"run-*-{version}/files/config.yaml"), key=_changed):
+            for name, item in (yaml.safe_load(file.read_text()) or {}).items():
+                found[name] = item["value"]
+        return dict(loggers.values.flatten(found))
+
+    def failed(self, folder, version):
+        states = [record.finish.state for record in self._records(folder, version) if record.HasField("finish")]
+        from swanlab.proto.swanlab.run.v1.run_pb2 import RunState
+
+        return RunState.Name(states[-1]).endswith("CRASHED")
+
+    def files(self, folder, version):
+        return {
+            item.name
+            for record in self._records(folder, version)
+            if record.HasField("save")
+            for item in [record.save]
+            if ".ckpt/" in item.name
+        }
+
+
+def _changed(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+class Trackio(Service):
+    package = "trackio"
+    logger = loggers.TrackioLogger
+
+    def environment(self, folder):
+        return {"TRACKIO_DIR": os.environ["TRACKIO_DIR"]}
+
+    def _project(self, folder):
+        return "".join(letter for letter in str(folder) if letter.isalnum())[-60:]
+
+    def make(self, folder, **options):
+        quiet = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
+        return loggers.TrackioLogger(self._project(folder), **{**quiet, **options})
+
+    def resume(self, folder, version):
+        return self.make(folder, name=version, resume="must")
+
+    def _run(self, folder, version):
+        from trackio import Api
+
+        (run,) = [run for run in Api().runs(self._project(folder)) if run.name == version]
+        return run
+
+    def rows(self, folder, version):
+        from trackio.sqlite_storage import SQLiteStorage
+
+        found = {}
+        for row in SQLiteStorage.get_logs(self._project(folder), version, run_id=self._run(folder, version).id):
+            for name in row.keys() - {"step", "timestamp"}:
+                found.setdefault(name, []).append((row["step"], float(row[name])))
+        return found
+
+    def params(self, folder, version):
+        config = self._run(folder, version).config
+        return dict(loggers.values.flatten({key: value for key, value in config.items() if key[0] != "_"}))
+
+    def failed(self, folder, version):
+        return [alert["title"] for alert in self._run(folder, version).alerts(level="error")] == ["Run failed"]
+
+    def files(self, folder, version):
+        import trackio
+
+        run = trackio.init(self._project(folder), name="reader", auto_log_cpu=False, auto_log_gpu=False, embed=False)
+        try:
+            return {entry["path"] for entry in trackio.use_artifact(f"model-{version}:best").manifest}
+        finally:
+            run.finish()
+
+
+class GoodSeed(Service):
+    package = "goodseed"
+    logger = loggers.NeptuneLogger
+    separator = "/"
+    rewrites = "last"
+    keeps_nan = False
+    keeps_files = False
+
+    def make(self, folder, **options):
+        own = ("capture_hardware_metrics", "capture_stdout", "capture_stderr", "capture_traceback", "git_ref")
+        settings = {"project": "me/digits", "goodseed_home": folder / "goodseed", "prefix": ""}
+        return loggers.NeptuneLogger(**{**settings, **dict.fromkeys(own, False), **options})
+
+    def resume(self, folder, version):
+        return self.make(folder, with_id=version)
+
+    def _file(self, folder, version):
+        return folder / "goodseed" / "projects" / "me" / "digits" / "runs" / f"{version}.sqlite"
+
+    def rows(self, folder, version):
+        from goodseed.storage import read_metric_paths, read_metrics
+
+        file = self._file(folder, version)
+        return {
+            path: [(int(point["step"]), point["value"]) for point in read_metrics(file, path)]
+            for path in read_metric_paths(file)
+        }
+
+    def _configs(self, folder, version):
+        from goodseed.storage import read_configs
+
+        return read_configs(self._file(folder, version))
+
+    def params(self, folder, version):
+        found = {path.partition("hyperparams/"): value for path, value in self._configs(folder, version).items()}
+        return {name: value for (_, middle, name), value in found.items() if middle}
+
+    def failed(self, folder, version):
+        return self._configs(folder, version)["sys/state"] == "failed"
+
+    def files(self, folder, version):
+        return {self._configs(folder, version)["model/best_model_path"]}
+
+
+SERVICES = [Aim(), Comet(), ClearML(), SwanLab(), Trackio(), GoodSeed()]
+
+
+def same(found: list[tuple[int, float]], expected: list[tuple[int, float]]) -> bool:
+    """Whether steps and values are equal, NaN to itself too."""
+    return len(found) == len(expected) and all(
+        f[0] == e[0] and (f[1] == e[1] or (math.isnan(f[1]) and math.isnan(e[1])))
+        for f, e in zip(found, expected, strict=True)
+    )
