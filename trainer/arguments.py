@@ -232,7 +232,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
             if sync_batchnorm:
                 raise ValueError("sync_batchnorm=True and TorchSyncBatchNorm() say the same; give one of them.")
             sync_batchnorm = True
-        else:
+        elif not isinstance(plugin, LaunchEnvironment):  # which is read in any case
             raise TypeError(
                 f"plugins takes a treadle.plugins.Precision or TorchSyncBatchNorm(), not {plugin!r:.100}. Leave it "
                 "out: the cluster is found in the environment, there is one format of checkpoints, and "

@@ -12,7 +12,7 @@ import torch
 from processes import clean_environment, programs, run, script
 from strikes import FaultCell, strike
 from torch.distributed import HashStore
-from treadle.strategies.distributed.watchdog import Watchdog, describe_phase, main_stack
+from treadle.strategies.distributed.watchdog import Watchdog, describe_phase, stack_of
 
 import treadle
 
@@ -92,7 +92,7 @@ def slow_alone():
     while time.monotonic() < end:  # exchanges are progress
         accelerator.gather(torch.ones(1))
         time.sleep(0.1)
-    return describe_phase(main_stack())
+    return describe_phase(stack_of(threading.main_thread()))
 
 
 def test_by_default_only_those_that_wait_for_others_are_held_to_the_limit():
