@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-def RayLightningEnvironment() -> LaunchEnvironment:  # noqa: N802
+def RayLightningEnvironment() -> LaunchEnvironment:
     """Return what Ray says about this process, for a Trainer's ``plugins``; a Trainer without it reads the same.
 
     Raises:

@@ -14,7 +14,7 @@ from ..common.durations import parse_duration
 from ..common.messages import nearest
 from ..common.validation import check_bool, check_int, check_path, check_positive, choose
 from ..engine import TorchDynamoPlugin
-from ..strategies import Precision, Strategy, TorchSyncBatchNorm
+from ..strategies import LaunchEnvironment, Precision, Strategy, TorchSyncBatchNorm
 from .settings import Limit
 
 

@@ -31,7 +31,8 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
     Args:
         checkpoint_upload_mode: a ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, from
-            which Ray copies, with workers on one machine only. Default: into Ray's storage if that is a disk, else SYNC.
+            which Ray copies, with workers on one machine only. Default: into Ray's storage if that is a disk, else
+            SYNC.
         validation: whether Ray validates each checkpoint, see ``ray.train.report``.
         every_n_train_steps: report after so many optimizer steps too.
 
