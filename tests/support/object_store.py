@@ -128,5 +128,3 @@ class Wire:
             self._open.discard(end)
             with contextlib.suppress(OSError):
                 end.close()
-
-
