@@ -110,7 +110,7 @@ def train_worker(config):
     )
     upload = config["upload"] and ray.train.CheckpointUploadMode[config["upload"]]
     report = RayTrainReportCallback(every_n_train_steps=4, checkpoint_upload_mode=upload)
-    trainer = fit(folder, [Note(folder, config["kill"]), report])
+    trainer = fit(folder, [Note(folder, config["kill"]), report], enable_checkpointing=False)  # as Ray's documents do
     context = ray.train.get_context()
     facts = {
         "place": (trainer.global_rank, trainer.world_size, trainer.local_rank),

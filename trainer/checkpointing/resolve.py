@@ -157,9 +157,11 @@ class CheckpointResolver:
         for callback in keepers:
             if (path := callback.resume_path()) is not None:
                 return self._open(as_path(path))
-        if keepers and not trainer.checkpoint_callbacks and self.ckpt_path == "auto":
+        if keepers and not trainer.checkpoint_callbacks:
             report.searched = [f"what {callback.keeper} keeps" for callback in keepers]
-            return None
+            if self.ckpt_path == "auto":
+                return None
+            raise self._none_intact()
         self._check_callbacks()
         latest = self._latest(resumable=self.stage == "fit")
         with self.world.together():

@@ -1,4 +1,4 @@
-"""The manifests of `examples/kubernetes`: what they hold, and their commands as pods on loopback, preempted, resumed."""
+"""The manifests of `examples/kubernetes`: what they hold, their commands as pods on loopback, preempted and resumed."""
 
 from __future__ import annotations
 
