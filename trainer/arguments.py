@@ -14,7 +14,7 @@ from ..common.durations import parse_duration
 from ..common.messages import nearest
 from ..common.validation import check_bool, check_int, check_path, check_positive, choose
 from ..engine import TorchDynamoPlugin
-from ..strategies import Precision, Strategy, TorchSyncBatchNorm
+from ..strategies import LaunchEnvironment, Precision, Strategy, TorchSyncBatchNorm
 from .settings import Limit
 
 
@@ -232,7 +232,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
             if sync_batchnorm:
                 raise ValueError("sync_batchnorm=True and TorchSyncBatchNorm() say the same; give one of them.")
             sync_batchnorm = True
-        else:
+        elif not isinstance(plugin, LaunchEnvironment):  # which is read in any case
             raise TypeError(
                 f"plugins takes a treadle.plugins.Precision or TorchSyncBatchNorm(), not {plugin!r:.100}. Leave it "
                 "out: the cluster is found in the environment, there is one format of checkpoints, and "

@@ -60,10 +60,11 @@ def choose_callbacks(
         if enabled is not None:
             check_bool(flag, enabled)
         # What saves when an error comes is in addition to what saves while all goes well.
-        is_present = any(isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint) for c in callbacks)
-        if is_present and enabled is False:
+        present = [c for c in callbacks if isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint)]
+        # Nothing is saved in the run's folder by one whose checkpoints somebody else keeps.
+        if enabled is False and any(not getattr(callback, "keeper", "") for callback in present):
             raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks; drop one of them.")
-        if not is_present and enabled is not False and (enabled or in_folder or kind is not RunReport):
+        if not present and enabled is not False and (enabled or in_folder or kind is not RunReport):
             callbacks.append(default())
     if collects_garbage and not any(isinstance(callback, GarbageCollection) for callback in callbacks):
         callbacks.append(GarbageCollection(every_n_steps=_STEPS_PER_COLLECTION))

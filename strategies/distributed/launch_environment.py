@@ -11,9 +11,10 @@ from dataclasses import dataclass
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _STARTS = {
     # per launcher: what sets the processes per machine, and the machines
-    "torchrun": ("--nproc-per-node {}", "--nnodes {}"),
-    "srun": ("#SBATCH --ntasks-per-node={}", "#SBATCH --nodes={}"),
-    "mpirun": ("--npernode {}", "--host with {} hosts"),
+    "torchrun": ("torchrun with `--nproc-per-node {}`", "torchrun with `--nnodes {}`"),
+    "srun": ("srun with `#SBATCH --ntasks-per-node={}`", "srun with `#SBATCH --nodes={}`"),
+    "mpirun": ("mpirun with `--npernode {}`", "mpirun with `--host with {} hosts`"),
+    "ray": ("TorchTrainer with `ScalingConfig(num_workers={})`", "TorchTrainer with workers that need {} machines"),
 }
 # Ids from here on name what is no step of srun's: a shell of salloc, a batch script, what was adopted.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFFA
@@ -25,9 +26,18 @@ def is_forked() -> bool:
     return os.environ.get("FORK_LAUNCHED") == "1"
 
 
+def is_ray_worker(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether Ray started this process, to run tasks, actors, trials or the ranks of a `TorchTrainer`.
+
+    What a worker starts inherits its variables, but is not a child of Ray's node process.
+    """
+    env = os.environ if environ is None else environ
+    return env.get("RAY_RAYLET_PID") == str(os.getppid())
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """What a launcher (torchrun, ours, a Kubernetes job, SLURM's srun, mpirun) says about this process.
+    """What a launcher (torchrun, ours, a Kubernetes job, SLURM's srun, mpirun, Ray) says about this process.
 
     Attributes:
         rank: this process among all.
@@ -37,7 +47,8 @@ class LaunchEnvironment:
         node_rank: this machine among all.
         nodes: number of machines; None where the launcher does not tell.
         supervisor: process id of our own supervisor, when that started this process.
-        launcher: ``"torchrun"`` (or whoever sets its variables), ``"srun"`` or ``"mpirun"``.
+        launcher: ``"torchrun"`` (or whoever sets its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
+        gpu: the index of the GPU that the launcher has assigned; None where the rank on the machine decides.
         address: host and port on which rank 0 listens; None where torch's own variables say it.
         run_id: what tells this run from others that might use the same address.
 
@@ -54,6 +65,7 @@ class LaunchEnvironment:
     nodes: int | None = None
     supervisor: int | None = None
     launcher: str = "torchrun"
+    gpu: int | None = None
     address: tuple[str, int] | None = None
     run_id: str = ""
 
@@ -61,12 +73,14 @@ class LaunchEnvironment:
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
         """Read the launch variables; None when no launcher set any. The only place that reads them.
 
-        torchrun's variables come first, as torchrun may itself be started by srun or mpirun; then those of MPI, as
-        mpirun starts its helpers with srun; then those of SLURM.
+        torchrun's variables, which Ray sets too, come first, as torchrun may itself be started by srun or mpirun; then
+        those of MPI, as mpirun starts its helpers with srun; then those of SLURM.
         """
         env = os.environ if environ is None else environ
         if any(name in env for name in _TORCHRUN):
             return _read_torchrun(env)
+        if is_ray_worker(env):  # of a cluster that was perhaps started by srun: its tasks are the machines
+            return None
         return _read_mpi(env) or _read_slurm(env)
 
     @property
@@ -85,12 +99,12 @@ class LaunchEnvironment:
             raise ValueError(
                 f"devices={devices!r} asks for {device_count} process(es) on each machine, but the launcher started "
                 f"{self.local_world_size} (LOCAL_WORLD_SIZE) on machine {self.node_rank}. Use devices='auto', or start "
-                f"{self.launcher} with `{per_node.format(device_count)}`."
+                f"{per_node.format(device_count)}."
             )
         if num_nodes not in (1, self.node_count):
             raise ValueError(
                 f"num_nodes={num_nodes}, but the launcher started {self.node_count} machine(s). Leave num_nodes out, "
-                f"or start {self.launcher} with `{machines.format(num_nodes)}`."
+                f"or start {machines.format(num_nodes)}."
             )
 
     def device_index(self, device_indices: list[int], visible_count: int | None) -> int:
@@ -99,6 +113,8 @@ class LaunchEnvironment:
         Raises:
             ValueError: if that device is not there.
         """
+        if self.gpu is not None:
+            return self.gpu
         index = device_indices[self.local_rank]
         if visible_count == 1 and self.local_world_size > 1 and self.launcher == "srun":
             return 0  # --gpus-per-task: SLURM shows each task nothing but its own
@@ -127,6 +143,18 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     if local_rank >= local_size:
         size_text = f"={local_size}" if "LOCAL_WORLD_SIZE" in env else ", which is not set, so it counts as 1"
         raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{size_text}.")
+    if is_ray_worker(env):
+        # torchrun's and our supervisor's variables may be those of the script that connected to Ray.
+        device, _, index = env.get("ACCELERATE_TORCH_DEVICE", "").partition(":")
+        return LaunchEnvironment(
+            rank=rank,
+            world_size=size,
+            local_rank=local_rank,
+            local_world_size=local_size,
+            node_rank=_parse_number(env, "NODE_RANK", low=0) if "NODE_RANK" in env else rank // local_size,
+            launcher="ray",
+            gpu=int(index or 0) if device == "cuda" else None,
+        )
     return LaunchEnvironment(
         rank=rank,
         world_size=size,

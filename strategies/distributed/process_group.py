@@ -12,6 +12,7 @@ import time
 import uuid
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,6 +155,22 @@ def _check_versions(store: dist.Store, rank: int) -> None:
 def set_timeout(timeout: timedelta) -> None:
     """Say how long a collective of the processes may wait for the others, also where they are connected already."""
     dist.distributed_c10d._set_pg_timeout(timeout)  # torch 2.13 has no public way
+
+
+def existing_timeout(device: torch.device) -> timedelta | None:
+    """Return how long a collective may wait in the group that is up, which may be the script's or Ray's; None if none.
+
+    Args:
+        device: where this process computes.
+    """
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    group: Any = dist.distributed_c10d._get_default_group()
+    kinds = group._device_types
+    kind = torch.device(device.type)
+    backend = group._get_backend(kind if kind in kinds else kinds[0])
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # torch 2.13 has no public way
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, int] | None = None) -> dist.Store:

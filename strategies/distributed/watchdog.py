@@ -2,7 +2,8 @@
 
 Two daemon threads of each process do the work, and nothing is asked of the training:
 
-- The sentry looks at the stack of the main thread once per period. The same stack and the same count of steps and
+- The sentry looks at the stack of the thread that trains once per period: the main thread, but for libraries such as
+  Ray, which keep that for themselves. The same stack and the same count of steps and
   exchanges for as long as the limit means no progress. Then it raises an alarm.
 - The courier tells the store once per period that this process lives, and where it is. When any rank has raised the
   alarm it writes the stacks of this process into a file, and says in the store whether this rank waits for others.
@@ -88,9 +89,9 @@ def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -
     _loops.update(codes if loop else ())
 
 
-def main_stack() -> list[FrameType]:
-    """Return the frames of the main thread, outermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def stack_of(thread: threading.Thread) -> list[FrameType]:
+    """Return the frames of a thread, outermost first; none if it has ended."""
+    frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -112,7 +113,7 @@ def describe_phase(frames: Iterable[FrameType]) -> str:
 
 
 def is_waiting(frames: list[FrameType]) -> bool:
-    """Tell whether the main thread waits for other ranks."""
+    """Tell whether a thread waits for other ranks."""
     file = frames[-1].f_code.co_filename.replace(os.sep, "/") if frames else ""
     return any(part in file for part in WAITING_FILES)
 
@@ -127,6 +128,7 @@ class Watchdog:
         store: what several processes share; nothing else uses this connection to it.
 
     Attributes:
+        thread: the one that trains.
         awaits_others: with ``strict``, this process ends after all others have.
         ended: the first rank that was seen to have ended.
         interruptible: this process waits for a moment to leave that all ranks agree on. Once another rank has ended
@@ -137,6 +139,7 @@ class Watchdog:
     def __init__(self, world: World, limit: float, strict: bool, store: dist.Store | None = None) -> None:
         self.rank, self.size = world.rank, world.size
         self.limit, self.strict = limit, strict
+        self.thread = threading.current_thread()
         self.awaits_others = strict
         self.ended: int | None = None
         self.interruptible = self.interrupted = False
@@ -214,9 +217,9 @@ class Watchdog:
             if now - woke > 2 * self.period + 1.0:  # this whole process was stopped, or its machine was
                 self._since = self._answered_at = now
             woke = now
-            frames = main_stack()
+            frames = stack_of(self.thread)
             signature = self._sign(frames)
-            if signature != self._signature or _is_debugged(frames):
+            if signature != self._signature or not frames or _is_debugged(frames):
                 self._signature, self._since = signature, now
             elif now - self._since >= self.limit and (self.strict or is_waiting(frames)):
                 self._alarm()
@@ -264,7 +267,7 @@ class Watchdog:
             self._alarmed.set()
             return
         folder = self._write_stacks(_name_folder(), self.rank)
-        _say(f"no progress for {self.limit:g} s: {self._describe(main_stack())}; stacks: {folder}")
+        _say(f"no progress for {self.limit:g} s: {self._describe(stack_of(self.thread))}; stacks: {folder}")
         end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
@@ -340,7 +343,7 @@ class Watchdog:
         """Tell whether this rank needs those that are gone, and no error has told it so: NCCL has none for that."""
         if "TREADLE_SUPERVISOR" in os.environ:  # which names the rank that is gone, and ends this one
             return False
-        waits = is_stage_running() or is_waiting(main_stack())
+        waits = is_stage_running() or is_waiting(stack_of(self.thread))
         return waits and time.monotonic() - self._since >= _LOST
 
     def _leave_if_alone(self) -> None:
@@ -384,7 +387,7 @@ class Watchdog:
         return describe_mismatch(calls)
 
     def _introduce(self) -> list[Any]:
-        frames = main_stack()
+        frames = stack_of(self.thread)
         return [self._host, self._pid, self._dumps.path, self._describe(frames)]
 
     def _describe(self, frames: list[FrameType]) -> str:
@@ -399,7 +402,7 @@ class Watchdog:
         if store.add(f"alarms {self._round}", 1) == 1:
             store.set(f"alarm {self._round}", _name_folder())
         folder_name = store.get(f"alarm {self._round}").decode()
-        frames = main_stack()
+        frames = stack_of(self.thread)
         now = time.monotonic()
         # The sentry may have seen a last sign of life before this alarm, or the rank has gone on since.
         moved = self._alarmed.is_set() and self._sign(frames) != self._signature
@@ -617,7 +620,7 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
         limit = world.timeout.total_seconds()
         limit -= min(30.0, limit / 10)  # before the collective fails
     if _current and _current[0].size == world.size and _current[0]._pid == os.getpid():
-        _current[0].limit, _current[0].strict = limit, strict
+        _current[0].limit, _current[0].strict, _current[0].thread = limit, strict, threading.current_thread()
         return _current[0]
     if world.size == 1 and not strict:
         return None

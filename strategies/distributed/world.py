@@ -55,7 +55,8 @@ class World:
         local_size: number of processes on its machine.
         node_rank: this machine among all.
         device: where this process computes.
-        timeout: how long a collective may wait for the others before it fails; half an hour where nothing is said.
+        timeout: how long a collective may wait for the others before it fails. Default: that of the group that is up,
+            else half an hour.
         group: torch's process group of these processes, where they are a part of a larger world; ``rank`` and
             ``size`` then count within it.
         address: host and port on which rank 0 listens. Default: what MASTER_ADDR and MASTER_PORT say.
@@ -86,7 +87,8 @@ class World:
         self.local_size = local_size
         self.node_rank = node_rank
         self.device = device or torch.device("cpu")
-        self.timeout = timeout or _TIMEOUT
+        existing = process_group.existing_timeout(self.device) if timeout is None and size > 1 else None
+        self.timeout = timeout or existing or _TIMEOUT
         self.group = group
         self._beside: World | None = None
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ..distributed import variables_set
+from ..distributed import is_ray_worker, variables_set
 from ..processes import sweep
 from .rank_board import RankBoard
 from .rendezvous import FAILURE_GRACE, GRACE, SIGNALS, Job
@@ -149,6 +149,11 @@ def build_relaunch_command(nproc: int) -> list[str]:
         ValueError: There is no script to run again.
     """
     if (obstacle := _find_obstacle()) is not None:
+        if is_ray_worker():
+            raise ValueError(
+                f"devices={nproc} starts {nproc} processes, but {obstacle}. Use devices='auto', and "
+                f"ray.train.torch.TorchTrainer with ScalingConfig(num_workers={nproc})."
+            )
         raise ValueError(
             f"devices={nproc} runs this script again in {nproc} processes, but {obstacle}. Put the code into a file "
             f"and run `python train.py` or `torchrun --nproc-per-node {nproc} train.py`, or use devices=1. "
@@ -216,6 +221,8 @@ def _read_arguments(target: list[str]) -> list[str]:
 
 def _find_obstacle() -> str | None:
     """Says why this process can't be run again, or None if it can."""
+    if is_ray_worker():
+        return "this is a worker of Ray, which starts the processes of a run itself"
     ipython = sys.modules.get("IPython")
     if ipython is not None and ipython.get_ipython() is not None:
         return "this is a notebook or an IPython session"

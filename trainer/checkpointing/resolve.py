@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...callbacks import ModelCheckpoint, folders
+from ...callbacks import Checkpoint, ModelCheckpoint, folders
 from ...common.messages import announce, warn
 from ...common.remote_path import AnyPath, absolute, as_path
 from ...engine import CheckpointStore
@@ -153,6 +153,15 @@ class CheckpointResolver:
         if not trainer.checkpoint_callbacks and self.ckpt_path == "auto" and trainer.fast_dev_run:
             report.searched = ["a fast_dev_run, which has no checkpoints"]
             return None
+        keepers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint) and callback.keeper]
+        for callback in keepers:
+            if (path := callback.resume_path()) is not None:
+                return self._open(as_path(path))
+        if keepers and not trainer.checkpoint_callbacks:
+            report.searched = [f"what {callback.keeper} keeps" for callback in keepers]
+            if self.ckpt_path == "auto":
+                return None
+            raise self._none_intact()
         self._check_callbacks()
         latest = self._latest(resumable=self.stage == "fit")
         with self.world.together():

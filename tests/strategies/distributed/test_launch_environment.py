@@ -163,11 +163,34 @@ def test_torchrun_counts_before_mpi_and_mpi_before_slurm():
 
 
 def test_a_pod_per_process():
-    """PyTorchJob sets no local variables; Ray Train sets all of torchrun's but those of the group."""
+    """PyTorchJob sets no local variables."""
     pod = LaunchEnvironment.read({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"})
     assert (pod.rank, pod.local_rank, pod.local_world_size, pod.node_rank, pod.node_count) == (2, 0, 1, 2, 3)
-    ray = LaunchEnvironment.read(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE") | {"NODE_RANK": "1"})
-    assert (ray.rank, ray.local_rank, ray.local_world_size, ray.node_rank, ray.node_count) == (3, 1, 2, 1, 2)
+
+
+RAY = {"RAY_RAYLET_PID": str(os.getppid()), "NODE_RANK": "2", "ACCELERATE_TORCH_DEVICE": "cuda:3"}
+RAY |= {name: TORCHRUN[name] for name in TORCHRUN if not name.startswith("GROUP_")}
+
+
+def test_a_worker_of_ray_train():
+    """Ray sets all of torchrun's variables but those of the group; the script that connects to it may have more."""
+    outer = {"TREADLE_SUPERVISOR": "1", "TORCHELASTIC_RUN_ID": "outer", "GROUP_RANK": "0"}
+    for env in (RAY, {**RAY, **outer}, {**RAY, **SLURM}):
+        worker = LaunchEnvironment.read(env)
+        assert (worker.rank, worker.local_rank, worker.local_world_size, worker.node_rank) == (3, 1, 2, 2)
+        assert (worker.launcher, worker.supervisor, worker.node_count) == ("ray", None, 2)
+        assert worker.device_index([0, 1], 1) == 3  # Ray's choice, whatever the rank on the machine is
+    assert LaunchEnvironment.read({**RAY, "ACCELERATE_TORCH_DEVICE": "cpu"}).gpu is None
+    with pytest.raises(ValueError, match=r"or start TorchTrainer with `ScalingConfig\(num_workers=4\)`"):
+        LaunchEnvironment.read(RAY).check(4, 4, 1)
+
+
+def test_a_trial_of_ray_tune_is_no_task_of_the_cluster_that_srun_started():
+    trial = {**SLURM, "RAY_RAYLET_PID": str(os.getppid())}
+    assert LaunchEnvironment.read(trial) is None
+    assert (
+        LaunchEnvironment.read({**SLURM, "RAY_RAYLET_PID": "1"}).launcher == "srun"
+    )  # a program that a worker started
 
 
 def test_flags_are_held_against_the_job():

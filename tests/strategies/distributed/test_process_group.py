@@ -99,3 +99,17 @@ def test_no_rank_leaves_before_all_are_connected():
     """One that ended at once broke the connection that another was about to make; seen once in CI."""
     first, _ = run(connect_slowly, 2)
     assert first >= 0.9
+
+
+def group_of_a_script():
+    """The timeouts of Worlds in a group that the script has made, and whether it is still that group."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+    group = dist.group.WORLD
+    timeouts = [treadle.Accelerator(cpu=True).world.timeout.total_seconds()]
+    own = treadle.InitProcessGroupKwargs(timeout=timedelta(seconds=99))
+    timeouts.append(treadle.Accelerator(cpu=True, kwargs_handlers=[own]).world.timeout.total_seconds())
+    return timeouts, dist.group.WORLD is group
+
+
+def test_a_group_that_is_up_is_used_with_its_timeout():
+    assert run(group_of_a_script, 2) == [([77.0, 99.0], True)] * 2

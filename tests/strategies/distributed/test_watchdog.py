@@ -12,7 +12,7 @@ import torch
 from processes import clean_environment, programs, run, script
 from strikes import FaultCell, strike
 from torch.distributed import HashStore
-from treadle.strategies.distributed.watchdog import Watchdog, describe_phase, main_stack
+from treadle.strategies.distributed.watchdog import Watchdog, describe_phase, stack_of
 
 import treadle
 
@@ -71,6 +71,34 @@ def test_one_process_that_hangs_ends(tmp_path):
     assert re.search(r"treadle: no progress for 1 s: in script, optimizer step 1, .*train.py:12; stacks", done.stderr)
 
 
+# As under Ray, which has a thread train and keeps the main thread for itself.
+IN_A_THREAD = """
+import threading, time, torch, treadle
+from torch.utils.data import DataLoader
+def train(hangs):
+    accelerator = treadle.Accelerator(cpu=True, project_dir="here", timeout={"seconds": 1})
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(4, 1)))
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        time.sleep(0.6)  # twice as long as the limit over all, and progress in between
+    time.sleep(60 * hangs)
+for hangs in (False, True):
+    thread = threading.Thread(target=train, args=(hangs,))
+    thread.start()
+    time.sleep(5)  # also with nothing that trains
+    print("alive", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_thread_that_trains_is_watched(tmp_path):
+    (tmp_path / "train.py").write_text(IN_A_THREAD.replace('"here"', repr(str(tmp_path))))
+    done = script(tmp_path / "train.py")
+    assert done.returncode == 124, done.stderr
+    assert done.stdout == "alive\n"
+    assert re.search(r"treadle: no progress for 1 s: in script, .*train.py:10; stacks", done.stderr)
+
+
 def test_without_a_limit_one_process_has_no_watchdog():
     assert treadle.Accelerator(cpu=True).watchdog is None
 
@@ -92,7 +120,7 @@ def slow_alone():
     while time.monotonic() < end:  # exchanges are progress
         accelerator.gather(torch.ones(1))
         time.sleep(0.1)
-    return describe_phase(main_stack())
+    return describe_phase(stack_of(threading.main_thread()))
 
 
 def test_by_default_only_those_that_wait_for_others_are_held_to_the_limit():

@@ -11,7 +11,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import LambdaCallback, ModelCheckpoint
+from treadle.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
 from treadle.engine.checkpoint import store
 from treadle.loggers import CSVLogger
 from treadle.trainer.runs.folder import RunFolder
@@ -219,6 +219,31 @@ def test_folders_below_and_several_callbacks(tmp_path):
     assert (tmp_path / "often" / "epoch=1" / "step=9.ckpt").is_dir()
     again = ModelCheckpoint(tmp_path / "often", "{epoch}/{step}", every_n_train_steps=3, save_top_k=-1)
     assert fit(tmp_path, ModelCheckpoint(tmp_path / "seldom", every_n_train_steps=7), again, ckpt_path="last")[1] == 9
+
+
+class Kept(Checkpoint):
+    """A callback whose checkpoints are somewhere that the Trainer does not search."""
+
+    keeper = "the vault"
+
+    def __init__(self, path=None):
+        self.path = path
+
+    def resume_path(self):
+        return self.path
+
+
+def test_a_callback_names_the_checkpoint_that_somebody_else_keeps(tmp_path, words):
+    assert fit(tmp_path, Kept(), ckpt_path="auto")[1] == 0
+    own, _ = fit(tmp_path, each(tmp_path), max_epochs=1)
+    own.save_checkpoint(tmp_path / "vault" / "one")
+    for word in ("last", "auto"):
+        assert fit(tmp_path, Kept(tmp_path / "vault" / "one"), ckpt_path=word)[1] == 5
+    assert fit(tmp_path, Kept(), each(tmp_path), ckpt_path="last")[1] == 4  # it has none, so the folders are searched
+    said = [text for text in words if text.startswith("ckpt_path=")]
+    assert said[0] == "ckpt_path='auto': a fresh start, no checkpoint to resume from in what the vault keeps"
+    with pytest.raises(ValueError, match="ckpt_path='last', but there is no intact checkpoint in what the vault keeps"):
+        fit(tmp_path, Kept(), ckpt_path="last")
 
 
 def test_callbacks_that_the_task_brings(tmp_path):

@@ -1,0 +1,62 @@
+"""Names of ``ray.train.lightning`` and of ``ray.tune.integration.pytorch_lightning``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..integrations.ray import RayTrainReportCallback, TuneReportCheckpointCallback
+from ..strategies import DDP as RayDDPStrategy
+from ..strategies import FSDP as RayFSDPStrategy
+from ..strategies import LaunchEnvironment
+from ..trainer import Trainer
+
+__all__ = [
+    "RayDDPStrategy",
+    "RayFSDPStrategy",
+    "RayLightningEnvironment",
+    "RayTrainReportCallback",
+    "TuneReportCallback",
+    "TuneReportCheckpointCallback",
+    "prepare_trainer",
+]
+
+
+def RayLightningEnvironment() -> LaunchEnvironment:
+    """Return what Ray says about this process, for a Trainer's ``plugins``; a Trainer without it reads the same.
+
+    Raises:
+        RuntimeError: this is not a worker of Ray Train.
+    """
+    launched = LaunchEnvironment.read()
+    if launched is None or launched.launcher != "ray":
+        raise RuntimeError(
+            "this is not a worker of Ray Train: make the Trainer in the function that ray.train.torch.TorchTrainer "
+            "gets, or leave RayLightningEnvironment() out."
+        )
+    return launched
+
+
+def prepare_trainer(trainer: Trainer) -> Trainer:
+    """Return a Trainer once it is known to run on all workers that Ray has started.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    launched = RayLightningEnvironment()
+    if (trainer.global_rank, trainer.world_size) != (launched.rank, launched.world_size):
+        raise RuntimeError(
+            f"the Trainer is rank {trainer.global_rank} of {trainer.world_size}, but Ray has started rank "
+            f"{launched.rank} of {launched.world_size}. Leave devices= and num_nodes= out."
+        )
+    return trainer
+
+
+class TuneReportCallback(TuneReportCheckpointCallback):
+    """`TuneReportCheckpointCallback` that saves no checkpoints."""
+
+    def __init__(
+        self,
+        metrics: str | Sequence[str] | Mapping[str, str] | None = None,
+        on: str | Sequence[str] = "validation_end",
+    ) -> None:
+        super().__init__(metrics, save_checkpoints=False, on=on)

@@ -1,0 +1,13 @@
+"""Trainers in the workers of a Ray cluster: what they report to Ray, and how they resume from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .train import RayTrainReportCallback
+    from .tune import TuneReportCheckpointCallback
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

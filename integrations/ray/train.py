@@ -1,0 +1,178 @@
+"""Metrics and checkpoints for Ray Train."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from ...common.optional import require
+from ...common.validation import check_int
+from .reported import ReportedCheckpoint, collect_metrics
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+
+    from ...trainer import TaskModule, Trainer
+
+_PREFIX = "checkpoint_step="
+
+
+class RayTrainReportCallback(ReportedCheckpoint):
+    """Report metrics and a checkpoint to Ray Train at the end of each training epoch.
+
+    Use it in the function of a ``ray.train.torch.TorchTrainer``. Ray restarts failed workers, and
+    ``trainer.fit(..., ckpt_path="auto")`` then resumes from the last checkpoint that was reported. Ray's
+    ``CheckpointConfig`` says which ones are kept. ``checkpoint.ckpt`` in Ray's checkpoint is Treadle's.
+
+    Where Ray's storage is a disk, all ranks write their shares into it, so nothing is copied; machines must share that
+    disk. A checkpoint is reported when it is committed, so a worker that is killed leaves no half of one.
+
+    Args:
+        checkpoint_upload_mode: a ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, from
+            which Ray copies, with workers on one machine only. Default: into Ray's storage if that is a disk, else
+            SYNC.
+        validation: whether Ray validates each checkpoint, see ``ray.train.report``.
+        every_n_train_steps: report after so many optimizer steps too.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        RuntimeError: this is not a worker of Ray Train.
+
+    Example:
+        >>> def train_function():
+        ...     trainer = Trainer(max_epochs=10, callbacks=[RayTrainReportCallback()])
+        ...     trainer.fit(task, loader, ckpt_path="auto")
+        >>> TorchTrainer(train_function, scaling_config=ScalingConfig(num_workers=2)).fit()  # doctest: +SKIP
+    """
+
+    CHECKPOINT_NAME = "checkpoint.ckpt"
+
+    def __init__(
+        self,
+        checkpoint_upload_mode: Any = None,
+        validation: Any = False,
+        *,
+        every_n_train_steps: int | None = None,
+    ) -> None:
+        require("RayTrainReportCallback", "ray", "pyarrow", extra="ray")
+        super().__init__(self.CHECKPOINT_NAME)
+        self.checkpoint_upload_mode = checkpoint_upload_mode
+        self.validation = validation
+        self.every_n_train_steps = (
+            0 if every_n_train_steps is None else check_int("every_n_train_steps", every_n_train_steps, 1)
+        )
+        self._storage = _get_storage()
+
+    @property
+    def state_key(self) -> str:
+        """See `Callback.state_key`."""
+        return f"RayTrainReportCallback(every_n_train_steps={self.every_n_train_steps})"
+
+    def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Remove checkpoints that killed workers have saved, or begun to save, and not reported."""
+        super().on_train_start(trainer, pl_module)
+        if trainer.is_global_zero and self._saves_in_place:
+            _remove_unreported(self._storage.experiment_fs_path)
+
+    def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Report if so many steps have been done; the last step of an epoch is reported with the epoch."""
+        every = self.every_n_train_steps
+        if every and trainer.global_step % every == 0 and not trainer.progress.epoch_is_trained:
+            self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Report."""
+        self._report(trainer)
+
+    @property
+    def _saves_in_place(self) -> bool:
+        from pyarrow.fs import LocalFileSystem
+        from ray.train import CheckpointUploadMode
+
+        in_place = self.checkpoint_upload_mode in (None, CheckpointUploadMode.NO_UPLOAD)
+        return in_place and isinstance(self._storage.storage_filesystem, LocalFileSystem)
+
+    def _get_checkpoint(self) -> Checkpoint | None:
+        import ray.train
+
+        return ray.train.get_checkpoint()
+
+    def _report(self, trainer: Trainer) -> None:
+        from ray.train import CheckpointUploadMode
+
+        metrics = collect_metrics(trainer)
+        name = trainer.accelerator.world.broadcast(self._choose_name(trainer) if trainer.is_global_zero else "")
+        if self._saves_in_place:
+            folder = os.path.join(self._storage.experiment_fs_path, name)
+            trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
+            self._hand_over(metrics, folder, name, CheckpointUploadMode.NO_UPLOAD)
+            return
+        mode = self.checkpoint_upload_mode or CheckpointUploadMode.SYNC
+        is_main = trainer.is_global_zero
+        folder = trainer.accelerator.world.broadcast(tempfile.mkdtemp(prefix="treadle-ray-") if is_main else "")
+        try:
+            trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
+            self._hand_over(metrics, folder if is_main else None, name, mode)
+        finally:
+            if is_main and mode is not CheckpointUploadMode.ASYNC:  # then Ray removes it
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _hand_over(self, metrics: dict[str, float], folder: str | None, name: str, mode: Any) -> None:
+        """Report on this rank; Ray waits for all ranks."""
+        import ray.train
+
+        ray.train.report(
+            metrics,
+            checkpoint=None if folder is None else ray.train.Checkpoint.from_directory(folder),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=mode,
+            validation=self.validation if folder is not None else False,
+        )
+
+    def _choose_name(self, trainer: Trainer) -> str:
+        """Return a name for Ray's checkpoint that no other one has, as of another fit in the same function."""
+        from pyarrow.fs import FileType
+
+        storage = self._storage
+        name, version = f"{_PREFIX}{trainer.global_step:08d}", 1
+        while (
+            storage.storage_filesystem.get_file_info(storage.build_checkpoint_path_from_name(name)).type
+            is not FileType.NotFound
+        ):
+            name, version = f"{_PREFIX}{trainer.global_step:08d}-v{version}", version + 1
+        return name
+
+
+def _get_storage() -> Any:
+    """Return Ray's description of where the run's checkpoints are.
+
+    Raises:
+        RuntimeError: this is not a worker of Ray Train.
+    """
+    import ray.train
+
+    try:
+        return ray.train.get_context().get_storage()
+    except NotImplementedError as error:
+        raise RuntimeError(
+            "RayTrainReportCallback needs Ray's storage, which num_workers=0 does without: use num_workers=1."
+        ) from error
+    except (RuntimeError, DeprecationWarning) as error:  # the second in a trial of Ray Tune
+        raise RuntimeError(
+            "RayTrainReportCallback reports to Ray Train, and this is not one of its workers: make it in the function "
+            "that ray.train.torch.TorchTrainer gets. In a trial of Ray Tune use TuneReportCheckpointCallback."
+        ) from error
+
+
+def _remove_unreported(experiment: str) -> None:
+    """Remove what this callback has written into the folder of a run and Ray does not know."""
+    import ray.train
+    from ray.train import CheckpointConsistencyMode
+
+    known = ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
+    reported = {os.path.basename(entry.checkpoint.path) for entry in known}
+    for name in os.listdir(experiment):
+        if name.startswith(_PREFIX) and name not in reported:
+            shutil.rmtree(os.path.join(experiment, name), ignore_errors=True)

@@ -1,0 +1,135 @@
+"""Metrics and checkpoints for Ray Tune."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from ...common.messages import nearest, warn
+from ...common.optional import require
+from ...common.validation import check_bool, check_text
+from .reported import ReportedCheckpoint, collect_metrics
+
+if TYPE_CHECKING:
+    from ray.tune import Checkpoint
+
+    from ...trainer import TaskModule, Trainer
+
+_MOMENTS = ("validation_end", "train_epoch_end", "train_batch_end", "train_end")
+
+
+class TuneReportCheckpointCallback(ReportedCheckpoint):
+    """Report metrics and a checkpoint to Ray Tune after each validation.
+
+    Use it in a function that ``ray.tune.Tuner`` runs as a trial. The scheduler of the search sees each report and may
+    stop the trial there. Where it continues a trial from a checkpoint, such as population-based training does from
+    another trial's, ``trainer.fit(..., ckpt_path="auto", schedule="script")`` resumes from that checkpoint with the
+    learning rate of the new configuration.
+
+    A report waits for the end of the optimizer step that is under way, so that its checkpoint is exact.
+
+    Args:
+        metrics: what to report: names as they are logged, or a dict of them by the name to report. Default: all.
+        filename: the name of Treadle's checkpoint inside of Ray's.
+        save_checkpoints: whether each report has a checkpoint.
+        on: ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step) or
+            ``"train_end"``; one or several.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        ValueError: ``on`` names no moment.
+
+    Example:
+        >>> def trial(config):
+        ...     report = TuneReportCheckpointCallback({"loss": "val_loss"})
+        ...     Trainer(max_epochs=10, callbacks=[report]).fit(Task(config["lr"]), loader, val_loader)
+        >>> tune.Tuner(trial, param_space={"lr": tune.loguniform(1e-4, 1e-1)}).fit()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        metrics: str | Sequence[str] | Mapping[str, str] | None = None,
+        filename: str = "checkpoint",
+        save_checkpoints: bool = True,
+        on: str | Sequence[str] = "validation_end",
+    ) -> None:
+        require("TuneReportCheckpointCallback", "ray", "pyarrow", extra="ray")
+        super().__init__(check_text("filename", filename))
+        names = [metrics] if isinstance(metrics, str) else metrics or ()
+        self._metrics = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+        self._saves = check_bool("save_checkpoints", save_checkpoints)
+        self._on = {on} if isinstance(on, str) else set(on)
+        for moment in sorted(self._on - set(_MOMENTS)):
+            known = ", ".join(map(repr, _MOMENTS))
+            raise ValueError(f"on={moment!r} must be one of {known}.{nearest(moment, _MOMENTS)}")
+        self._due = False
+
+    @property
+    def state_key(self) -> str:
+        """See `Callback.state_key`."""
+        return f"TuneReportCheckpointCallback(filename={self._filename!r}, on={sorted(self._on)})"
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Check that there is a trial to report to.
+
+        Raises:
+            RuntimeError: this process runs no trial.
+        """
+        from ray.tune import get_context
+
+        if get_context().get_trial_id() is None:
+            raise RuntimeError(
+                "TuneReportCheckpointCallback reports to Ray Tune, and this process runs no trial: call fit in the "
+                "function that ray.tune.Tuner gets. In a worker of Ray Train use RayTrainReportCallback."
+            )
+        self._due = False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Ask for a report at the end of the step."""
+        if trainer.stage == "fit" and not trainer.sanity_checking:
+            self._due |= "validation_end" in self._on
+
+    def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Report what was asked for; after the last step of an epoch, with the epoch."""
+        self._due |= "train_batch_end" in self._on
+        if not trainer.progress.epoch_is_trained:
+            self._report_if_due(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Report what was asked for."""
+        self._due |= "train_epoch_end" in self._on
+        self._report_if_due(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Report if that is asked for."""
+        self._due |= "train_end" in self._on
+        self._report_if_due(trainer)
+
+    def _get_checkpoint(self) -> Checkpoint | None:
+        from ray.tune import get_checkpoint
+
+        return get_checkpoint()
+
+    def _report_if_due(self, trainer: Trainer) -> None:
+        from ray.tune import Checkpoint, report
+
+        metrics = self._select(collect_metrics(trainer)) if self._due else {}
+        self._due = False
+        if not metrics:
+            return
+        # Ray copies the checkpoint into its storage before it takes note of it.
+        with tempfile.TemporaryDirectory(prefix="treadle-ray-") if self._saves else nullcontext("") as folder:
+            if self._saves:
+                trainer.save_checkpoint(os.path.join(folder, self._filename))
+            report(metrics, checkpoint=Checkpoint.from_directory(folder) if self._saves else None)
+
+    def _select(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the metrics to report, by the names to report them by."""
+        if not self._metrics:
+            return values
+        for name in sorted(set(self._metrics.values()) - set(values)):
+            warn(f"nothing is reported for {name!r}, which was not logged yet.{nearest(name, values)}")
+        return {name: values[logged] for name, logged in self._metrics.items() if logged in values}

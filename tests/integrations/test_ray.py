@@ -1,0 +1,209 @@
+"""Ray's workers: its process group is used, killed ones resume exactly, searches stop bad trials."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import run, script
+from ray_jobs import ENVIRONMENT, Network, without_ray
+from treadle.engine import CheckpointStore
+
+import treadle
+
+pytest.importorskip("ray")
+JOBS = Path(__file__).parents[1] / "support" / "ray_jobs.py"
+
+
+def start(folder, *jobs, timeout=280):
+    """Run jobs in one cluster; return what they printed."""
+    done = script(JOBS, str(folder), *jobs, env=ENVIRONMENT, timeout=timeout, fresh=True)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    return text
+
+
+def undisturbed(folder):
+    """The losses by rank and step, and the weights, of the same training without Ray."""
+    folder.mkdir()
+    run(without_ray, 2, folder)
+    return read_losses(folder), read_weights(folder)
+
+
+def read_losses(folder):
+    return [[line.split() for line in (folder / f"losses-{rank}").read_text().splitlines()] for rank in range(2)]
+
+
+def read_weights(folder):
+    return [json.loads((folder / f"weights-{rank}").read_text()) for rank in range(2)]
+
+
+def check_training(folder, expected, killed):
+    """See that a run with a killed rank is the undisturbed one, bit for bit."""
+    losses, weights = expected
+    assert read_weights(folder) == weights
+    assert (folder / "killed").is_dir()
+    for rank, seen in enumerate(read_losses(folder)):
+        steps = [int(step) for step, _ in seen]
+        assert max(steps.count(step) for step in steps) == 2, f"rank {rank} did not resume"
+        assert steps.count(1) == 1, "Ray started the run from its beginning"
+        assert steps[-1] == 18
+        by_step = dict(losses[rank])
+        assert all(by_step[step] == loss for step, loss in seen)
+    assert len(read_losses(folder)[killed]) <= len(read_losses(folder)[1 - killed])
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """What a training, a search and the example have left; one cluster, as it takes long to start."""
+    folder = tmp_path_factory.mktemp("ray")
+    start(folder, "train(folder, 1)", "search(folder)", "example(folder, '--epochs', '2')")
+    return folder
+
+
+def test_a_killed_worker_is_restarted_and_resumes_exactly(cluster, tmp_path):
+    check_training(cluster, undisturbed(tmp_path / "alone"), killed=1)
+
+
+def test_the_process_group_that_ray_made_is_used(cluster):
+    for rank in range(2):
+        facts = json.loads((cluster / f"facts-{rank}").read_text())
+        assert facts["place"] == facts["by_ray"] == [rank, 2, rank]
+        assert facts["same_group"]
+        assert facts["timeout"] == 300
+        assert not facts["main_thread"]
+        assert not facts["started"]
+        assert "devices=3 asks for 3 process(es)" in facts["refused"]
+        assert "TorchTrainer with `ScalingConfig(num_workers=3)`" in facts["refused"]
+
+
+def test_metrics_and_committed_checkpoints_are_reported(cluster):
+    result = json.loads((cluster / "result").read_text())
+    assert result["metrics"]["step"] == 18
+    assert result["metrics"]["epoch"] == 2
+    assert {"train_loss", "val_loss"} <= result["metrics"].keys()
+    names = [Path(path).name for path in result["checkpoints"]]
+    assert names == result["listed"] == [f"checkpoint_step={step:08d}" for step in (12, 16, 18)]
+    for path in result["checkpoints"]:
+        assert [entry.name for entry in Path(path).iterdir()] == ["checkpoint.ckpt"]
+        assert CheckpointStore(path).find() == [Path(path) / "checkpoint.ckpt"]
+    task = Network()
+    treadle.load_weights(task, Path(result["checkpoints"][-1]) / "checkpoint.ckpt")
+    weights = {name: value.flatten().tolist() for name, value in task.state_dict().items()}
+    assert weights == read_weights(cluster)[0]
+
+
+def test_a_search_stops_bad_trials(cluster):
+    found = json.loads((cluster / "search").read_text())
+    assert found["errors"] == []
+    assert found["reports"] == {"0.05": 4, "1e-06": 1, "2e-06": 1}
+    lr, loss, steps, checkpoint = found["best"]
+    assert (lr, steps) == (0.05, 24)
+    assert loss < 1
+    assert (Path(checkpoint) / "run.ckpt" / "manifest.json").is_file()
+    assert len(read_steps(cluster / "trial-0.05")) == 24
+    assert len(read_steps(cluster / "trial-1e-06")) == 6
+
+
+def read_steps(folder):
+    return (folder / "losses-0").read_text().splitlines()
+
+
+def test_a_trial_starts_no_processes_of_its_own(cluster):
+    refused = (cluster / "trial-0.05" / "refused").read_text()
+    assert refused.startswith("devices=2 starts 2 processes, but this is a worker of Ray")
+    assert "TorchTrainer with ScalingConfig(num_workers=2)" in refused
+
+
+def test_the_example_trains(cluster):
+    words = (cluster / "example").read_text().split()
+    assert float(words[words.index("accuracy") + 1].rstrip(",")) > 0.85
+    assert (Path(words[-1]) / "checkpoint.ckpt" / "manifest.json").is_file()
+
+
+@pytest.mark.exhaustive
+def test_the_example_searches(tmp_path):
+    start(tmp_path, "example(folder, '--epochs', '3', '--search')")
+    lines = (tmp_path / "example").read_text().splitlines()
+    assert lines[-1] in ("best: lr 0.003", "best: lr 0.01")
+    assert sum(line.startswith("lr ") and ": 1 epochs" in line for line in lines) >= 2
+
+
+@pytest.mark.exhaustive
+def test_the_rank_that_keeps_the_store_is_killed(tmp_path):
+    (tmp_path / "ray").mkdir()
+    start(tmp_path / "ray", "train(folder, 0)")
+    check_training(tmp_path / "ray", undisturbed(tmp_path / "alone"), killed=0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["SYNC", "ASYNC"])
+def test_ray_copies_the_checkpoints(mode, tmp_path):
+    (tmp_path / "ray").mkdir()
+    start(tmp_path / "ray", f"train(folder, 1, '{mode}')")
+    check_training(tmp_path / "ray", undisturbed(tmp_path / "alone"), killed=1)
+    test_metrics_and_committed_checkpoints_are_reported(tmp_path / "ray")
+
+
+@pytest.mark.exhaustive
+def test_a_trial_continues_from_the_checkpoint_of_another(tmp_path):
+    start(tmp_path, "population(folder)")
+    found = json.loads((tmp_path / "population").read_text())
+    assert found["errors"] == []
+    assert [steps for steps, *_ in found["reports"]] == [18, 18]
+    begins = [line.split() for file in tmp_path.glob("perturbed-*") for line in file.read_text().splitlines()]
+    epochs = {int(step) // 6 for step, *_ in begins}
+    assert epochs > {0}
+    for step, rate, configured in begins:  # halved with each epoch
+        assert float(rate) == pytest.approx(float(configured) * 0.5 ** (int(step) // 6))
+
+
+@pytest.mark.exhaustive
+def test_a_worker_that_hangs_is_named_and_ends_the_run(tmp_path):
+    text = start(tmp_path, "hang(folder)")
+    assert "rank 1 of 2 has made no progress for 4 s: in Hang.on_train_batch_end" in text
+    assert (tmp_path / "failed").read_text() == "WorkerGroupError"
+
+
+def test_outside_of_ray_the_callbacks_name_where_they_belong():
+    source = (
+        "import treadle, torch\n"
+        "from treadle.integrations.ray import RayTrainReportCallback, TuneReportCheckpointCallback\n"
+        "from treadle.compat.ray import RayLightningEnvironment\n"
+        "def say(make):\n"
+        "    try: make()\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+        "say(RayTrainReportCallback)\n"
+        "say(RayLightningEnvironment)\n"
+        "say(lambda: TuneReportCheckpointCallback(on='validation_ends'))\n"
+        "trainer = treadle.Trainer(logger=False, callbacks=[TuneReportCheckpointCallback()])\n"
+        "say(lambda: trainer.fit(treadle.TaskModule(), [1]))\n"
+    )
+    done = script(source, env=ENVIRONMENT)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("RuntimeError", "ValueError"))]
+    assert lines[0].startswith("RuntimeError RayTrainReportCallback reports to Ray Train, and this is not one")
+    assert lines[1].startswith("RuntimeError this is not a worker of Ray Train")
+    assert lines[2].startswith("ValueError on='validation_ends' must be one of 'validation_end'")
+    assert lines[3].startswith("RuntimeError TuneReportCheckpointCallback reports to Ray Tune"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["RayTrainReportCallback", "TuneReportCheckpointCallback"])
+def test_without_ray_the_error_names_the_extra(name):
+    source = (
+        "import importlib.util, sys\n"
+        "sys.modules['ray'] = None\n"
+        "before = importlib.util.find_spec\n"
+        "import treadle.common.optional as optional\n"
+        "optional.find_spec = lambda package: None if package == 'ray' else before(package)\n"
+        f"from treadle.integrations import {name}\n"
+        f"{name}()\n"
+    )
+    done = script(source)
+    assert f"{name} needs the package 'ray', which is not installed: pip install 'treadle[ray]'" in done.stderr
+
+
+def test_ray_is_imported_by_those_who_use_it():
+    source = "import sys, treadle.integrations.ray as ours; ours.__all__; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
