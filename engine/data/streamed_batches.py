@@ -526,8 +526,8 @@ class StreamedBatches:
         if self.skip and not isinstance(self.source, list | tuple):
             warn(
                 f"{self._explain_rereading()}, so {self.skip} samples are read again and passed over to resume where "
-                "the run stopped. A dataset with state_dict/load_state_dict resumes at once without workers, a loader "
-                "with them always."
+                "the run stopped. A dataset with state_dict and load_state_dict resumes at once without workers, and "
+                "with them in torchdata's StatefulDataLoader."
             )
         with self._lend():
             while (batches < self.done if presharded else passed < self.skip) and (read := self._read(source, 1)):
