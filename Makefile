@@ -6,6 +6,9 @@ BENCH := .venv-bench
 # Tests start many processes; each would compile the whole package where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
+# 6 MB. The dependencies it names would replace NumPy, transformers and torch by older ones, and bring torchvision.
+STREAMING := mosaicml-streaming Brotli catalogue cramjam python-snappy zstd
+
 .PHONY: install demo test test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types compat wheel bench bench-gpu clean
 
 install: $(VENV)/.installed
@@ -13,6 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt $(STREAMING)
 	touch $@
 
 demo: install

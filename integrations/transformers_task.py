@@ -116,8 +116,8 @@ class TransformersTask(TaskModule):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
         """Return the loss of a batch, and how many labels it is a mean over where these are tokens."""
         outputs = self(batch)
-        loss = self._get_loss(outputs, batch)
         weight = self.count_targets(batch)
+        loss = self._get_loss(outputs, batch, weight)
         self.log("train_loss", loss, prog_bar=True)
         return {"loss": loss} if weight is None else {"loss": loss, "weight": weight}
 
@@ -219,18 +219,19 @@ class TransformersTask(TaskModule):
         outputs = self(batch)
         count = self.count_targets(batch)
         weight = None if count is None else int(count)  # one read per batch; training has none
-        self.log(f"{stage}_loss", self._get_loss(outputs, batch), prog_bar=True, batch_size=weight)
+        self.log(f"{stage}_loss", self._get_loss(outputs, batch, count), prog_bar=True, batch_size=weight)
         if metrics:
             self.update_metrics(metrics, outputs.logits, batch)
             self.log_dict({f"{stage}_{name}": metric for name, metric in metrics.items()}, on_step=False, on_epoch=True)
 
-    def _get_loss(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-        loss = getattr(outputs, "loss", None)
+    def _get_loss(self, outputs: Any, batch: Mapping[str, Any], count: Tensor | None) -> Tensor:
+        loss: Tensor | None = getattr(outputs, "loss", None)
         if loss is None:
             raise ValueError(
                 f"{type(self.model).__name__} returned no loss for a batch with {', '.join(batch)}: it needs labels."
             )
-        return loss
+        # A batch whose labels are all left out has a mean over nothing, which is not a number.
+        return loss if count is None else torch.where(count > 0, loss, torch.zeros_like(loss))
 
     def _select_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the labels of tokens as the loss takes them; None if labels are of whole samples."""

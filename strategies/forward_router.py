@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-BALLOT_SIZE = 5
+BALLOT_SIZE = 7
 
 
 class Ballot:

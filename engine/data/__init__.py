@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .joint_loader import JointLoader
     from .loader import Loader, batch_indices
     from .micro_batches import Cursor, Micro, share
+    from .outlook import Outlook
     from .sampler_rng import preserve_loader_state
     from .seedable_sampler import replace_random_sampler
     from .sharded_sampler import get_length, shards_itself

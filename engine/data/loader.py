@@ -16,6 +16,7 @@ from ...strategies import World
 from ..rng import Draw, RandomStream
 from .dataset_check import say_other_length
 from .micro_batches import Cursor, GroupPlanner, Micro
+from .read_ahead import choose_depth
 from .sampler_rng import (
     Draws,
     find_generators,
@@ -92,6 +93,7 @@ class Loader:
         self._started = False  # the view's persistent workers, in this process or in the one it goes on from
         self._repeats = False  # each epoch has the first one's order
         self._first: dict[str, Any] | None = None  # what that was drawn from
+        self._votes_at_once = world.device.type == "cpu"  # else they are read one step later; see `Agreement`
         self._plan: ShardedBatches | StreamedBatches
         self._view: Any = source
         self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
@@ -136,7 +138,9 @@ class Loader:
                 knows = None
             if knows is None and not self.evaluation and (reason := explain_not_repeatable(source.dataset)):
                 warn(f"a run cannot resume exactly within an epoch of this stream: {reason}.")
-            streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, knows, gap)
+            depth = 0 if self.evaluation else choose_depth(source, knows, self._votes_at_once)
+            streamed = StreamedBatches(source, counted, planner, draws, lent, knows, gap, self._cursor, depth)
+            self._plan = streamed
             if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
                 settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
             follow_iterator(view, streamed)
@@ -179,7 +183,7 @@ class Loader:
             batches = self._begin()
         micros = self._plan.micros
         cursor, stream, move, planner = self._cursor, self._stream, self.move, self._plan.planner
-        outer = cursor.micro, cursor.number  # of a loop around this one, such as training around a validation
+        outer = cursor.micro, cursor.number, cursor.outlook  # of a loop around this one, such as training around a validation
         micro: Micro | None = None
         try:
             while True:
@@ -211,7 +215,7 @@ class Loader:
                 self.end_epoch()
         finally:
             if cursor.micro is micro:
-                cursor.micro, cursor.number = outer
+                cursor.micro, cursor.number, cursor.outlook = outer
 
     def groups(self) -> Iterator[Iterable[Any]]:
         """Yield groups of micro-batches; one group is one optimizer step. Call `end_epoch` after the last one."""

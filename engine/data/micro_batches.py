@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from .outlook import Outlook
 from .rank_shares import RankShares
 
 
@@ -19,15 +20,17 @@ class Cursor:
         read: batches that this process has read.
         number: what ``read`` was with the current batch, which tells it from others with the same facts.
         around: makes the context to work on a batch in, told whether it is a short one that ends an epoch; or None.
+        outlook: what the votes of the current group are to tell of a coming one; or None.
     """
 
-    __slots__ = ("around", "micro", "number", "read", "waited")
+    __slots__ = ("around", "micro", "number", "outlook", "read", "waited")
 
     def __init__(self) -> None:
         self.micro: Micro | None = None
         self.waited = 0.0
         self.read = self.number = 0
         self.around: Callable[[bool], AbstractContextManager[Any]] | None = None
+        self.outlook: Outlook | None = None
 
 
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE

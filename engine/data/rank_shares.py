@@ -9,6 +9,7 @@ import torch
 
 from ...common.messages import announce, named_ranks
 from ...strategies import World
+from .outlook import Outlook
 
 
 @dataclass(slots=True, frozen=True)
@@ -19,11 +20,13 @@ class Share:
         samples: samples in an epoch, where each batch's size follows from them; None where it does not.
         batch_size: samples in a full batch.
         batches: batches in an epoch; None where that is not known.
+        depth: how many groups of micro-batches may be read ahead of the loop; 0 where none may.
     """
 
     samples: int | None
     batch_size: int
     batches: int | None
+    depth: int = 0
 
 
 class RankShares:
@@ -32,11 +35,16 @@ class RankShares:
     All ranks stay in step until the last one has read its data: a rank without a batch takes part with weight zero.
     So no rank waits for another that has left, and no sample is dropped.
 
-    Where each rank's batches follow from the length of its data, the lengths are exchanged once. Else (streams, batch
-    samplers) one sum per optimizer step is exchanged, on the host.
+    Where each rank's batches follow from the length of its data, the lengths are exchanged once. Of a stream that may
+    be read ahead the ranks vote on the group to come beside the gradients; see `Outlook`. In all other cases (the first
+    group, a group that some rank can fill in part only, streams that may not be read ahead, batch samplers) one sum is
+    exchanged on the host before the group.
 
     Args:
         size: the world size.
+
+    Attributes:
+        depth: how many groups of micro-batches every rank reads ahead of the loop; 0 where none are.
     """
 
     def __init__(self, size: int) -> None:
@@ -45,6 +53,8 @@ class RankShares:
         self._shares: list[Share] | None = None
         self._alike: Counter[Share] | None = None  # how many ranks have each, where all sizes follow from the lengths
         self._announced = False
+        self._batch_size = 0
+        self.depth = 0
 
     def agree(self, share: Share, world: World, source: str) -> None:
         """Exchange the lengths. Call it on all ranks.
@@ -64,6 +74,9 @@ class RankShares:
             raise _make_empty_error([rank for rank, count in enumerate(counts) if count == 0], source)
         self._shares = shares
         self._alike = Counter(shares) if all(share.samples is not None for share in shares) else None
+        self._batch_size = share.batch_size
+        if self._alike is None and all(other.batch_size == share.batch_size for other in shares):
+            self.depth = min(other.depth for other in shares)
         defined_counts = [count for count in counts if count is not None]
         if len(defined_counts) == self.size and len(set(defined_counts)) > 1:
             by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
@@ -78,7 +91,9 @@ class RankShares:
         defined_counts = [count for count in counts if count is not None]
         return max(defined_counts) if len(defined_counts) == len(counts) else None
 
-    def totals(self, first: int, local_samples: list[int], width: int, source: str) -> list[int]:
+    def totals(
+        self, first: int, local_samples: list[int], width: int, source: str, outlook: Outlook | None = None
+    ) -> list[int]:
         """Return the samples of the next micro-batches, over all ranks; none once all ranks have read their data.
 
         Args:
@@ -86,6 +101,7 @@ class RankShares:
             local_samples: samples of this rank's next micro-batches; fewer than ``width`` at the end of its data.
             width: micro-batches in a full group.
             source: what to call the loader in an error.
+            outlook: what the ranks voted on these micro-batches; None where they did not.
 
         Raises:
             ValueError: on every rank, if some rank has no data and others have.
@@ -96,9 +112,11 @@ class RankShares:
             alike = self._alike.items()
             sums = [sum(ranks * _count_samples(share, first + n) for share, ranks in alike) for n in range(width)]
             return sums[: sums.index(0)] if 0 in sums else sums
-        # The last number counts the ranks that have data left.
-        packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)], device="cpu")
-        *sums, active = self._world.all_reduce(packed).tolist()
+        active = outlook.count_full(self.size) if outlook is not None and outlook.width == width else None
+        if active is None:
+            sums, active = self._exchange(local_samples, width, self._world)
+        else:
+            sums = [active * self._batch_size] * width
         if 0 < active < self.size and not (first and self._announced):  # both are the same on all ranks
             every = self._world.gather_objects(bool(local_samples))
             ended = [rank for rank, some in enumerate(every) if not some]
@@ -108,6 +126,13 @@ class RankShares:
             last = f"after at most {first} batches" if width > 1 else f"after {first} batches"
             self._announce(f"{named_ranks(ended)} of {self.size} ran out of data {last}")
         return sums[: sums.index(0)] if 0 in sums else sums
+
+    @staticmethod
+    def _exchange(local_samples: list[int], width: int, world: World) -> tuple[list[int], int]:
+        """Return the samples of ``width`` micro-batches over all ranks, and how many ranks have some."""
+        packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)], device="cpu")
+        *sums, active = world.all_reduce(packed).tolist()
+        return sums, active
 
     def _announce(self, event: str) -> None:
         if not self._announced:

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -15,11 +16,12 @@ from ...common.messages import announce, warn
 from ...strategies import World
 from ..rng import Draw, RandomStream, State, seed_from
 from .batch_digest import digest
-from .micro_batches import GroupPlanner, Micro, avoid_rewind
+from .micro_batches import Cursor, GroupPlanner, Micro, avoid_rewind
+from .outlook import Outlook
 from .rank_shares import RankShares, Share, compare_across_ranks
 from .sampler_rng import Draws, get_stateful
 from .sharded_sampler import get_length
-from .source_libraries import split_over
+from .source_libraries import explain_split, split_over
 from .workers import TORCH_SEEDED, SeededStream, note_workers, seed_epoch
 
 
@@ -74,6 +76,23 @@ class Unwrapped:
         return getattr(self.iterator, name)
 
 
+@dataclass(slots=True, frozen=True)
+class BatchAhead:
+    """A batch that was read ahead of the loop.
+
+    Attributes:
+        size: its samples.
+        batch: what the source yielded.
+        state: where the source was before it was read; None of a source that cannot say.
+        drawn: what was drawn to read it; None where this process draws nothing.
+    """
+
+    size: int
+    batch: Any
+    state: Any
+    drawn: Draw | None
+
+
 class StreamedBatches:
     """Reads the batches of a stream, in groups with exact weights.
 
@@ -84,6 +103,9 @@ class StreamedBatches:
 
     A rank without a batch in a round takes part with weight zero.
 
+    A stream that splits itself by rank may be read ahead of the loop by a group of micro-batches or two, so that the
+    ranks can vote on its end beside their gradients; see `RankShares`.
+
     Args:
         source: the user's loader or iterable.
         counted: the samples of a full batch, where ``sizes`` has those of each; None where batches weigh the same.
@@ -93,6 +115,8 @@ class StreamedBatches:
             draws is the same on every rank, and the same again after a resume.
         stateful: an object with ``state_dict`` and ``load_state_dict`` that knows where the source is, or None.
         gap: why a state that the source has is not asked for, or "".
+        cursor: where to say what the votes of a group of micro-batches are to tell of a coming one.
+        depth: how many groups of micro-batches may be read ahead of the loop.
 
     Attributes:
         order: what the epoch was drawn from; where it is set before the epoch begins, that epoch comes again.
@@ -112,8 +136,12 @@ class StreamedBatches:
         lent: bool,
         stateful: Any,
         gap: str = "",
+        cursor: Cursor | None = None,
+        depth: int = 0,
     ) -> None:
         self.gap = gap
+        self.cursor = cursor
+        self.depth = depth
         self.compare: World | None = None
         self.first_digest = ""
         self._expected = ""  # the digest of the epoch that is resumed
@@ -134,6 +162,8 @@ class StreamedBatches:
         self.seeded: SeededStream | None = None  # the dataset, where its workers outlive an epoch
         self.workers: dict[str, Any] | None = None  # what they were started from
         self.sizes: deque[int] = deque()
+        self._ahead: deque[BatchAhead] = deque()
+        self._outlooks: deque[Outlook | None] = deque()  # of the groups to come, the next one first
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0) -> None:
@@ -141,6 +171,10 @@ class StreamedBatches:
         self.epoch, self.skip, self.limit, self.done = epoch, skip, limit, done
         self.sizes.clear()
         self._pushed.clear()
+        self._ahead.clear()
+        self._outlooks.clear()
+        self._is_exhausted = False  # the source's end was met while reading ahead
+        self._state_at_end: Any = None  # of the source, before that
         self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
     @property
@@ -162,7 +196,7 @@ class StreamedBatches:
 
     def share(self) -> Share:
         """How long this rank's own data is; where batches hold unknown numbers of samples, batches weigh the same."""
-        return Share(None, self.counted or 1, get_length(self.source))
+        return Share(None, self.counted or 1, get_length(self.source), self.depth)
 
     def agree(self, world: World) -> None:
         """Find out what the ranks read, as far as that is known before the first batch. All ranks must ask."""
@@ -317,22 +351,78 @@ class StreamedBatches:
         first = self.done
         while left is None or left > 0:
             width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
-            group = [] if self._ended else self._read(source, width)
+            outlook = self._pop_outlook(shares)
+            group, drawn = self._take_group(source, width, shares)
             self._ended = self._ended or len(group) < width
-            totals = shares.totals(first, [count for count, _ in group], width, self._name)
+            totals = shares.totals(first, [count for count, _ in group], width, self._name, outlook)
             if not totals:
                 return
             stand_in = group[-1][1] if group else stand_in
             if stand_in is None:  # resumed just behind the end of this rank's data
                 with self._lend():
                     stand_in = next(iter(self.source))
-            drawn = self._take_drawn()
             group += [(0, stand_in)] * (len(totals) - len(group))
+            first, left = first + len(totals), None if left is None else left - len(totals)
             sizes = [(count, total) for (count, _), total in zip(group, totals, strict=True)]
             for micro, (_, batch) in zip(self.planner.plan(sizes), group, strict=True):
+                if micro.last and shares.depth:
+                    self._look_ahead(source, left, shares)
                 self.micros.append((micro, drawn, None))
                 yield batch
-            first, left = first + len(totals), None if left is None else left - len(totals)
+
+    def _take_group(
+        self, source: Iterator[Any], width: int, shares: RankShares
+    ) -> tuple[list[tuple[int, Any]], Draw | None]:
+        """Return the next group of micro-batches, fewer where the stream ends, and what was drawn to read them."""
+        if shares.depth:
+            self._read_ahead(source, width)
+        taken = [self._ahead.popleft() for _ in range(min(width, len(self._ahead)))]
+        group = [(read.size, read.batch) for read in taken]
+        if len(group) < width and not (self._ended or self._is_exhausted):
+            group += self._read(source, width - len(group))
+        drawn = self._take_drawn() if not taken or len(group) > len(taken) else taken[-1].drawn
+        if drawn is not None and taken and taken[0].drawn is not None:
+            drawn = Draw(taken[0].drawn.before, drawn.after)
+        return group, drawn
+
+    def _read_ahead(self, source: Iterator[Any], count: int) -> None:
+        """Read until ``count`` batches lie ahead of the loop, or the stream ends."""
+        while len(self._ahead) < count and not (self._ended or self._is_exhausted):
+            state = None if self.stateful is None else self.stateful.state_dict()
+            if not (read := self._read(source, 1)):
+                self._is_exhausted, self._state_at_end = True, state
+                return
+            self._ahead.append(BatchAhead(*read[0], state, self._take_drawn()))
+
+    def _look_ahead(self, source: Iterator[Any], left: int | None, shares: RankShares) -> None:
+        """Read the group that the votes of the current one are to tell of, and say what this rank knows of it."""
+        begin, width = 0, 0
+        for _ in range(shares.depth):
+            begin += width
+            width = self.planner.accumulate() if left is None else min(left - begin, self.planner.accumulate())
+        outlook = None
+        if width > 0:
+            self._read_ahead(source, begin + width)
+            sizes = [read.size for read in itertools.islice(self._ahead, begin, begin + width)]
+            outlook = Outlook(width, is_full=sizes == [self.counted or 1] * width, has_ended=not sizes)
+        self._outlooks.append(outlook)
+        assert self.cursor is not None
+        self.cursor.outlook = outlook
+
+    def _pop_outlook(self, shares: RankShares) -> Outlook | None:
+        """Return what the ranks voted on the group that comes next; None where they did not.
+
+        A loop whose backward carries no votes answers none. Then reading ahead is given up, on all ranks alike.
+        """
+        if self.cursor is not None:
+            self.cursor.outlook = None
+        if not shares.depth or len(self._outlooks) < shares.depth:
+            return None
+        outlook = self._outlooks.popleft()
+        if outlook is not None and not outlook.is_settled:
+            shares.depth = 0
+            self._outlooks.clear()
+        return outlook
 
     def _compare_ranks(self, source: Iterator[Any], world: World) -> None:
         """Find out whether the ranks read one stream, or each one of its own: compare their first batches.
@@ -351,8 +441,7 @@ class StreamedBatches:
         elif isinstance(self.source, DataLoader):
             announce(
                 f"all {world.size} ranks read the whole of {self._name} and keep every {format_ordinal(world.size)} "
-                "batch. Split the stream by rank to read only a share of it: in __iter__, or with "
-                "datasets.distributed.split_dataset_by_node(dataset, rank, world_size)."
+                f"batch. {explain_split(self.source.dataset, world.size)}"
             )
 
     def _compare_first(self, source: Iterator[Any]) -> None:
@@ -382,7 +471,11 @@ class StreamedBatches:
         stream = None if self.order is None else self.draws.stream.get_state() if drawn is None else drawn.after
         # A source whose end was met may say already that it begins anew.
         ended = self.order is not None and self._ended
-        return {"source": self.stateful.state_dict(), "stream": stream, "ended": ended}
+        if self._ahead:
+            source_state = self._ahead[0].state
+        else:
+            source_state = self._state_at_end if self._is_exhausted else self.stateful.state_dict()
+        return {"source": source_state, "stream": stream, "ended": ended}
 
     def load_state(self, state: dict[str, Any] | None, first_digest: str = "") -> None:
         """Let the next iteration begin where `state` was taken; None leaves it to reading and passing over.
@@ -433,8 +526,8 @@ class StreamedBatches:
         if self.skip and not isinstance(self.source, list | tuple):
             warn(
                 f"{self._explain_rereading()}, so {self.skip} samples are read again and passed over to resume where "
-                "the run stopped. A dataset with state_dict/load_state_dict resumes at once without workers, a loader "
-                "with them always."
+                "the run stopped. A dataset with state_dict and load_state_dict resumes at once without workers, and "
+                "with them in torchdata's StatefulDataLoader."
             )
         with self._lend():
             while (batches < self.done if presharded else passed < self.skip) and (read := self._read(source, 1)):

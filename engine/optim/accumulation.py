@@ -67,7 +67,7 @@ class Accumulation:
         self.models = models
         self.optimizers = optimizers
         self.scaler = scaler
-        self.agreement = Agreement(world, strategy)
+        self.agreement = Agreement(world, strategy, cursor)
         self.always_agree = False
         self.watches_gradients = False
         self.guard: Callable[[PreparedOptimizer], bool] | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...strategies import BALLOT_SIZE, Strategy, World
+from ..data import Cursor
 from .gradient_check import (
     HostCheck,
     collect_gradients,
@@ -20,9 +21,10 @@ from .gradient_check import (
 )
 
 if TYPE_CHECKING:
+    from ..data import Outlook
     from .prepared_optimizer import PreparedOptimizer
 
-_WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL = range(5)
+_WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
 
 
 class Agreement:
@@ -30,6 +32,11 @@ class Agreement:
 
     A world of one answers at once. On accelerators the answer is read one step later, so that nothing waits for the
     device; ``immediate`` asks for it in the same step all the same.
+
+    Args:
+        world: all processes.
+        strategy: how the votes travel.
+        cursor: tells which coming group of micro-batches the votes are to describe too; see `Outlook`.
 
     Attributes:
         stop_vote: this process wants to stop; set it at any time.
@@ -48,7 +55,7 @@ class Agreement:
             where the host knows in the same step, or nobody asked.
     """
 
-    def __init__(self, world: World, strategy: Strategy) -> None:
+    def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:
         self.stop_vote = False
         self.stop = False
         self.leave_vote = False
@@ -62,6 +69,8 @@ class Agreement:
         self.not_finite: Tensor | None = None
         self.alone = world.size == 1
         self._world = world
+        self._cursor = cursor
+        self._outlook: Outlook | None = None  # that the votes of the current step describe
         self.immediate = world.device.type == "cpu"
         self.next_place: Any = None
         self._read_place: Any = None
@@ -137,6 +146,9 @@ class Agreement:
             votes[_LEAVE] = 1.0
         if self.signal_vote:
             votes[_SIGNAL] = 1.0
+        outlook = self._outlook = self._cursor.outlook
+        if outlook is not None:
+            votes[_FULL], votes[_ENDED] = float(outlook.is_full), float(outlook.has_ended)
         if self._taints or self._norms or not (self.local_finite and self._gradients_finite):
             votes[_TAINT] = self.taint()
         self._strategy.start_agreement(votes)
@@ -183,13 +195,13 @@ class Agreement:
         summed = None if self.alone else self._strategy.agreement()
         if self._on_host:
             if summed is not None:
-                self._read_votes(summed.tolist())
+                self._read_votes(summed.tolist(), self._outlook)
             if not self._gradients_finite:
                 self.finite, self._gradients_finite = False, True
             if self.finite:
                 self.micro_batches = 0
         elif summed is not None or self.watch_finite:
-            ballots = Ballots(summed, self._taints, self._norms, self._watched, self.next_place)
+            ballots = Ballots(summed, self._taints, self._norms, self._watched, self.next_place, self._outlook)
             self._taints, self._norms, self._watched = [], [], []
             if self.immediate:
                 self._read(ballots)
@@ -201,16 +213,18 @@ class Agreement:
             self.stop = self.stop_vote
         return None if summed is None else summed[_WEIGHT]
 
-    def _read_votes(self, votes: list[float]) -> None:
+    def _read_votes(self, votes: list[float], outlook: Outlook | None) -> None:
         self.stop = votes[_STOP] > 0
         self.leaves = round(votes[_LEAVE])
         self.signaled = votes[_SIGNAL] > 0
         self.finite = not math.isnan(votes[_TAINT])
+        if outlook is not None:
+            outlook.settle(votes[_FULL], votes[_ENDED], self._world.size)
 
     def _read(self, ballots: Ballots) -> None:
         votes, losses, norms = ballots.read()
         if votes is not None:
-            self._read_votes(votes)
+            self._read_votes(votes, ballots.outlook)
         self._note_losses(losses)
         self._bad_parameters = [p for p, norm in zip(ballots.watched, norms, strict=False) if not math.isfinite(norm)]
         self.finite = (self.finite if votes is not None else self.local_finite) and not self._bad_parameters
@@ -242,7 +256,7 @@ class Agreement:
         self.stop_vote = self.stop = self.leave_vote = False
         self.signaled = self.signal_vote and self.alone  # a signal that came before the first step counts
         self.leaves = 0
-        self._read_place = self.next_place = None
+        self._read_place = self.next_place = self._outlook = None
         self._pending = self.not_finite = None
 
 
@@ -255,10 +269,17 @@ class Ballots:
         norms: of each gradient that was looked at.
         watched: the parameters that these are of.
         place: what names the step.
+        outlook: what the votes tell of a coming group of micro-batches.
     """
 
     def __init__(
-        self, votes: Tensor | None, taints: list[Tensor], norms: list[Tensor], watched: list[Tensor], place: Any
+        self,
+        votes: Tensor | None,
+        taints: list[Tensor],
+        norms: list[Tensor],
+        watched: list[Tensor],
+        place: Any,
+        outlook: Outlook | None = None,
     ) -> None:
         self.sizes = [0 if votes is None else len(votes), len(taints), len(watched) if norms else 0]
         values = [torch.stack(taints)] if taints else []
@@ -266,6 +287,7 @@ class Ballots:
         values += [] if votes is None else [votes.float()]
         self.watched = watched
         self.place = place
+        self.outlook = outlook
         self._on_device = torch.cat(values) if values else torch.zeros(0, device="cpu")
         self._on_host = self._on_device
         self._event: torch.cuda.Event | None = None

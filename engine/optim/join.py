@@ -24,8 +24,7 @@ class _JoinedAgreement(Agreement):
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator.world, accelerator.strategy)
-        self._cursor = accelerator.cursor
+        super().__init__(accelerator.world, accelerator.strategy, accelerator.cursor)
 
     def vote(self, weight: float | Tensor | None) -> None:
         if self._cursor.micro is None:

@@ -111,6 +111,22 @@ def test_the_gradient_is_the_mean_over_all_targets(kind, strategy, ranks):
         torch.testing.assert_close(stepped[name], value, rtol=1e-5, atol=1e-8)
 
 
+def test_a_batch_without_labels_weighs_nothing():
+    """Its mean over nothing is not a number; texts that are all prompt, or of a single token, have no labels."""
+
+    def train_and_validate(rows):
+        task = PlainTask(causal().eval())
+        task.eval()
+        trainer = treadle.Trainer(max_epochs=1, accumulate_grad_batches=99, **QUIET)
+        loader = DataLoader(rows, 2, collate_fn=collate_causal)
+        trainer.fit(task, loader)
+        return task.state_dict(), trainer.validate(task, loader)
+
+    (whole, (validated,)), (expected, (of_texts,)) = map(train_and_validate, ([*texts()[:2], [5], [7]], texts()[:2]))
+    assert all(torch.equal(whole[name], value) for name, value in expected.items())
+    assert validated["val_loss"] == of_texts["val_loss"]
+
+
 def evaluated(kind, strategy):
     build, collate = KINDS[kind]
     count = 3 if kind == "classes" else VOCABULARY

@@ -1,0 +1,75 @@
+"""How far a stream may be read ahead of the loop, so that the ranks can vote on its end; see `Outlook`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from .sampler_rng import get_stateful
+from .source_libraries import copies_state
+
+_LEVELS = 5  # the network of an agent of a source of experience of a dataset; a pipeline's list is a level too
+_OBJECTS = 1000
+_ITEMS = 100  # a longer list is data
+
+
+def choose_depth(source: DataLoader[Any], state_owner: Any, votes_at_once: bool) -> int:
+    """Return how many groups of micro-batches of a stream may be read ahead of the loop.
+
+    None may if this process reads the stream and its samples may follow from the training, as do those that the model
+    generates. None may either if the stream has a state that could be expensive to ask for before each batch, or that
+    could change after it was asked for.
+
+    Args:
+        source: the user's loader of an ``IterableDataset``.
+        state_owner: what says where the stream is, for a checkpoint; or None.
+        votes_at_once: votes are read in the step that casts them, not one step later.
+    """
+    owners = [state_owner]
+    if source.num_workers == 0:
+        if holds_model(source.dataset):
+            return 0
+        owners.append(get_stateful(source.dataset))  # a loader with a state asks the dataset for its own
+    if any(owner is not None and not copies_state(owner) for owner in owners):
+        return 0
+    return 1 if votes_at_once else 2
+
+
+def holds_model(dataset: Any) -> bool:
+    """Return whether a module is within reach of a dataset: as an attribute, or as one of an object or a function."""
+    visited, level = set[int](), [dataset, getattr(type(dataset), "__iter__", None)]
+    for _ in range(_LEVELS):
+        following = []
+        for value in level:
+            if isinstance(value, nn.Module):
+                return True
+            if id(value) not in visited and len(visited) < _OBJECTS:
+                visited.add(id(value))
+                following += _iter_held(value)
+        level = following
+    return any(isinstance(value, nn.Module) for value in level)
+
+
+def _iter_held(value: Any) -> Iterator[Any]:
+    """Yield the attributes of an object, the items of a short list, a method's object, a function's variables."""
+    if isinstance(value, MethodType):
+        yield value.__self__
+    elif isinstance(value, partial):
+        yield value.func
+        yield from value.args
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # not filled yet
+                yield cell.cell_contents
+        yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+    elif isinstance(value, list | tuple | dict):
+        if len(value) <= _ITEMS:
+            yield from value.values() if isinstance(value, dict) else value
+    elif not isinstance(value, type | ModuleType):
+        yield from getattr(value, "__dict__", {}).values()

@@ -1,0 +1,82 @@
+"""MosaicML's streams: each rank and worker reads its share, and a resume goes on by their own state."""
+
+import warnings
+
+import pytest
+import torch
+from mosaic import import_streaming
+from processes import run
+from torch.utils.data import DataLoader, get_worker_info
+
+import treadle
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SAMPLES, BATCH, STOP, WORKERS = 96, 4, 5, 2
+READ = torch.zeros(WORKERS, dtype=torch.int64).share_memory_()
+"""What each worker of this rank has read; workers inherit the memory."""
+
+
+def write_shards(folder):
+    streaming = import_streaming()
+    with streaming.MDSWriter(out=str(folder), columns={"id": "int"}, size_limit=200) as writer:
+        for number in range(SAMPLES):
+            writer.write({"id": number})
+
+
+def make_loader(folder, workers, own):
+    streaming = import_streaming()
+
+    class Noted(streaming.StreamingDataset):
+        def get_item(self, *args, **kwargs):
+            info = get_worker_info()
+            READ[0 if info is None else info.id] += 1
+            return super().get_item(*args, **kwargs)
+
+    dataset = Noted(local=folder, batch_size=BATCH, shuffle=True, shuffle_seed=3)
+    kind = streaming.StreamingDataLoader if own else DataLoader
+    return kind(dataset, batch_size=BATCH, num_workers=workers)
+
+
+def read(folder, saved, workers, own, resume):
+    """The ids of each batch that counts, by epoch, what the workers read in the first, and the warnings."""
+    accelerator = treadle.Accelerator(cpu=True)
+    epochs, counts = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = accelerator.prepare_data_loader(make_loader(folder, workers, own))
+        if resume:
+            accelerator.load_state(saved)
+        for epoch in range(1 if resume else 2):
+            epochs.append([])
+            for batch in loader:
+                epochs[-1].append(batch["id"].tolist() if accelerator.cursor.micro.samples else [])
+                if epoch and len(epochs[-1]) == STOP:
+                    accelerator.save_state(saved)
+            counts.append(READ.tolist())
+        loader.close()
+    return epochs, counts[0], "\n".join(str(warning.message) for warning in caught)
+
+
+def rare(*values):
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(
+    ("world", "workers", "own"), [(2, WORKERS, True), rare(1, 0, True), rare(2, 0, True), rare(2, WORKERS, False)]
+)
+def test_each_sample_once_and_resumed_at_once_or_said(tmp_path, world, workers, own):
+    import_streaming()
+    write_shards(tmp_path / "shards")
+    arguments = str(tmp_path / "shards"), tmp_path / "saved", workers, own
+    whole, rest = run(read, world, *arguments, False), run(read, world, *arguments, True)
+    for epoch in range(2):
+        ids = [number for epochs, _, _ in whole for batch in epochs[epoch] for number in batch]
+        assert sorted(ids) == list(range(SAMPLES))
+    used = max(workers, 1)
+    said = "cannot resume exactly" in whole[0][2] and "this resume is not exact" in rest[0][2]
+    assert said != own
+    for (epochs, counts, _), (rest_epochs, rest_counts, _) in zip(whole, rest, strict=True):
+        assert counts[:used] == [SAMPLES // world // used] * used
+        assert (rest_epochs[0] == epochs[1][STOP:]) == own
+        if own:
+            assert sum(rest_counts) == SAMPLES // world - STOP * BATCH

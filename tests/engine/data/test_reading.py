@@ -1,0 +1,238 @@
+"""What each rank and each worker really reads of a stream, in an epoch and at a resume."""
+
+import logging
+import warnings
+
+import pytest
+import sources_samples as samples
+import torch
+from processes import run
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+import treadle
+
+WORKERS = 2
+READ = torch.zeros(WORKERS, dtype=torch.int64).share_memory_()
+"""What each worker of this rank has read; workers inherit the memory."""
+
+
+def note(sample):
+    info = get_worker_info()
+    READ[0 if info is None else info.id] += 1
+    return sample
+
+
+def note_all(rows):
+    for _ in rows["id"]:
+        note(None)
+    return rows
+
+
+def take_read():
+    """The reads since the last call, by worker."""
+    counts = READ.tolist()
+    READ.zero_()
+    return counts
+
+
+# -- an epoch ----------------------------------------------------------------------------------------------------------
+
+
+class Files(IterableDataset):
+    """Eight files, of which each rank and each worker opens its own."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        rank, size = samples.rank_and_size()
+        for file in range(8)[rank * workers + worker :: size * workers]:
+            yield from map(note, range(file * 12, file * 12 + 12))
+
+
+def read_shards(shards):
+    for shard in shards:
+        yield from ({"id": note(number)} for number in range(shard * 12, shard * 12 + 12))
+
+
+def hf_files(count=8):
+    import datasets
+
+    return datasets.IterableDataset.from_generator(read_shards, gen_kwargs={"shards": list(range(count))})
+
+
+def web(folder, splitter):
+    import webdataset as wds
+
+    urls = [f"{folder}/{shard}.tar" for shard in range(8)]
+    return wds.WebDataset(urls, nodesplitter=splitter, shardshuffle=False, empty_check=False).map(note)
+
+
+def streams(kind, folder):
+    """A loader of 96 samples in 8 files or shards."""
+    import webdataset as wds
+
+    settings = {"batch_size": 4, "num_workers": WORKERS}
+    makers = {
+        "files": lambda: DataLoader(Files(), **settings),
+        "datasets": lambda: DataLoader(
+            samples.split_by_node(hf_files()), collate_fn=samples.hf_ids, **settings
+        ),
+        "webdataset": lambda: DataLoader(web(folder, wds.split_by_node), collate_fn=samples.tar_ids, **settings),
+        "stateful": lambda: samples.stateful_loader(
+            samples.split_by_node(hf_files()), WORKERS, collate_fn=samples.hf_ids
+        ),
+        "whole datasets": lambda: DataLoader(hf_files(), collate_fn=samples.hf_ids, **settings),
+        "whole webdataset": lambda: DataLoader(
+            web(folder, lambda source: source), collate_fn=samples.tar_ids, **settings
+        ),
+        "whole of seven shards": lambda: DataLoader(hf_files(7), collate_fn=samples.hf_ids, batch_size=4),
+        "whole files": lambda: DataLoader(samples.Stream(), batch_size=4),
+    }  # fmt: skip
+    return makers[kind]()
+
+
+def read_an_epoch(folder, kinds):
+    """By kind: the ids that this rank trains on, what its workers read, and what is said."""
+    words, results = [], {}
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())
+    logging.getLogger("treadle").addHandler(handler)
+    for kind in kinds:
+        accelerator = treadle.Accelerator(cpu=True)
+        loader = accelerator.prepare_data_loader(streams(kind, folder))
+        take_read()
+        ids = [int(i) for batch in loader if accelerator.cursor.micro.samples for i in batch]
+        loader.close()
+        results[kind] = ids, take_read(), "\n".join(words)
+        words.clear()
+    return results
+
+
+SPLIT = ("files", "datasets", "webdataset", "stateful")
+
+
+def test_each_rank_and_worker_reads_its_own_shards_alone(tmp_path):
+    samples.write_tars(tmp_path, shards=8)
+    first, second = run(read_an_epoch, 2, str(tmp_path), SPLIT)
+    for kind in SPLIT:
+        assert first[kind][1] == second[kind][1] == [24, 24], kind
+        assert sorted(first[kind][0] + second[kind][0]) == list(range(samples.SAMPLES)), kind
+
+
+FIXES = {
+    "whole datasets": "Pass datasets.distributed.split_dataset_by_node(dataset, rank, 2): then each rank reads 4 of",
+    "whole webdataset": "Pass nodesplitter=webdataset.split_by_node to WebDataset",
+    "whole of seven shards": "make it of a multiple of 2 files or shards",
+    "whole files": "read only this rank's share, such as files[rank::2]",
+}
+
+
+def test_a_stream_that_is_read_whole_is_named_with_its_librarys_fix(tmp_path):
+    samples.write_tars(tmp_path, shards=8)
+    first, second = run(read_an_epoch, 2, str(tmp_path), FIXES)
+    for kind, fix in FIXES.items():
+        assert "all 2 ranks read the whole of" in first[kind][2], kind
+        assert fix in first[kind][2], kind
+        assert not set(first[kind][0]) & set(second[kind][0]), kind
+    for kind in ("whole datasets", "whole webdataset"):
+        assert first[kind][1] == second[kind][1] == [48, 48]
+
+
+# -- a resume ----------------------------------------------------------------------------------------------------------
+
+LARGE, BATCH, STOP = 100_000, 1000, 90
+
+
+class Indexed(Dataset):
+    def __len__(self):
+        return LARGE
+
+    def __getitem__(self, index):
+        return note(index)
+
+
+class Large(IterableDataset):
+    def __iter__(self):
+        return map(note, samples.of_this_worker(range(LARGE)))
+
+
+class Knowing(Large):
+    """The same, which knows where it stands."""
+
+    at = 0
+
+    def __iter__(self):
+        start, self.at = self.at, 0
+        for self.at, sample in enumerate(samples.of_this_worker(range(LARGE))[start:], start + 1):
+            yield note(sample)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def hf_large():
+    import datasets
+
+    table = datasets.Dataset.from_dict({"id": list(range(LARGE))})
+    return table.to_iterable_dataset(num_shards=8).map(note_all, batched=True, batch_size=BATCH)
+
+
+def large(kind, workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make(loader, dataset, **options):
+        return loader(dataset, batch_size=BATCH, num_workers=workers, **options)
+
+    return {
+        "DataLoader, dataset with a length": lambda: make(DataLoader, Indexed(), shuffle=True),
+        "StatefulDataLoader, dataset with a length": lambda: make(StatefulDataLoader, Indexed(), shuffle=True),
+        "StatefulDataLoader, stream with a state": lambda: make(StatefulDataLoader, Knowing()),
+        "StatefulDataLoader, datasets": lambda: make(StatefulDataLoader, hf_large(), collate_fn=samples.hf_ids),
+        "DataLoader, datasets": lambda: make(DataLoader, hf_large(), collate_fn=samples.hf_ids),
+        "DataLoader, stream without a state": lambda: make(DataLoader, Large()),
+    }[kind]()
+
+
+AT_ONCE = [
+    ("DataLoader, dataset with a length", WORKERS),
+    ("StatefulDataLoader, dataset with a length", WORKERS),
+    ("StatefulDataLoader, stream with a state", WORKERS),
+    ("StatefulDataLoader, datasets", WORKERS),
+    ("StatefulDataLoader, datasets", 0),
+    ("DataLoader, datasets", 0),
+]
+AGAIN = [("DataLoader, datasets", WORKERS), ("DataLoader, stream without a state", 0)]
+
+
+@pytest.mark.parametrize(("kind", "workers"), [*AT_ONCE, *AGAIN])
+def test_a_resume_by_the_sources_own_state_reads_nothing_again(tmp_path, kind, workers):
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(large(kind, workers))
+    take_read()
+    batches = iter(loader)
+    for _ in range(STOP):
+        next(batches)
+    accelerator.save_state(tmp_path / "saved")
+    expected = next(batches)
+    loader.close()
+    assert sum(take_read()) >= STOP * BATCH
+
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(large(kind, workers))
+    accelerator.load_state(tmp_path / "saved")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = next(iter(loader))
+    loader.close()
+    assert torch.equal(torch.as_tensor(resumed), torch.as_tensor(expected))
+    said = any("are read again and passed over" in str(warning.message) for warning in caught)
+    assert said == ((kind, workers) in AGAIN)
+    read = sum(take_read())
+    if said:
+        assert read > STOP * BATCH
+    else:
+        assert read <= BATCH * (1 + 3 * WORKERS)  # the batch, and what the workers read ahead
