@@ -83,13 +83,10 @@ def export(
             folder of a checkpoint, which it would destroy.
         OSError: The disk refused.
     """
-    from ...engine.checkpoint import (
-        OpenCheckpoint,
-        extra_part,
-        filesystem,  # torch, for which --help need not wait
-        model_part,
-    )
+    # torch, for which --help need not wait
+    from ...engine.checkpoint import OpenCheckpoint, extra_part, model_part
     from ...engine.weights import (
+        make_parent,
         nbytes,
         parse_byte_size,
         refuse_checkpoint,
@@ -112,8 +109,7 @@ def export(
     if to_folder:
         write_weights(tensors, aliases, target, parse_byte_size(max_shard_size))
     else:
-        if isinstance(target, Path):
-            filesystem.make_directory(target.absolute().parent)
+        make_parent(target)
         write_atomically(target, lambda beside: write_file(Path(beside), tensors, aliases))
     size = sum(nbytes(tensor) for tensor in tensors.values())
     without = f", without what is no tensor: {', '.join(left_out)}" if left_out else ""

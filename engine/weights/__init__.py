@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .load import Loaded, load_opened, load_weights
     from .pickle_types import check_extent
     from .save import (
+        make_parent,
         nbytes,
         parse_byte_size,
         refuse_checkpoint,

@@ -108,6 +108,12 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
     filesystem.fsync(path.parent)
 
 
+def make_parent(path: AnyPath) -> None:
+    """Make the folder that a file goes to, durably; an object store needs none."""
+    if isinstance(path, Path):
+        filesystem.make_directory(path.absolute().parent)
+
+
 def _clear(paths: Iterable[AnyPath]) -> None:
     """Delete what a failure left, if the disk still lets us; the failure itself is what the caller must hear of."""
     for path in paths:

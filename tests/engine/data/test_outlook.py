@@ -3,16 +3,15 @@
 import os
 
 import pytest
-import sources_samples as samples
 import torch
 from processes import run
 from quiet import trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
-from treadle.callbacks import Callback, ModelCheckpoint
-from treadle.engine.data import rank_shares, read_ahead
+from treadle.callbacks import Callback
 from treadle.engine.data import loader as loaders
+from treadle.engine.data import rank_shares, read_ahead
 from treadle.engine.data.outlook import Outlook
 
 import treadle
