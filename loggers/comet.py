@@ -85,7 +85,7 @@ class CometLogger(ServiceLogger):
         )
         _set_up_import(offline=online is False)
         check_options("comet_ml.ExperimentConfig", kwargs)
-        self._start = {"api_key": api_key, "workspace": workspace, "online": online}
+        self._start: dict[str, Any] = {"api_key": api_key, "workspace": workspace, "online": online}
         self._mode = mode
         self._config = experiment_config
         self._config_options = {"display_summary_level": 0, **kwargs}
@@ -101,7 +101,7 @@ class CometLogger(ServiceLogger):
         import comet_ml
 
         config = self._config or comet_ml.ExperimentConfig(**self._config_options)
-        key = self._version or secrets.token_hex(16)
+        key = str(self._version or "") or secrets.token_hex(16)
         experiment = comet_ml.start(
             project_name=self._name, experiment_key=key, mode=self._mode, experiment_config=config, **self._start
         )

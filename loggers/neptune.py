@@ -87,7 +87,7 @@ class NeptuneLogger(ServiceLogger):
         from goodseed.neptune import Run
 
         # GoodSeed's own ids are drawn from Python's generator, and so the same in each run with one seed.
-        run_id = self._version or secrets.token_hex(6)
+        run_id = str(self._version or "") or secrets.token_hex(6)
         if self._must_exist or self._find_file(run_id).exists():
             self._mark_as_ended(run_id)
             run = Run(project=self._name, resume_run_id=run_id, **self._options)

@@ -54,9 +54,9 @@ class TrackioLogger(ServiceLogger):
         import trackio
 
         # Trackio's own names are drawn from Python's generator, and so the same in each run with one seed.
-        name = self._version or f"run-{secrets.token_hex(4)}"
+        name = str(self._version or "") or f"run-{secrets.token_hex(4)}"
         options = {**self._options, "resume": "must"} if self._begun else self._options
-        run = trackio.init(project=self._name, name=name, **options)
+        run = trackio.init(project=str(self._name), name=name, **options)
         kept = self._read_config(run)
         run.config.update({key: value for key, value in kept.items() if not key.startswith("_")})
         self._version, self._begun, self._has_rows = run.name, True, False
@@ -69,7 +69,7 @@ class TrackioLogger(ServiceLogger):
         if not run._is_local:
             return {}
         try:
-            runs = Api().runs(self._name)
+            runs = Api().runs(str(self._name))
         except ValueError:  # there is no such project yet
             return {}
         return next((found.config or {} for found in runs if found.id == run.id), {})

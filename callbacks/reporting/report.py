@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.mirror import local_folder
-from ...common.remote_path import as_path
+from ...common.remote_path import AnyPath, as_path
 from ...common.validation import check_number
 from ..best_effort import BestEffortCallback
 
@@ -30,7 +30,7 @@ class RunReport(BestEffortCallback):
     that the page of a run that is under way, or was killed, is there too.
 
     Args:
-        dirpath: the folder. Default: the run's, as for `ModelCheckpoint`.
+        dirpath: the folder, or its URL. Default: the run's, as for `ModelCheckpoint`.
         filename: the file's name.
         every_seconds: seconds between two writes, at least, while a run is under way.
 
@@ -49,7 +49,7 @@ class RunReport(BestEffortCallback):
         self.dirpath = dirpath
         self.filename = filename
         self.every_seconds = check_number("every_seconds", every_seconds, 0.0)
-        self.path: Path | None = None
+        self.path: AnyPath | None = None
         self._written = 0.0
         self._begun = False
         self._samples, self._seconds = 0, 0.0  # of training, when fit began

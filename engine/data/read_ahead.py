@@ -45,7 +45,7 @@ def holds_model(dataset: Any) -> bool:
     """Return whether a module is within reach of a dataset: as an attribute, or as one of an object or a function."""
     visited, level = set[int](), [dataset, getattr(type(dataset), "__iter__", None)]
     for _ in range(_LEVELS):
-        following = []
+        following: list[Any] = []
         for value in level:
             if isinstance(value, nn.Module):
                 return True

@@ -185,7 +185,7 @@ class RunFolder:
         for checkpoint_callback in saves:
             checkpoint_callback.dirpath = self._place(checkpoint_callback) or str(self.path / CHECKPOINTS)
         for report in reports:
-            report.dirpath = self._place(report) or self.path
+            report.dirpath = self._place(report) or str(self.path)
         steady = [callback for callback in saves if not isinstance(callback, OnExceptionCheckpoint)]
         # A resume should not fall back to the best checkpoint.
         if not any(callback.keeps_newest for callback in steady):
