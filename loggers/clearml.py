@@ -84,7 +84,7 @@ class ClearMLLogger(ServiceLogger):
 
         if self._offline:
             Task.set_offline(True)
-        task = Task.current_task()
+        task: Any = Task.current_task()
         if task is not None:
             if self._version == task.id or (self._version is None and not self._is_of_a_logger(task)):
                 self._version = task.id

@@ -85,7 +85,7 @@ class CometLogger(ServiceLogger):
         )
         _set_up_import(offline=online is False)
         check_options("comet_ml.ExperimentConfig", kwargs)
-        self._start = {"api_key": api_key, "workspace": workspace, "online": online}
+        self._start: dict[str, Any] = {"api_key": api_key, "workspace": workspace, "online": online}
         self._mode = mode
         self._config = experiment_config
         self._config_options = {"display_summary_level": 0, **kwargs}

@@ -77,7 +77,7 @@ class SwanLabLogger(ServiceLogger):
         )
         check_options("swanlab.init", kwargs, also=OLD_NAMES)
         self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(save_dir or ".")))
-        given = {"project": self._name, "workspace": workspace, "experiment_name": experiment_name}
+        given: dict[str, Any] = {"project": self._name, "workspace": workspace, "experiment_name": experiment_name}
         given |= {"description": description, "mode": mode, "tags": tags}
         self._options = {name: value for name, value in given.items() if value is not None}
         self._options["log_dir"] = os.path.join(self._save_dir, "swanlog") if log_dir is None else os.fspath(log_dir)
