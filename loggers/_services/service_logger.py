@@ -34,6 +34,7 @@ class ServiceLogger(Logger):
         texts: More arguments that are strings or None, by name, to be checked.
     """
 
+    _version: Any = None
     closes_with_stage = True
     """Whether each fit, validation or test closes the run. Else only a failed one and `finish` do."""
 
@@ -50,7 +51,7 @@ class ServiceLogger(Logger):
     ) -> None:
         self.strict = check_bool("strict", strict)
         check_arguments(log_model, {"prefix": prefix, **(texts or {})})
-        self._name = name
+        self._name: Any = name
         self._version = version
         self._prefix = f"{prefix}{separator}" if prefix else ""
         self._log_model = log_model

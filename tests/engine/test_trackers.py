@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import importlib.machinery
+import json
 import sys
 from pathlib import Path
 
@@ -240,14 +241,55 @@ def test_services(world, name, tmp_path, monkeypatch):
     assert kinds[0].removesuffix("Tracker").lower() == name.replace("_", "")
 
 
-def test_images(tmp_path):
-    pytest.importorskip("swanlab")
-    accelerator = cpu(log_with="swanlab", project_dir=tmp_path)
-    accelerator.init_trackers("digits", init_kwargs={"swanlab": {"mode": "offline"}})
-    tracker = accelerator.get_tracker("swanlab")
-    tracker.log_images({"picture": [numpy.zeros((4, 4, 3), numpy.uint8)]}, step=1)
+@pytest.mark.parametrize("name", ["aim", "clearml", "swanlab"])
+def test_images_and_tables(name, tmp_path, monkeypatch):
+    pytest.importorskip(name)
+    PIL = pytest.importorskip("PIL.Image")
+    service, picture = SERVICES[name], numpy.zeros((4, 4, 3), numpy.uint8)
+    for variable, value in service.environment(tmp_path).items():
+        monkeypatch.setenv(variable, value)
+    service.make(tmp_path)  # Aim's repository
+    accelerator = cpu(log_with=name, project_dir=tmp_path / "aim" if name == "aim" else tmp_path)
+    accelerator.init_trackers("digits", init_kwargs={name: OPTIONS[name]})
+    tracker = accelerator.get_tracker(name)
+    if name == "aim":
+        tracker.log_images({"picture": (PIL.fromarray(picture), "black")}, step=1)
+    else:
+        tracker.log_images({"picture": [picture] if name == "swanlab" else picture}, step=1)
+    if name == "clearml":
+        with pytest.raises(ValueError, match=r"log_table\('cells'\) takes data=, or dataframe="):
+            tracker.log_table("cells", columns=["a"])
+        tracker.log_table("cells", columns=["a", "b"], data=[[1, 2]], step=1)
     accelerator.end_training()
-    assert len(list(tmp_path.glob(f"swanlog/run-*-{tracker.logger.version}/media/**/*.png"))) == 1
+    version = tracker.logger.version
+    if name == "aim":
+        from aim.storage.context import Context
+
+        (found,) = service._run(tmp_path, version).get_image_sequence("picture", Context({})).values.values_list()
+        assert found.caption == "black"
+    elif name == "clearml":
+        with open(service._folder(tmp_path, version) / "metrics.jsonl") as lines:
+            events = [event for line in lines for event in json.loads(line)]
+        assert sorted(event["type"] for event in events) == ["plot", "training_debug_image"]
+    else:
+        assert len(list(tmp_path.glob(f"swanlog/run-*-{version}/media/**/*.png"))) == 1
+
+
+def test_a_task_that_the_script_began_stays_open(tmp_path, monkeypatch):
+    clearml = pytest.importorskip("clearml")
+    service = SERVICES["clearml"]
+    for variable, value in service.environment(tmp_path).items():
+        monkeypatch.setenv(variable, value)
+    task = service.make(tmp_path).experiment
+    try:
+        accelerator = cpu(log_with="clearml")
+        accelerator.init_trackers("digits", init_kwargs={"clearml": {"task_id": task.id}})
+        accelerator.log({"x": 1.0}, step=1)
+        assert accelerator.get_tracker("clearml").task is task
+        accelerator.end_training()
+        assert clearml.Task.current_task() is task
+    finally:
+        task.close()
 
 
 def track_on_the_main_process(folder):

@@ -120,14 +120,15 @@ class Aim(Service):
 def _make_repo(folder: Path) -> None:
     """Copies an empty repository: to make one, Aim starts a process that takes seconds."""
     global _template
+    if (folder / "aim").exists():
+        return
     if _template is None:
         from aim import Repo
 
         _template = tempfile.mkdtemp(prefix="aim-")
         atexit.register(shutil.rmtree, _template, ignore_errors=True)
         Repo(_template, init=True)
-    if not (folder / "aim").exists():
-        shutil.copytree(_template, folder / "aim")
+    shutil.copytree(_template, folder / "aim")
 
 
 _template: str | None = None
