@@ -73,8 +73,8 @@ class RayTrainReportCallback(ReportedCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Remove checkpoints that killed workers have saved, or begun to save, and not reported."""
         super().on_train_start(trainer, pl_module)
-        if trainer.is_global_zero and self._saves_in_place:
-            _remove_unreported(self._storage.experiment_fs_path)
+        if trainer.is_global_zero:
+            _remove_unreported(self._storage)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Report if so many steps have been done; the last step of an epoch is reported with the epoch."""
@@ -111,7 +111,11 @@ class RayTrainReportCallback(ReportedCheckpoint):
             return
         mode = self.checkpoint_upload_mode or CheckpointUploadMode.SYNC
         is_main = trainer.is_global_zero
-        folder = trainer.accelerator.world.broadcast(tempfile.mkdtemp(prefix="treadle-ray-") if is_main else "")
+        # In the folder of Ray's session: of a worker that is killed here something may be left.
+        session = self._storage.local_working_directory
+        folder = trainer.accelerator.world.broadcast(
+            tempfile.mkdtemp(prefix="treadle-", dir=session) if is_main else ""
+        )
         try:
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
             self._hand_over(metrics, folder if is_main else None, name, mode)
@@ -166,13 +170,14 @@ def _get_storage() -> Any:
         ) from error
 
 
-def _remove_unreported(experiment: str) -> None:
+def _remove_unreported(storage: Any) -> None:
     """Remove what this callback has written into the folder of a run and Ray does not know."""
     import ray.train
+    from pyarrow.fs import FileSelector
     from ray.train import CheckpointConsistencyMode
 
     known = ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
     reported = {os.path.basename(entry.checkpoint.path) for entry in known}
-    for name in os.listdir(experiment):
-        if name.startswith(_PREFIX) and name not in reported:
-            shutil.rmtree(os.path.join(experiment, name), ignore_errors=True)
+    for entry in storage.storage_filesystem.get_file_info(FileSelector(storage.experiment_fs_path)):
+        if entry.base_name.startswith(_PREFIX) and entry.base_name not in reported:
+            storage.storage_filesystem.delete_dir(entry.path)

@@ -157,7 +157,9 @@ class Hang(treadle.Callback):
 
 def hang_worker(config):
     """What each worker of `hang` does."""
-    fit(config["folder"], [Hang()], timeout={"seconds": 4}, enable_checkpointing=False)
+    from treadle.integrations.ray import RayTrainReportCallback
+
+    fit(config["folder"], [Hang(), RayTrainReportCallback()], timeout={"seconds": 4})
 
 
 def hang(folder):
