@@ -72,7 +72,9 @@ def _page(path):
 
 def on_files(files, config):
     """Add the pages that are made of other files."""
-    files.append(File.generated(config, "results.md", content=RESULTS.read_text(encoding="utf-8")))
+    last_in_search = "---\nsearch:\n  boost: 0.2\n---\n\n"
+    results = last_in_search + RESULTS.read_text(encoding="utf-8")
+    files.append(File.generated(config, "results.md", content=results))
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         notebook = json.loads(Path(file.abs_src_path).read_text(encoding="utf-8"))
         files.remove(file)
