@@ -13,25 +13,25 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from mkdocs.plugins import event_priority
-from mkdocs.structure.files import File
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "build" / "docs" / "package" / "treadle"
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 FENCE = re.compile(r"^( *)```(\w+)[ \t]+(\S[^\n]*)$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
-NOT_RUN = re.compile(r"^ *<!-- not run:.*?-->\n+", re.MULTILINE | re.DOTALL)
+MARKS = re.compile(r"^ *<!-- (?:not run:|make test-all).*?-->\n+", re.MULTILINE | re.DOTALL)  # for the tests
 
 
-@event_priority(100)  # before mkdocstrings looks for the package
 def on_config(config):
     """Lay out the package and expand the nav."""
     copy_package()
-    pages = sorted(path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).rglob("*.*"))
+    pages = [path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).rglob("*.*")]
+    pages.sort(key=lambda page: (not page.endswith("index.md"), page))
     named = set(_entries(config.nav))
     config.nav = _expand(config.nav, [page for page in pages if page not in named])
     return config
+
+
+on_config.mkdocs_priority = 100  # before mkdocstrings looks for the package
 
 
 def copy_package():
@@ -72,6 +72,8 @@ def _page(path):
 
 def on_files(files, config):
     """Add the pages that are made of other files."""
+    from mkdocs.structure.files import File  # here, so that tests can import this file without mkdocs
+
     last_in_search = "---\nsearch:\n  boost: 0.2\n---\n\n"
     results = last_in_search + RESULTS.read_text(encoding="utf-8")
     files.append(File.generated(config, "results.md", content=results))
@@ -103,7 +105,7 @@ def convert_notebook(notebook):
 
 def on_page_markdown(markdown, page, config, files):
     """Adapt what GitHub shows to what the site's Markdown takes."""
-    markdown = FENCE.sub(adapt_fence, NOT_RUN.sub("", markdown))
+    markdown = FENCE.sub(adapt_fence, MARKS.sub("", markdown))
     folder = posixpath.dirname(page.file.src_uri)
 
     def adapt(match):
