@@ -26,8 +26,7 @@ def on_config(config):
     copy_package()
     pages = [path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).rglob("*.*")]
     pages.sort(key=lambda page: (not page.endswith("index.md"), page))
-    named = set(_entries(config.nav))
-    config.nav = _expand(config.nav, [page for page in pages if page not in named])
+    config.nav = expand_nav(config.nav, pages)
     return config
 
 
@@ -52,12 +51,29 @@ def _entries(nav):
             yield from [value] if isinstance(value, str) else _entries(value)
 
 
+def expand_nav(nav, pages):
+    """Replace each pattern by the pages it stands for, and drop sections without pages.
+
+    A page that the nav names is left out; of several patterns the longest takes it.
+    """
+    entries = list(_entries(nav))
+    taken = {}
+    for page in set(pages) - set(entries):
+        patterns = [entry for entry in entries if "*" in entry and _matches(page, entry)]
+        taken[page] = max(patterns, key=len, default=None)
+    return _expand(nav, {entry: [page for page in pages if taken.get(page) == entry] for entry in entries})
+
+
+def _matches(page, pattern):
+    """Whether a page is in the folder of a pattern and matches it."""
+    return page.count("/") == pattern.count("/") and fnmatch(page, pattern)
+
+
 def _expand(nav, pages):
-    """Replace each pattern by the pages that match it; drop sections that hold none."""
     expanded = []
     for entry in nav:
         if isinstance(entry, str):
-            expanded += [_page(page) for page in pages if fnmatch(page, entry)] if "*" in entry else [entry]
+            expanded += [_page(page) for page in pages[entry]] if "*" in entry else [entry]
         else:
             ((title, value),) = entry.items()
             value = value if isinstance(value, str) else _expand(value, pages)

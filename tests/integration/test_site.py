@@ -74,11 +74,13 @@ def test_a_notebook_becomes_a_page():
 
 def test_patterns_of_the_nav_take_the_pages_that_are_left():
     nav = [{"How to": ["how_to/*.md"]}, {"Tutorials": ["tutorials/*.ipynb"]}, {"None": ["none/*.md"]}, "data.md"]
-    pages = ["how_to/index.md", "how_to/a.md", "tutorials/b.ipynb", "glossary.md"]
-    assert hooks._expand(nav, pages) == [
+    nav += [{"More": ["*.md", {"Words": ["gloss*.md"]}]}]
+    pages = ["how_to/index.md", "data.md", "glossary.md", "how_to/a.md", "ray.md", "tutorials/b.ipynb"]
+    assert hooks.expand_nav(nav, pages) == [
         {"How to": ["how_to/index.md", "how_to/a.md"]},
         {"Tutorials": ["tutorials/b.md"]},
         "data.md",
+        {"More": ["ray.md", {"Words": ["glossary.md"]}]},
     ]
 
 
@@ -88,4 +90,4 @@ def test_every_page_is_in_the_nav():
     entries = list(hooks._entries(nav))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert {page for page in entries if "*" not in page} - {"results.md"} <= pages
-    assert {page for page in pages if not any(Path(page).match(entry) for entry in entries)} == set()
+    assert {page for page in pages if not any(hooks._matches(page, entry) for entry in entries)} == set()
