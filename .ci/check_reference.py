@@ -43,7 +43,7 @@ def resolve(path):
 
 
 def find_faults():
-    """What is wrong, a sentence each."""
+    """Return what is wrong, a sentence each."""
     documented, spans = read_reference()
     faults = [f"{name} is documented twice." for name in sorted(set(documented)) if documented.count(name) > 1]
     objects = {id(resolve(name)): name for name in documented}
@@ -61,5 +61,6 @@ def find_faults():
 
 if __name__ == "__main__":
     faults = find_faults()
-    print(*faults, sep="\n")
+    for fault in faults:
+        print(fault)
     sys.exit(bool(faults))
