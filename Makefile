@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # 6 MB. The dependencies it names would replace NumPy, transformers and torch by older ones, and bring torchvision.
 STREAMING := mosaicml-streaming Brotli catalogue cramjam python-snappy zstd
 
-.PHONY: install demo test test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types compat wheel bench bench-gpu clean
+.PHONY: install demo test test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel bench bench-gpu clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -76,7 +76,15 @@ types: wheel
 	rm -rf build/site && $(BIN)/python -m pip install --quiet --no-deps --target build/site dist/*.whl
 	MYPYPATH=build/site $(BIN)/mypy -p treadle
 
-# The modules that hold a peer's names and nothing else; the tables of docs/migrating.md and compat/differences.toml.
+# The site, in build/html: strict, so a broken link is an error. Its code blocks are run by the tests.
+docs: $(VENV)/.docs
+	$(BIN)/python .ci/check_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+# The modules that hold a peer's names and nothing else; the tables of docs/migrating and compat/differences.toml.
 compat: install
 	$(BIN)/python .ci/make_compat.py
 	$(BIN)/python .ci/make_migration.py

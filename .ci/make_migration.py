@@ -1,4 +1,4 @@
-"""Write what documents and `treadle migrate` share: the tables of docs/migrating.md, and compat/differences.toml.
+"""Write what documents and `treadle migrate` share: the tables of docs/migrating, and compat/differences.toml.
 
     python .ci/make_migration.py            write what is out of date
     python .ci/make_migration.py --check    list it, and end with status 1
@@ -22,7 +22,7 @@ from treadle.cli.migrate import find_counterpart
 from treadle.common.peer_names import Elsewhere
 
 ROOT = Path(__file__).resolve().parent.parent
-GUIDE = ROOT / "docs" / "migrating.md"
+GUIDES = {peer: ROOT / "docs" / "migrating" / f"{peer}_names.md" for peer in ("lightning", "accelerate")}
 DIFFERENCES = ROOT / "docs" / "differences.md"
 SIGNS = ROOT / "compat" / "differences.toml"
 ROOTS = {"lightning": "lightning.pytorch", "accelerate": "accelerate"}
@@ -38,11 +38,11 @@ def read_peer_names():
     }
 
 
-def write_guide():
-    """The text of docs/migrating.md, with its tables as they are to be, and the names that nothing is known of."""
-    text = GUIDE.read_text(encoding="utf-8")
-    unknown = []
+def write_guides():
+    """Return the texts of the pages of names, by file, and the names of which nothing is known."""
+    texts, unknown = {}, []
     for peer, modules in read_peer_names().items():
+        text = GUIDES[peer].read_text(encoding="utf-8")
         rows, answers = {}, {}
         for module, names in modules.items():
             for name in names:
@@ -59,7 +59,8 @@ def write_guide():
         table = ["| Not here | |", "|---|---|"]
         table += [f"| {', '.join(names)} | {answer} |" for answer, names in sorted(answers.items(), key=lambda a: a[1])]
         text = replace_part(text, f"answers for {peer}", table if answers else ["Every name has a counterpart."])
-    return text, unknown
+        texts[GUIDES[peer]] = text
+    return texts, unknown
 
 
 def replace_part(text, name, lines):
@@ -67,7 +68,7 @@ def replace_part(text, name, lines):
     start, end = f"<!-- {name}, written by `make compat` -->\n", "<!-- end -->"
     before, _, rest = text.partition(start)
     if not rest:
-        raise ValueError(f"docs/migrating.md has no line {start}")
+        raise ValueError(f"docs/migrating/*_names.md has no line {start}")
     return before + start + "\n".join(["", *lines, "", end]) + rest.partition(end)[2]
 
 
@@ -97,13 +98,12 @@ def quote(text):
 
 def main(arguments):
     """Write or check; returns the exit status."""
-    guide, unknown = write_guide()
-    stale = [
-        file for file, text in ((SIGNS, write_signs()), (GUIDE, guide)) if file.read_text(encoding="utf-8") != text
-    ]
+    guides, unknown = write_guides()
+    texts = {SIGNS: write_signs(), **guides}
+    stale = [file for file, text in texts.items() if file.read_text(encoding="utf-8") != text]
     if "--check" not in arguments:
-        SIGNS.write_text(write_signs(), encoding="utf-8")
-        GUIDE.write_text(guide, encoding="utf-8")
+        for file in stale:
+            file.write_text(texts[file], encoding="utf-8")
     for file in stale:
         print(file.relative_to(ROOT))
     if "--unknown" in arguments:

@@ -1,9 +1,24 @@
 """What ``Trainer(profiler=...)`` takes: names, nothing else."""
 
 from .common.peer_names import find_peer_names
-from .engine import profilers
-from .engine.profilers import *  # noqa: F403
+from .engine.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+    choose_profiler,
+    profile,
+)
 
-__all__ = list(profilers.__all__)
+__all__ = [
+    "AdvancedProfiler",
+    "PassThroughProfiler",
+    "Profiler",
+    "PyTorchProfiler",
+    "SimpleProfiler",
+    "choose_profiler",
+    "profile",
+]
 
 __getattr__ = find_peer_names(__name__)

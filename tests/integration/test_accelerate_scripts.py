@@ -373,7 +373,7 @@ def test_the_losses_are_accelerates(world, tmp_path):
 
 
 def test_the_guides_schedule_ends_at_zero(capsys):
-    text = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "migrating" / "from_accelerate.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(block, {})
     assert capsys.readouterr().out == "[0.0]\n"

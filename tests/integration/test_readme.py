@@ -1,5 +1,7 @@
 """README.md and docs/ hold what they say: their code and command lines run, the files and tests they name exist.
 
+The figures and pictures of README.md are those of benchmarks/RESULTS.md.
+
 A block of code is run by what stands behind its language:
 
     python              a script, on its own, from an empty folder
@@ -11,9 +13,11 @@ A block of code is run by what stands behind its language:
     bash fails          commands that end with another status than 0
     text says           lines of what the block before it prints, each in this order; `...` stands for anything
 
-`<!-- not run: reason -->` before a block leaves it out.
+`<!-- not run: reason -->` before a block leaves it out. `<!-- make test-all -->` leaves one to `make test-all`: for
+blocks that take more than some three seconds.
 """
 
+import difflib
 import importlib
 import importlib.util
 import linecache
@@ -27,13 +31,28 @@ from pathlib import Path
 
 import pytest
 from processes import clean_environment, programs, python, run, script
+from treadle.cli.migrate import find_counterpart
+from treadle.common.peer_names import Elsewhere
 
 import treadle
 
 ROOT = Path(__file__).parents[2]
+
+
+def load_script(path):
+    """Import a script of the repository that belongs to no package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_reference = load_script(".ci/check_reference.py")
+make_images = load_script("docs/make_images.py")
+make_migration = load_script(".ci/make_migration.py")
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(<!-- not run: *(.*?) *-->\n+)?```(\w+)([^\n]*)\n(.*?)```", re.DOTALL)
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(<!-- (?:not run: *(.*?)|make test-all) *-->\n+)?```(\w+)([^\n]*)\n(.*?)```", re.DOTALL)
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -43,8 +62,10 @@ class Block:
 
     Attributes:
         name: document and number, for people.
+        document: its path in docs/, or README.md.
         how: what stands behind the language.
         reason: why it is not run, where it is not.
+        long: whether `make test-all` alone runs it.
         says: what it is said to print.
     """
 
@@ -54,20 +75,21 @@ class Block:
     how: str
     text: str
     reason: str | None
+    long: bool = False
     says: str = ""
+
+    @property
+    def case(self):
+        """The block as a case of a test."""
+        return pytest.param(self, id=self.name, marks=[pytest.mark.exhaustive] if self.long else [])
 
 
 def blocks_of(document):
     found = []
+    path = document.relative_to(ROOT / "docs" if document.is_relative_to(ROOT / "docs") else ROOT).as_posix()
     for number, match in enumerate(BLOCK.finditer(document.read_text())):
-        block = Block(
-            f"{document.name}-{number}",
-            document.name,
-            match[3],
-            match[4].strip(),
-            match[5],
-            match[2] if match[1] else None,
-        )
+        long = bool(match[1]) and match[2] is None
+        block = Block(f"{path}-{number}", path, match[3], match[4].strip(), match[5], match[2], long)
         if (block.language, block.how) == ("text", "says"):
             found[-1] = Block(**{**vars(found[-1]), "says": block.text})
         else:
@@ -104,7 +126,7 @@ def test_every_block_says_how_it_is_run():
     assert len(IN_RANKS) > 0
 
 
-@pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in SCRIPTS])
+@pytest.mark.parametrize("block", [block.case for block in SCRIPTS])
 def test_python_block_runs(block):
     done = script(block.text, env=ON_CPU)
     assert done.returncode == 0, done.stderr
@@ -161,7 +183,7 @@ def folder(tmp_path, request):
     return tmp_path
 
 
-@pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in COMMANDS])
+@pytest.mark.parametrize("block", [block.case for block in COMMANDS])
 def test_command_lines_run(block, folder):
     lines = commands(block)
     assert lines
@@ -180,20 +202,77 @@ def test_command_lines_run(block, folder):
     holds(printed, block.says)
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["trainer", "own-loop"])
-def test_readme_example_runs_on_two_processes(number, tmp_path):
+def text_of(document, name):
+    """The file of this name that a document shows."""
+    (block,) = [block for block in RUN if (block.document, block.how) == (document, name)]
+    return block.text
+
+
+@pytest.mark.parametrize("own_loop", [False, True], ids=["trainer", "own-loop"])
+def test_first_examples_run_on_two_processes(own_loop, tmp_path):
     path = tmp_path / "train.py"
-    path.write_text(SCRIPTS[number].text)
+    path.write_text(text_of("start/own_loop.md", "train.py") if own_loop else text_of("README.md", "train.py"))
     # One of both as a user starts it: three interpreters, each of which imports torch.
-    command = [python() if number else sys.executable, "-m", "treadle", "launch", "--nproc-per-node", "2", str(path)]
+    command = [python() if own_loop else sys.executable, "-m", "treadle", "launch", "--nproc-per-node", "2", str(path)]
     done = subprocess.run(
         command, cwd=tmp_path, env=clean_environment(ON_CPU), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     # Rank zero's words, once: the last line is a measured accuracy in both examples.
-    assert done.stdout.count("tensor(") == (1 if number == 0 else 5)
-    checkpoint = tmp_path / "checkpoint" if number else next(tmp_path.glob("treadle_logs/*/checkpoints/*.ckpt"))
+    printed = done.stdout + done.stderr
+    assert len(re.findall(r"accuracy 0\.\d+", printed)) == (5 if own_loop else 1)
+    checkpoint = tmp_path / "checkpoint" if own_loop else next(tmp_path.glob("treadle_logs/*/checkpoints/*.ckpt"))
     assert (checkpoint / "manifest.json").exists()
+
+
+def test_the_diff_is_the_one_between_both_loops():
+    plain, own = (text_of("start/own_loop.md", name).splitlines() for name in ("plain_loop.py", "own_loop.py"))
+    (block,) = [block for block in BLOCKS if (block.document, block.language) == ("README.md", "diff")]
+    shown = block.text.splitlines()
+    changes = [line for line in difflib.ndiff(plain, own) if line[0] in "+-" and line[1:].strip()]
+    assert [line for line in shown if line[0] in "+-"] == [line[0] + line[2:] for line in changes]
+    assert sum(line[0] == "+" for line in shown) == 5
+    for lines, sign in ((plain, "-"), (own, "+")):
+        wanted = [line[1:] for line in shown if line[0] in f" {sign}"]
+        assert [line for line in lines if line in wanted] == wanted
+
+
+def test_figures_are_those_that_were_measured():
+    measured = make_images.read_overhead()
+    claims = dict(zip(README_FIGURES, re.search(CLAIM, README, re.DOTALL).groups(), strict=True))
+    assert {name: float(figure) for name, figure in claims.items()} == {name: measured[name] for name in claims}
+    assert f"{measured[README_FIGURES[0]] - 1:.0%}".replace("%", " %") in README
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| ([\d.]+) µs \| ([\d.]+) \| (?:(\d+) µs)? ?\|$", page, re.MULTILINE)
+    assert [float(ratio) for _, ratio, _ in rows] == list(measured.values())
+    loop = float(rows[0][0])
+    for time, _, added in rows[1:]:
+        assert f" | {time} | " in make_images.RESULTS.read_text()
+        assert int(added) == max(0, round(float(time) - loop))
+
+
+README_FIGURES = ("Treadle Trainer, everything on", "Lightning, everything on", "Treadle Accelerator", "Accelerate")
+CLAIM = r"takes ([\d.]+) times as long as .*Lightning: ([\d.]+)\..*takes ([\d.]+), Accelerate ([\d.]+)\."
+
+
+def test_pictures_are_drawn_from_the_figures():
+    for file, text in make_images.draw_all().items():
+        assert (make_images.IMAGES / file).read_text() == text, f"run docs/make_images.py: {file}"
+
+
+def test_the_count_of_names_is_the_recorded_one():
+    known = names = 0
+    for modules in make_migration.read_peer_names().values():
+        for module, listed in modules.items():
+            homes = [find_counterpart(module, name) for name in listed]
+            names += len(homes)
+            known += sum(home is not None and not isinstance(home, Elsewhere) for home in homes)
+    assert f"{known} of the {names} public names" in README.replace("\n  ", " ")
+    assert f"{known} of these {names} have a counterpart" in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_every_public_name_is_in_the_reference_and_has_a_docstring():
+    assert check_reference.find_faults() == []
 
 
 def test_commands_that_are_not_run_exist():
@@ -208,12 +287,13 @@ def test_named_files_exist():
         text = document.read_text()
         for name in re.findall(r"\b(?:benchmarks|examples|tests|docs)/[\w/]+\.\w+", text):
             assert (ROOT / name).exists(), f"{document.name} names {name}"
-        for name in re.findall(r"\]\(([\w./]+)\)", text):
+        for name in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
             assert (document.parent / name).exists(), f"{document.name} links to {name}"
 
 
 def test_folders_are_the_installed_packages():
-    rows = re.findall(r"^\| `(\w+)/` \|.*\| `([\w.]+)` \|$", README, re.MULTILINE)
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    rows = re.findall(r"^\| `(\w+)/` \|.*\| `([\w.]+)` \|$", page, re.MULTILINE)
     assert len(rows) == 10
     for folder, name in rows:
         assert Path(importlib.import_module(name).__path__[0]).resolve() == ROOT / folder
@@ -223,7 +303,8 @@ def test_folders_are_the_installed_packages():
 
 
 def test_each_promise_is_there_and_names_tests_that_exist():
-    rows = dict(re.findall(r"^\| (G\d+) \|.*\| ([^|]*) \|$", README, re.MULTILINE))
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    rows = dict(re.findall(r"^\| (G\d+) \|.*\| ([^|]*) \|$", page, re.MULTILINE))
     assert list(rows) == [f"G{number}" for number in range(1, 16)]
     for promise, today in rows.items():
         tests = re.findall(r"`([\w/]+\.py)::(test_\w+)`", today)
@@ -258,3 +339,10 @@ def test_what_the_status_calls_missing_is_missing():
 
 def test_the_readme_stays_short():
     assert len(README.splitlines()) < 220
+
+
+def test_each_flag_of_the_trainer_has_its_place():
+    page = (ROOT / "docs" / "reference" / "trainer_flags.md").read_text()
+    flags = dict(re.findall(r"^### (\w+)\n\nDefault: `(.*)`$", page, re.MULTILINE))
+    defaults = treadle.TrainerSettings().flags()
+    assert flags == {name: f'"{value}"' if isinstance(value, str) else repr(value) for name, value in defaults.items()}
