@@ -11,7 +11,8 @@ A block of code is run by what stands behind its language:
     bash fails          commands that end with another status than 0
     text says           lines of what the block before it prints, each in this order; `...` stands for anything
 
-`<!-- not run: reason -->` before a block leaves it out.
+`<!-- not run: reason -->` before a block leaves it out. `<!-- make test-all -->` leaves one to `make test-all`: for
+blocks that take more than some three seconds.
 """
 
 import importlib
@@ -32,8 +33,8 @@ import treadle
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(<!-- not run: *(.*?) *-->\n+)?```(\w+)([^\n]*)\n(.*?)```", re.DOTALL)
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(<!-- (?:not run: *(.*?)|make test-all) *-->\n+)?```(\w+)([^\n]*)\n(.*?)```", re.DOTALL)
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -43,8 +44,10 @@ class Block:
 
     Attributes:
         name: document and number, for people.
+        document: its path in docs/, or README.md.
         how: what stands behind the language.
         reason: why it is not run, where it is not.
+        long: whether `make test-all` alone runs it.
         says: what it is said to print.
     """
 
@@ -54,20 +57,21 @@ class Block:
     how: str
     text: str
     reason: str | None
+    long: bool = False
     says: str = ""
+
+    @property
+    def case(self):
+        """The block as a case of a test."""
+        return pytest.param(self, id=self.name, marks=[pytest.mark.exhaustive] if self.long else [])
 
 
 def blocks_of(document):
     found = []
+    path = document.relative_to(ROOT / "docs" if document.is_relative_to(ROOT / "docs") else ROOT).as_posix()
     for number, match in enumerate(BLOCK.finditer(document.read_text())):
-        block = Block(
-            f"{document.name}-{number}",
-            document.name,
-            match[3],
-            match[4].strip(),
-            match[5],
-            match[2] if match[1] else None,
-        )
+        long = bool(match[1]) and match[2] is None
+        block = Block(f"{path}-{number}", path, match[3], match[4].strip(), match[5], match[2], long)
         if (block.language, block.how) == ("text", "says"):
             found[-1] = Block(**{**vars(found[-1]), "says": block.text})
         else:
@@ -104,7 +108,7 @@ def test_every_block_says_how_it_is_run():
     assert len(IN_RANKS) > 0
 
 
-@pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in SCRIPTS])
+@pytest.mark.parametrize("block", [block.case for block in SCRIPTS])
 def test_python_block_runs(block):
     done = script(block.text, env=ON_CPU)
     assert done.returncode == 0, done.stderr
@@ -161,7 +165,7 @@ def folder(tmp_path, request):
     return tmp_path
 
 
-@pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in COMMANDS])
+@pytest.mark.parametrize("block", [block.case for block in COMMANDS])
 def test_command_lines_run(block, folder):
     lines = commands(block)
     assert lines
