@@ -1,7 +1,7 @@
 """docs/troubleshooting.md shows the errors that really come: each is provoked here and compared with the page.
 
-An error of the page is a block of text below `<!-- error: name -->`, in which `...` stands for anything. The function of
-that name provokes it.
+An error of the page is a block of text below `<!-- error: name -->`, in which `...` stands for anything. The function
+of that name provokes it.
 """
 
 import os
