@@ -1,0 +1,538 @@
+"""docs/troubleshooting.md shows the errors that really come: each is provoked here and compared with the page.
+
+An error of the page is a block of text below `<!-- error: name -->`, in which `...` stands for anything. The function
+of that name provokes it.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from processes import clean_environment, python, run, script
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
+from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
+
+import treadle as tl
+from treadle.runs import RunFolder
+
+PAGE = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
+SHOWN = re.findall(r"<!-- error: (\w+) -->\n```text\n(.*?)\n```", PAGE, re.DOTALL)
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": 1,
+}
+PROVOKERS = {}
+
+
+def provokes(fn):
+    PROVOKERS[fn.__name__] = fn
+    return fn
+
+
+def loader(samples=8, batch_size=4, **options):
+    return DataLoader(TensorDataset(torch.randn(samples, 4), torch.randint(2, (samples,))), batch_size, **options)
+
+
+class Net(tl.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Validated(Net):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+def net(**methods):
+    return type("Net", (Net,), methods)()
+
+
+def fit(task, train=None, val=None, ckpt_path=None, **flags):
+    trainer = tl.Trainer(**{**QUIET, **flags})
+    trainer.fit(task, loader() if train is None else train, val, ckpt_path=ckpt_path)
+    return trainer
+
+
+def said(fn):
+    """Every error and warning of a call, as Python prints them."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            texts.append(fn() or "")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    texts += [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+    return [re.sub(r"\s+", " ", text) for text in texts]
+
+
+def test_each_error_of_the_page_is_provoked_here():
+    assert [name for name, _ in SHOWN] == list(PROVOKERS)
+
+
+@pytest.mark.parametrize(("name", "text"), SHOWN, ids=[name for name, _ in SHOWN])
+def test_the_page_has_the_text_that_comes(name, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = re.escape(re.sub(r"\s+", " ", text)).replace(r"\.\.\.", ".*")
+    texts = said(PROVOKERS[name])
+    assert any(re.search(wanted, one) for one in texts), f"the page says:\n{text}\nwhat came:\n" + "\n".join(texts)
+
+
+# -- the task --------------------------------------------------------------------------------------------------------
+
+
+@provokes
+def no_training_step():
+    fit(net(training_step=tl.TaskModule.training_step))
+
+
+@provokes
+def no_configure_optimizers():
+    fit(net(configure_optimizers=tl.TaskModule.configure_optimizers))
+
+
+@provokes
+def no_super_init():
+    class Net(tl.TaskModule):
+        def __init__(self):
+            self.net = nn.Linear(4, 2)
+
+    Net()
+
+
+@provokes
+def not_a_task():
+    fit(nn.Linear(4, 2))
+
+
+@provokes
+def loss_without_gradient():
+    fit(net(training_step=lambda self, batch, batch_idx: self.net(batch[0]).mean().detach()))
+
+
+@provokes
+def loss_is_a_number():
+    fit(net(training_step=lambda self, batch, batch_idx: self.net(batch[0]).mean().item()))
+
+
+@provokes
+def loss_of_many_values():
+    fit(net(training_step=lambda self, batch, batch_idx: self.net(batch[0])))
+
+
+@provokes
+def loss_under_another_key():
+    fit(net(training_step=lambda self, batch, batch_idx: {"lss": self.net(batch[0]).mean()}))
+
+
+@provokes
+def no_loss():
+    fit(net(training_step=lambda self, batch, batch_idx: None))
+
+
+@provokes
+def modules_in_a_list():
+    class Net(globals()["Net"]):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Linear(2, 2)]
+
+    fit(Net())
+
+
+@provokes
+def not_in_the_optimizer():
+    fit(net(configure_optimizers=lambda self: torch.optim.SGD([self.net.weight], lr=0.1)))
+
+
+@provokes
+def another_models_parameters():
+    fit(net(configure_optimizers=lambda self: torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)))
+
+
+@provokes
+def two_optimizers():
+    fit(net(configure_optimizers=lambda self: [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]))
+
+
+@provokes
+def plateau_without_monitor():
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+    fit(net(configure_optimizers=configure_optimizers))
+
+
+@provokes
+def manual_backward_in_automatic():
+    fit(net(training_step=lambda self, batch, batch_idx: self.manual_backward(self.net(batch[0]).mean())))
+
+
+@provokes
+def log_a_vector():
+    fit(net(training_step=lambda self, batch, batch_idx: self.log("logits", self.net(batch[0]))))
+
+
+@provokes
+def log_outside():
+    Net().log("loss", 1.0)
+
+
+@provokes
+def no_trainer_yet():
+    return Net().trainer
+
+
+# -- the Trainer's arguments -----------------------------------------------------------------------------------------
+
+
+@provokes
+def unknown_flag():
+    tl.Trainer(max_epoch=3)
+
+
+@provokes
+def value_of_another_type():
+    tl.Trainer(max_epochs="3")
+
+
+@provokes
+def unknown_precision():
+    tl.Trainer(accelerator="cpu", precision="bf16-mix")
+
+
+@provokes
+def no_cuda():
+    tl.Trainer(accelerator="cuda")
+
+
+@provokes
+def not_a_callback():
+    tl.Trainer(accelerator="cpu", callbacks=[print])
+
+
+@provokes
+def logger_by_name():
+    tl.Trainer(accelerator="cpu", logger="wandb")
+
+
+@provokes
+def missing_package():
+    done = script(
+        """
+import importlib.util
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "wandb" else find_spec(name, package)
+from treadle.loggers import WandbLogger
+WandbLogger()
+"""
+    )
+    return done.stderr
+
+
+# -- data and shapes -------------------------------------------------------------------------------------------------
+
+
+@provokes
+def no_loader():
+    tl.Trainer(**QUIET).fit(Net())
+
+
+@provokes
+def no_batch():
+    fit(Net(), loader(3, 4, drop_last=True))
+
+
+@provokes
+def shapes():
+    fit(net(training_step=lambda self, batch, batch_idx: self.net(batch[0][:, :3]).mean()))
+
+
+@provokes
+def float_labels():
+    class Net(globals()["Net"]):
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1].float())
+
+    fit(Net())
+
+
+@provokes
+def no_validation_step():
+    fit(Net(), val=loader())
+
+
+@provokes
+def no_validation_loader():
+    fit(Validated())
+
+
+@provokes
+def interval_longer_than_an_epoch():
+    fit(Validated(), val=loader(), val_check_interval=10)
+
+
+@provokes
+def endless_schedule():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            while True:
+                yield torch.randn(4), torch.tensor(0)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)]
+
+    fit(net(configure_optimizers=configure_optimizers), DataLoader(Stream(), 4), max_epochs=-1)
+
+
+@provokes
+def worker_can_not_pickle():
+    data = TensorDataset(torch.randn(8, 4), torch.randint(2, (8,)))
+    collate = lambda samples: samples  # noqa: E731
+    fit(Net(), DataLoader(data, 4, num_workers=1, collate_fn=collate, multiprocessing_context="spawn"))
+
+
+@provokes
+def no_main_guard():
+    done = script(
+        """
+import torch
+from torch.utils.data import DataLoader
+
+loader = DataLoader(torch.randn(8, 4), 4, num_workers=1, multiprocessing_context="spawn")
+for batch in loader:
+    print(batch.shape)
+"""
+    )
+    return done.stderr
+
+
+# -- during the run --------------------------------------------------------------------------------------------------
+
+
+@provokes
+def not_finite():
+    fit(net(training_step=lambda self, batch, batch_idx: self.net(batch[0]).mean() * float("nan")))
+
+
+@provokes
+def monitor_never_logged():
+    fit(Validated(), val=loader(), callbacks=[EarlyStopping("valid_loss")])
+
+
+@provokes
+def evaluation_mode():
+    task = Net()
+    task.net.eval()
+    fit(task)
+
+
+@provokes
+def stage_within_a_stage():
+    fit(net(on_train_epoch_end=lambda self: self.trainer.validate(Validated(), loader())))
+
+
+@provokes
+def no_test_step():
+    tl.Trainer(**QUIET).test(Net(), loader())
+
+
+@provokes
+def flag_of_automatic_optimization():
+    class Net(globals()["Net"]):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    fit(Net(), gradient_clip_val=1.0)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@provokes
+def no_such_checkpoint():
+    fit(Net(), ckpt_path="runs/lst.ckpt")
+
+
+@provokes
+def no_last_checkpoint():
+    fit(Net(), ckpt_path="last", enable_checkpointing=True, callbacks=[ModelCheckpoint("checkpoints")])
+
+
+@provokes
+def best_without_checkpoints():
+    tl.Trainer(**QUIET).validate(Validated(), loader(), ckpt_path="best")
+
+
+@provokes
+def another_model():
+    class Wider(Net):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 3)
+
+    fit(Net()).save_checkpoint("a.ckpt")
+    fit(Wider(), ckpt_path="a.ckpt")
+
+
+@provokes
+def damaged_checkpoint():
+    fit(Net()).save_checkpoint("a.ckpt")
+    weights = Path("a.ckpt/model.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    fit(Net(), ckpt_path="a.ckpt")
+
+
+@provokes
+def weights_with_other_names():
+    fit(Net()).save_checkpoint("a.ckpt")
+    tl.load_weights(nn.Linear(4, 2), "a.ckpt")
+
+
+@provokes
+def argument_not_stored():
+    class Net(globals()["Net"]):
+        def __init__(self, width):
+            super().__init__()
+
+    fit(Net(3)).save_checkpoint("a.ckpt")
+    Net.load_from_checkpoint("a.ckpt")
+
+
+@provokes
+def state_is_not_data():
+    class Rule(Callback):
+        def state_dict(self):
+            return {"rule": lambda loss: loss < 1}
+
+    fit(Net(), callbacks=[Rule(), ModelCheckpoint("checkpoints")], enable_checkpointing=True)
+
+
+@provokes
+def top_k_without_monitor():
+    ModelCheckpoint(save_top_k=3)
+
+
+@provokes
+def nothing_left_to_train():
+    fit(Net()).save_checkpoint("a.ckpt")
+    fit(Net(), ckpt_path="a.ckpt")
+
+
+@provokes
+def folder_in_use():
+    folder = RunFolder.create("runs", "baseline")
+    try:
+        RunFolder.open("runs/baseline/1")
+    finally:
+        folder.release()
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+@provokes
+def half_an_environment():
+    os.environ["WORLD_SIZE"] = "2"
+    try:
+        tl.Trainer(accelerator="cpu")
+    finally:
+        del os.environ["WORLD_SIZE"]
+
+
+@provokes
+def no_script_to_start():
+    command = [python(), "-c", "import treadle as tl; tl.Trainer(devices=2, accelerator='cpu')"]
+    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60).stderr
+
+
+@provokes
+def other_number_of_processes():
+    run(asks_for_four, 2)
+
+
+def asks_for_four():
+    tl.Trainer(**QUIET, devices=4)
+
+
+@provokes
+def unused_parameters():
+    run(train_with_unused, 2)
+
+
+def train_with_unused():
+    class Net(globals()["Net"]):
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(2, 2)
+
+    fit(Net(), strategy="ddp")
+
+
+@provokes
+def split_that_differs():
+    run(train_on_another_split, 2)
+
+
+def train_on_another_split():
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
+    torch.manual_seed(int(os.environ["RANK"]))
+    train, _ = random_split(data, [20, 20])
+    fit(Net(), DataLoader(train, 4), strategy="ddp")
+
+
+@provokes
+def save_on_one_rank():
+    run(save_on_rank_zero, 2)
+
+
+def save_on_rank_zero():
+    def save(self):
+        if self.trainer.is_global_zero:
+            self.trainer.save_checkpoint("a.ckpt")
+
+    fit(net(on_train_epoch_end=save), strategy="ddp")
+
+
+@provokes
+def port_in_use():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        return script("import treadle as tl\ntl.Accelerator(cpu=True)", env=env).stderr
+
+
+@provokes
+def manual_optimization_with_fsdp():
+    class Net(globals()["Net"]):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    fit(Net(), strategy="fsdp")
