@@ -196,6 +196,8 @@ class ServiceLogger(Logger):
 
     def _end(self, failed: bool) -> None:
         run = self._find_open_run()
+        if run is None and failed and self._run is not None:  # another run closed it, as ended well
+            run = self.experiment
         self._run = None
         if run is not None:
             with undisturbed():

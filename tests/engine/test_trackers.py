@@ -223,8 +223,8 @@ def track_service(folder, name):
 @pytest.mark.parametrize("name", SERVICES)
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_services(world, name, tmp_path, monkeypatch):
-    pytest.importorskip(name)
     service = SERVICES[name]
+    service.skip_if_missing()
     for variable, value in service.environment(tmp_path).items():
         monkeypatch.setenv(variable, value)
     monkeypatch.chdir(tmp_path)

@@ -4,8 +4,8 @@ import pytest
 from tracking_services import Aim
 from treadle.loggers import AimLogger
 
-pytest.importorskip("aim")
 aim = Aim()
+aim.skip_if_missing()
 
 
 def test_the_start_of_a_name_is_its_context(tmp_path):

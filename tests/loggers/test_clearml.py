@@ -9,8 +9,8 @@ import torch
 from tracking_services import ClearML
 from treadle.loggers import ClearMLLogger
 
-pytest.importorskip("clearml")
 clearml = ClearML()
+clearml.skip_if_missing()
 
 
 @pytest.fixture(autouse=True)

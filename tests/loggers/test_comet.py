@@ -7,8 +7,8 @@ from processes import script
 from tracking_services import Comet
 from treadle.loggers import CometLogger
 
-pytest.importorskip("comet_ml")
 comet = Comet()
+comet.skip_if_missing()
 
 
 @pytest.fixture(autouse=True)

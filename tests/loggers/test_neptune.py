@@ -6,8 +6,8 @@ import pytest
 from tracking_services import GoodSeed
 from treadle.loggers import NeptuneLogger
 
-pytest.importorskip("goodseed")
 goodseed = GoodSeed()
+goodseed.skip_if_missing()
 
 
 @pytest.fixture(autouse=True)

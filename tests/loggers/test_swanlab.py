@@ -6,8 +6,8 @@ import pytest
 from tracking_services import SwanLab
 from treadle.loggers import SwanLabLogger
 
-pytest.importorskip("swanlab")
 swanlab = SwanLab()
+swanlab.skip_if_missing()
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,9 @@
 """What is Trackio's own; `test_service_logger` has what all services share."""
 
-import pytest
 from tracking_services import Trackio
 
-pytest.importorskip("trackio")
 trackio = Trackio()
+trackio.skip_if_missing()
 
 
 def test_a_name_that_exists_is_a_new_run_unless_it_is_resumed(tmp_path):

@@ -13,8 +13,11 @@ import os
 import shutil
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from treadle import loggers
 
@@ -44,6 +47,11 @@ class Service:
     rewrites: str | None = None
     keeps_nan = True
     keeps_files = True
+
+    def skip_if_missing(self) -> None:
+        """Skips the test, or the whole file that is being imported. The package is not imported: its logger must be."""
+        if find_spec(self.package) is None:
+            pytest.skip(f"{self.package} is not installed", allow_module_level=True)
 
     def environment(self, folder: Path) -> dict[str, str]:
         """The variables of a process that logs."""
@@ -177,7 +185,7 @@ class Comet(Service):
 
     def failed(self, folder, version):
         others = [p for kind, p in self._messages(folder, version) if kind == "log_other" and p["key"] == "status"]
-        return others[-1]["value"] == "failed"
+        return bool(others) and others[-1]["value"] == "failed"
 
     def files(self, folder, version):
         return {
