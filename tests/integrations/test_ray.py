@@ -41,7 +41,7 @@ def read_weights(folder):
     return [json.loads((folder / f"weights-{rank}").read_text()) for rank in range(2)]
 
 
-def check_training(folder, expected, killed):
+def check_training(folder, expected):
     """See that a run with a killed rank is the undisturbed one, bit for bit."""
     losses, weights = expected
     assert read_weights(folder) == weights
@@ -53,7 +53,6 @@ def check_training(folder, expected, killed):
         assert steps[-1] == 18
         by_step = dict(losses[rank])
         assert all(by_step[step] == loss for step, loss in seen)
-    assert len(read_losses(folder)[killed]) <= len(read_losses(folder)[1 - killed])
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def cluster(tmp_path_factory):
 
 
 def test_a_killed_worker_is_restarted_and_resumes_exactly(cluster, tmp_path):
-    check_training(cluster, undisturbed(tmp_path / "alone"), killed=1)
+    check_training(cluster, undisturbed(tmp_path / "alone"))
 
 
 def test_the_process_group_that_ray_made_is_used(cluster):
@@ -133,7 +132,7 @@ def test_the_example_searches(tmp_path):
 def test_the_rank_that_keeps_the_store_is_killed(tmp_path):
     (tmp_path / "ray").mkdir()
     start(tmp_path / "ray", "train(folder, 0)")
-    check_training(tmp_path / "ray", undisturbed(tmp_path / "alone"), killed=0)
+    check_training(tmp_path / "ray", undisturbed(tmp_path / "alone"))
 
 
 @pytest.mark.exhaustive
@@ -141,7 +140,7 @@ def test_the_rank_that_keeps_the_store_is_killed(tmp_path):
 def test_ray_copies_the_checkpoints(mode, tmp_path):
     (tmp_path / "ray").mkdir()
     start(tmp_path / "ray", f"train(folder, 1, '{mode}')")
-    check_training(tmp_path / "ray", undisturbed(tmp_path / "alone"), killed=1)
+    check_training(tmp_path / "ray", undisturbed(tmp_path / "alone"))
     test_metrics_and_committed_checkpoints_are_reported(tmp_path / "ray")
 
 
@@ -154,7 +153,7 @@ def test_all_ranks_write_into_object_storage(tmp_path):
         server.make_bucket("runs")
         url = f"s3://runs/storage?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{server.port}"
         start(tmp_path / "ray", f"train(folder, 1, None, {url!r})", **object_store.environment(server.url))
-    check_training(tmp_path / "ray", undisturbed(tmp_path / "alone"), killed=1)
+    check_training(tmp_path / "ray", undisturbed(tmp_path / "alone"))
     test_metrics_and_committed_checkpoints_are_reported(tmp_path / "ray")
 
 

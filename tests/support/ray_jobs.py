@@ -118,7 +118,7 @@ def train_worker(config):
         "same_group": dist.group.WORLD is group and group is not None,
         "timeout": trainer.accelerator.world.timeout.total_seconds(),
         "main_thread": threading.current_thread() is threading.main_thread(),
-        "started": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
+        "started": [file.read_text() for file in Path("/proc/self/task").glob("*/children") if file.read_text()],
         "refused": refused,
     }
     (folder / f"facts-{trainer.global_rank}").write_text(json.dumps(facts))
