@@ -95,6 +95,16 @@ class SplitByRank(IterableDataset[list[Tensor]]):
         return iter(self.loader)
 
 
+class SplitWithState(SplitByRank):
+    """The same with a state of its own, which is not read ahead: before each step the hosts exchange a sum."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
 def raw(wrap: Callable[[Model], nn.Module], width: int, steps: int, losses: list[Tensor]) -> None:
     model = wrap(model_of(width))
     optimizer = optimizer_of(model)
@@ -128,11 +138,16 @@ def own_loop(strategy: Callable[[], Strategy], width: int, steps: int, losses: l
 
 
 def trainer(
-    strategy: Callable[[], Strategy], width: int, steps: int, losses: list[Tensor], *, stream: bool = False
+    strategy: Callable[[], Strategy],
+    width: int,
+    steps: int,
+    losses: list[Tensor],
+    *,
+    stream: type[SplitByRank] | None = None,
 ) -> None:
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     one = treadle.Trainer(accelerator="cpu", strategy=strategy(), max_epochs=1, **off)
-    loader = DataLoader(SplitByRank(steps), batch_size=None) if stream else loader_of(steps, sharded=False)
+    loader = loader_of(steps, sharded=False) if stream is None else DataLoader(stream(steps), batch_size=None)
     one.fit(Task(model_of(width), losses), loader)
 
 
@@ -140,7 +155,8 @@ ARMS: dict[str, tuple[str, Callable[[int, int, list[Tensor]], None]]] = {
     "raw DistributedDataParallel": ("ddp", partial(raw, DistributedDataParallel)),
     "Treadle Accelerator, DDP": ("ddp", partial(own_loop, DDP)),
     "Treadle Trainer, DDP": ("ddp", partial(trainer, DDP)),
-    "Treadle Trainer, DDP, split stream": ("ddp", partial(trainer, DDP, stream=True)),
+    "Treadle Trainer, DDP, split stream": ("ddp", partial(trainer, DDP, stream=SplitByRank)),
+    "the same, with a state of its own": ("ddp", partial(trainer, DDP, stream=SplitWithState)),
     "raw fully_shard": ("fsdp", partial(raw, fully_sharded)),
     "Treadle Accelerator, FSDP": ("fsdp", partial(own_loop, FSDP)),
     "Treadle Trainer, FSDP": ("fsdp", partial(trainer, FSDP)),
@@ -178,6 +194,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, nargs=2, default=(10, 60))
+    parser.add_argument("--kinds", nargs="+", default=["ddp", "fsdp"], help="of which arms to measure")
     parser.add_argument("--json", help="where to write the figures")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -188,9 +205,10 @@ def main() -> None:
         accelerator.print("\n".join(wrong))
         raise SystemExit(1)
     few, many = args.steps
-    slopes: dict[str, list[float]] = {name: [] for name in ARMS}
+    chosen = {name: arm for name, arm in ARMS.items() if arm[0] in args.kinds}
+    slopes: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in range(args.rounds):
-        for name, (_, arm) in ARMS.items():
+        for name, (_, arm) in chosen.items():
             long, short = seconds(arm, args.width, many), seconds(arm, args.width, few)
             slopes[name].append((long - short) / (many - few) * 1e3)
     if not accelerator.is_main_process:
@@ -198,7 +216,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {platform.machine()}, {args.processes} processes, gloo, width {args.width}")
     print(f"{'':36}{'ms/step':>10}{'x raw':>8}   min - max")
     rows = {}
-    for name, (kind, _) in ARMS.items():
+    for name, (kind, _) in chosen.items():
         base = next(other for other, (its, _) in ARMS.items() if its == kind)
         ratios = [own / reference for own, reference in zip(slopes[name], slopes[base], strict=True)]
         middle = statistics.median(ratios)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import MISSING
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..callbacks import BatchSizeFinder, ModelCheckpoint
-from ..common.messages import warn
+from ..common.messages import announce, warn
 from ..loggers import (
     ClearMLLogger,
     CometLogger,
@@ -26,25 +29,20 @@ __all__ = ["loader_arguments", "task_arguments", "training_arguments"]
 
 _BY_THE_SCRIPT = (
     *("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "seed", "data_seed", "local_rank"),
-    *("load_best_model_at_end", "label_names", "remove_unused_columns", "per_device_train_batch_size"),
-    *(
-        "train_sampling_strategy",
-        "per_device_eval_batch_size",
-        "dataloader_drop_last",
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-    ),
-    *("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-    *("dataloader_in_order", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-    *("warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "gradient_checkpointing"),
-    *("gradient_checkpointing_kwargs", "activation_checkpointing", "activation_checkpointing_kwargs"),
+    *("load_best_model_at_end", "label_names", "remove_unused_columns", "train_sampling_strategy"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "dataloader_drop_last", "dataloader_num_workers"),
+    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_in_order"),
+    *("dataloader_multiprocessing_context", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs"),
+    *("warmup_steps", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim"),
+    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing"),
+    *("activation_checkpointing_kwargs",),
 )
 """What is not the Trainer's: the script's, the loaders', the task's."""
 
 _WITHOUT_EFFECT = (
     *("log_level", "log_level_replica", "log_on_each_node", "logging_nan_inf_filter", "logging_first_step"),
     *("skip_memory_metrics", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
-    *("eval_accumulation_steps", "average_tokens_across_devices", "ddp_backend", "accelerator_config"),
+    *("eval_accumulation_steps", "average_tokens_across_devices", "ddp_backend"),
     *("trackio_static_space_id", "restore_callback_states_from_checkpoint"),
     *("include_for_metrics", "batch_eval_metrics", "include_num_input_tokens_seen", "use_cache", "save_on_each_node"),
     *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
@@ -71,6 +69,10 @@ _REFUSED = {
     "optim_target_modules": "override configure_optimizers of the task",
 }
 """What has to be said in another way, where it is not at its default."""
+
+_DEFAULT_TIMEOUT = 1800  # seconds
+
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # fused kernels are used wherever they can be
 
 _LOGGERS: dict[str, Any] = {
     **{"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLFlowLogger},
@@ -105,8 +107,9 @@ def training_arguments(args: Any) -> dict[str, Any]:
         "deterministic": bool(args.full_determinism),
         "compile": _translate_compile(args),
         "enable_progress_bar": not args.disable_tqdm,
-        "log_every_n_steps": _read_steps(args, "logging_steps") if _read(args, "logging_strategy") == "steps" else 50,
+        "log_every_n_steps": 0 if _read(args, "logging_strategy") == "no" else _read_steps(args, "logging_steps"),
         "logger": _make_loggers(args),
+        "timeout": None if args.ddp_timeout == _DEFAULT_TIMEOUT else timedelta(seconds=args.ddp_timeout),
         **_translate_evaluation(args, interval),
         **_translate_saving(args),
     }
@@ -125,9 +128,11 @@ def loader_arguments(args: Any, training: bool = True) -> dict[str, Any]:
         "shuffle": training and _read(args, "train_sampling_strategy") in (None, "random"),
         "drop_last": args.dataloader_drop_last and training,
         "num_workers": workers,
-        "pin_memory": args.dataloader_pin_memory,
+        "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
         "persistent_workers": args.dataloader_persistent_workers,
         "prefetch_factor": args.dataloader_prefetch_factor if workers else None,
+        "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None) if workers else None,
+        "in_order": getattr(args, "dataloader_in_order", True),
     }
 
 
@@ -140,8 +145,11 @@ def task_arguments(args: Any) -> dict[str, Any]:
     Raises:
         ValueError: for another optimizer than AdamW.
     """
-    if not _read(args, "optim").startswith("adamw_torch"):
-        raise ValueError(f"optim={_read(args, 'optim')!r}: TransformersTask has AdamW; override configure_optimizers.")
+    if _read(args, "optim") not in _OPTIMIZERS:
+        raise ValueError(
+            f"optim={_read(args, 'optim')!r}: TransformersTask has AdamW ({', '.join(_OPTIMIZERS)}). For another "
+            "optimizer override configure_optimizers."
+        )
     warmup = args.warmup_steps or getattr(args, "warmup_ratio", None) or 0
     recompute = args.gradient_checkpointing or getattr(args, "activation_checkpointing", None)
     return {
@@ -176,9 +184,11 @@ def _refuse(args: Any) -> None:
         lines.append("logging_strategy='epoch': log with on_step=False, on_epoch=True in the task")
     if lines:
         raise ValueError("TrainingArguments that are said in another way here:\n  " + "\n  ".join(lines))
+    changed = [name for name, default in defaults.items() if default is not MISSING and _read(args, name) != default]
+    if idle := [name for name in changed if name in _WITHOUT_EFFECT]:
+        announce(f"TrainingArguments that change nothing in Treadle: {', '.join(idle)}; see docs/from_hf_trainer.md")
     known = {*_BY_THE_SCRIPT, *_WITHOUT_EFFECT, *_REFUSED, *_TRANSLATED}
-    newer = [n for n in defaults if n not in known and _read(args, n) != defaults[n]]
-    if newer:
+    if newer := [name for name in changed if name not in known]:
         warn(f"training_arguments does not know {', '.join(newer)} of this version of transformers; left out.")
 
 
@@ -188,7 +198,7 @@ _TRANSLATED = (
     *("disable_tqdm", "logging_strategy", "logging_steps", "report_to", "run_name", "eval_strategy", "eval_steps"),
     *("eval_on_start", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "metric_for_best_model"),
     *("greater_is_better", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
-    *("ddp_static_graph", "ddp_timeout", "fsdp", "fsdp_config", "auto_find_batch_size"),
+    *("ddp_static_graph", "ddp_timeout", "fsdp", "fsdp_config", "auto_find_batch_size", "accelerator_config"),
     *("project", "trackio_space_id", "trackio_bucket_id"),
 )
 """What `training_arguments` reads."""
@@ -234,8 +244,6 @@ def _translate_strategy(args: Any) -> Any:
         for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
         if (value := getattr(args, f"ddp_{name}", None)) is not None
     }
-    if args.ddp_timeout != 1800:
-        options["timeout"] = timedelta(seconds=args.ddp_timeout)
     return DDP(**options) if options else "auto"
 
 

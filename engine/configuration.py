@@ -381,6 +381,19 @@ def resolve_timeout(timeout: Any) -> float | None:
     return None if timeout is None else parse_duration("timeout", timeout).total_seconds()
 
 
+def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -> dict[str, Any]:
+    """Return the options of `open_world`; a collective outlasts the limit that the user has set for a rank.
+
+    Args:
+        handler: what the user says of the group.
+        limit: seconds that a rank may make no progress.
+    """
+    options = (handler or InitProcessGroupKwargs()).options()
+    if options["timeout"] is None and limit is not None and limit + 60 > 1800:  # the default is half an hour
+        options["timeout"] = timedelta(seconds=limit + 60)
+    return options
+
+
 def resolve_device(accelerator: str, cpu: bool) -> str:
     """Return the kind of device to compute on.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ..common.messages import nearest
 from ..common.optional import require
-from ..common.validation import check_bool
+from ..common.validation import check_bool, choose
 from ..trainer import TaskModule
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label that transformers' losses leave out."""
+
+
+_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+_WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt", *_BY_METRIC)
 
 
 class TransformersTask(TaskModule):
@@ -42,7 +47,8 @@ class TransformersTask(TaskModule):
         learning_rate: AdamW's, at its highest.
         weight_decay: AdamW's, of all but biases and norms.
         optimizer_options: further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
-        lr_scheduler: a name that ``transformers.get_scheduler`` knows; it advances with each optimizer step.
+        lr_scheduler: a name that ``transformers.get_scheduler`` knows. It advances with each optimizer step;
+            ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, by its ``val_loss``.
         warmup_steps: optimizer steps to warm up; below 1 a share of all.
         scheduler_options: further arguments of the scheduler.
         metrics: objects of torchmetrics by name. They get logits and labels of the samples, or of the tokens that have
@@ -144,9 +150,11 @@ class TransformersTask(TaskModule):
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW and the schedule."""
-        from transformers import get_scheduler
+        """Return AdamW and the schedule.
 
+        Raises:
+            ValueError: if nothing is trained, or if the schedule needs the length of a run that has none.
+        """
         options = self.hparams
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -157,16 +165,7 @@ class TransformersTask(TaskModule):
         if not groups:
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
         optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, **dict(options.optimizer_options or {}))
-        total = int(self.trainer.estimated_stepping_batches) if self.trainer.estimated_stepping_batches < 2**62 else 0
-        warmup = options.warmup_steps if options.warmup_steps >= 1 else options.warmup_steps * total
-        scheduler = get_scheduler(
-            options.lr_scheduler,
-            optimizer,
-            num_warmup_steps=round(warmup),
-            num_training_steps=total,
-            scheduler_specific_kwargs=dict(options.scheduler_options or {}),
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": self._make_scheduler(optimizer)}
 
     # -- what you may override -----------------------------------------------------------------------------------
 
@@ -239,6 +238,31 @@ class TransformersTask(TaskModule):
         if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point() or "input_ids" not in batch:
             return None
         return labels[:, 1:] if _predicts_next_token(self.model) else labels
+
+    def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the scheduler that ``lr_scheduler`` names, and when it steps."""
+        from transformers import SchedulerType, get_scheduler
+
+        options = self.hparams
+        name = choose("lr_scheduler", options.lr_scheduler, [kind.value for kind in SchedulerType])
+        steps, warmup = self.trainer.estimated_stepping_batches, options.warmup_steps
+        has_length, extra = math.isfinite(steps), dict(options.scheduler_options or {})
+        if not has_length and (0 < warmup < 1 or (name not in _WITHOUT_LENGTH and "num_stable_steps" not in extra)):
+            raise ValueError(
+                f"lr_scheduler={name!r} with warmup_steps={warmup} follows the length of the run, which nothing tells: "
+                "the training loader has no length. Give Trainer(max_steps=...), or use lr_scheduler='constant', or "
+                "'constant_with_warmup' with a number of steps."
+            )
+        scheduler = get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=math.ceil(warmup * steps) if 0 < warmup < 1 else int(warmup),
+            num_training_steps=int(steps) if has_length else None,
+            scheduler_specific_kwargs=extra,
+        )
+        if name in _BY_METRIC:
+            return {"scheduler": scheduler, "monitor": "val_loss", "reduce_on_plateau": True}
+        return {"scheduler": scheduler, "interval": "step"}
 
     def _iterate_trained(self) -> Iterator[tuple[nn.Parameter, bool]]:
         """Yield each parameter that is trained, and whether it decays."""

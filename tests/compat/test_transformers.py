@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from treadle.callbacks import BatchSizeFinder, ModelCheckpoint
 from treadle.compat import transformers as translated
 from treadle.compat.transformers import loader_arguments, task_arguments, training_arguments
@@ -103,6 +104,35 @@ def test_fields_become_flags(tmp_path):
     assert isinstance(fsdp, FSDP)
     found = translate(tmp_path, auto_find_batch_size=True)["callbacks"]
     assert any(isinstance(callback, BatchSizeFinder) for callback in found)
+    assert translate(tmp_path, logging_strategy="no")["log_every_n_steps"] == 0
+    assert translate(tmp_path)["timeout"] is None
+    assert translate(tmp_path, ddp_timeout=7200)["timeout"] == timedelta(hours=2)
+    treadle.Trainer(**translate(tmp_path, ddp_timeout=7200, ddp_find_unused_parameters=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fields_become_arguments_of_the_loader(tmp_path):
+    args = arguments(
+        tmp_path, per_device_train_batch_size=3, per_device_eval_batch_size=5, dataloader_num_workers=1,
+        dataloader_prefetch_factor=4, dataloader_multiprocessing_context="fork", dataloader_drop_last=True,
+    )  # fmt: skip
+    train, val = (DataLoader(range(30), **loader_arguments(args, training)) for training in (True, False))
+    assert (train.batch_size, train.drop_last, train.prefetch_factor) == (3, True, 4)
+    assert (val.batch_size, val.drop_last, val.num_workers) == (5, False, 1)
+    assert train.multiprocessing_context.get_start_method() == "fork"
+    assert isinstance(train.sampler, RandomSampler)
+    assert isinstance(val.sampler, SequentialSampler)
+    with pytest.raises(ValueError, match="in_order=True"):
+        loader = DataLoader(range(30), **loader_arguments(arguments(tmp_path, dataloader_in_order=False)))
+        treadle.Accelerator(cpu=True).prepare_data_loader(loader)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fields_that_change_nothing_are_named(tmp_path, capfd):
+    translate(tmp_path)
+    assert "change nothing" not in capfd.readouterr().err
+    translate(tmp_path, skip_memory_metrics=False, logging_first_step=True)
+    assert "change nothing in Treadle: logging_first_step, skip_memory_metrics" in capfd.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -157,6 +187,7 @@ def test_what_has_to_be_said_otherwise_is_named(tmp_path, fields, fix):
         translate(tmp_path, **fields)
 
 
-def test_another_optimizer_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["sgd", "adamw_torch_4bit"])
+def test_another_optimizer_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="override configure_optimizers"):
-        task_arguments(arguments(tmp_path, optim="sgd"))
+        task_arguments(arguments(tmp_path, optim=name))

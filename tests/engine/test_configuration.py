@@ -547,3 +547,20 @@ def test_ranks_within_a_grid():
 def test_reading_in_the_main_process_is_announced(capfd):
     cpu(dataloader_config=utils.DataLoaderConfiguration(dispatch_batches=True))
     assert "every rank reads its own share" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "minutes"),
+    [
+        ({}, 30),
+        ({"timeout": {"minutes": 10}}, 30),
+        ({"timeout": {"hours": 2}}, 121),
+        ({"timeout": {"hours": 2}, "kwargs_handlers": [utils.InitProcessGroupKwargs(timeout={"hours": 1})]}, 60),
+    ],
+)
+def test_a_collective_outlasts_the_limit_of_a_rank(options, minutes):
+    assert run(group_timeouts, 2, options) == [minutes, minutes]
+
+
+def group_timeouts(options):
+    return treadle.Accelerator(cpu=True, **options).world.timeout.total_seconds() / 60

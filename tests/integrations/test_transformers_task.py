@@ -5,7 +5,7 @@ import torch
 from processes import run
 from quiet import QUIET
 from safetensors import safe_open
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 from treadle.callbacks import ModelCheckpoint
 from treadle.integrations import TransformersTask
@@ -305,6 +305,40 @@ def test_messages_name_the_fix(tmp_path):
     frozen = causal().requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         treadle.Trainer(max_epochs=1, **QUIET).fit(TransformersTask(frozen), DataLoader(texts(), 4))
+
+
+class Endless(IterableDataset):
+    """A stream: nobody knows its length."""
+
+    def __iter__(self):
+        return iter(texts())
+
+
+def rates(schedule, warmup=0.0, **flags):
+    """The learning rate of each step, where it is not 0."""
+
+    class Task(TransformersTask):
+        def on_train_batch_start(self, batch, batch_idx):
+            seen.append(self.optimizers().param_groups[0]["lr"])
+
+    seen = []
+    loaders = [DataLoader(Endless(), 4, collate_fn=collate_causal) for _ in range(2)]
+    task = Task(causal(), learning_rate=1.0, lr_scheduler=schedule, warmup_steps=warmup)
+    treadle.Trainer(**{"max_epochs": 2, "on_nonfinite": "ignore", **flags, **QUIET}).fit(task, *loaders)
+    return seen
+
+
+def test_a_schedule_is_as_long_as_the_run():
+    assert rates("linear", max_steps=4, max_epochs=-1) == [1.0, 0.75, 0.5, 0.25]
+    assert rates("linear", warmup=0.3, max_steps=4, max_epochs=-1) == [0.0, 0.5, 1.0, 0.5]  # transformers rounds up
+    assert rates("constant") == [1.0] * 6
+    assert rates("constant_with_warmup", warmup=2) == [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]
+    assert rates("reduce_lr_on_plateau") == [1.0] * 6
+    for schedule, warmup in (("linear", 0), ("cosine", 2), ("constant_with_warmup", 0.5)):
+        with pytest.raises(ValueError, match=r"the training loader has no length. Give Trainer\(max_steps=...\)"):
+            rates(schedule, warmup=warmup)
+    with pytest.raises(ValueError, match="Did you mean 'cosine'"):
+        rates("cosin")
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
