@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from . import stages
     from .command_line import report_error, say
     from .config_help import describe_target
+    from .printed import dump_yaml
     from .stages import Session
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -9,6 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_LAUNCH_VARIABLES = (*_TORCHRUN, "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "FORK_LAUNCHED")
+_LAUNCH_PREFIXES = (
+    *("GROUP_", "ROLE_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "SLURM_STEP_"),
+    *("TREADLE_SUPERVISOR", "TREADLE_BOARD"),
+)
 _STARTS = {
     # per launcher: what sets the processes per machine, and the machines
     "torchrun": ("--nproc-per-node {}", "--nnodes {}"),
@@ -23,6 +28,15 @@ _SLURM_PORTS = range(15000, 30000)  # below what the kernel and Kubernetes give 
 def is_forked() -> bool:
     """Return whether a launcher for notebooks forked this process."""
     return os.environ.get("FORK_LAUNCHED") == "1"
+
+
+def without_launch_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that no launcher has started, though one may have started this process."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _LAUNCH_VARIABLES and not name.startswith(_LAUNCH_PREFIXES)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
