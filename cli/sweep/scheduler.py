@@ -26,7 +26,7 @@ from ...trainer.runs import holder, index
 from ..config import ConfigError, make_printable
 from .assignment import Assignment
 from .outcome import End, Outcome, judge
-from .report import write_report
+from .report import Report
 from .study import Study
 from .sweep_file import Sweep
 from .sweep_folder import REPORT, SweepFolder
@@ -61,7 +61,7 @@ class Scheduler:
         self._first_error = ""
         self._killed: dict[int, tuple[int, int]] = {}  # by trial, how often at which step
         self._elsewhere: dict[int, str] = {}  # the machines of trials that other processes run
-        self._reported = time.monotonic()
+        self._report_due = time.monotonic() + _REPORT_EVERY
 
     def run(self) -> int:
         """Run until every trial has ended, or a signal or too many failures end it; returns the exit status.
@@ -268,12 +268,15 @@ class Scheduler:
             _say(f"{label}: {self.sweep.metric.name} {format_number(outcome.value)}{took}{words}")
 
     def _report(self, at_once: bool = False) -> None:
-        if at_once or time.monotonic() - self._reported >= _REPORT_EVERY:
-            try:
-                self.folder.write(REPORT, write_report(self.study, self.folder.path))
-            except OSError as error:
-                warn(f"the sweep's report could not be written: {error}")
-            self._reported = time.monotonic()
+        began = time.monotonic()
+        if not at_once and began < self._report_due:
+            return
+        try:
+            self.folder.write(REPORT, Report(self.study, self.folder.path).render())
+        except OSError as error:
+            warn(f"the sweep's report could not be written: {error}")
+        ended = time.monotonic()
+        self._report_due = ended + max(_REPORT_EVERY, 20 * (ended - began))
 
     # -- the end -------------------------------------------------------------------------------------------------
 

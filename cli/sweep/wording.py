@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,7 +21,14 @@ def format_parameters(parameters: Mapping[str, Any]) -> str:
 
 
 def format_parameter(value: Any) -> str:
-    """Return a value with four digits at most, or as YAML writes it."""
+    """Return a value as a study stores it for people: four digits at most, and objects by their class."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if value.startswith('{"class": "'):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(value)
+            name = arguments.pop("class").rpartition(".")[2]
+            return f"{name}({', '.join(f'{key}={format_parameter(item)}' for key, item in arguments.items())})"
+    return value
