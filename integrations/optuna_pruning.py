@@ -114,14 +114,14 @@ class PruningCallback(Callback):
         prunes = False
         with world.together():
             if world.is_main:
-                prunes = self._ask_pruner(value, number)
+                prunes = self._ask_pruner(trainer, value, number)
         self._note(trainer, value, number)
         if world.broadcast(prunes):
             unit = "validation" if several else "epoch"
             self.pruned = f"pruned at {unit} {number}: {self.monitor} was {value:.4g}"
             self._prune(trainer)
 
-    def _ask_pruner(self, value: float, number: int) -> bool:
+    def _ask_pruner(self, trainer: Trainer, value: float, number: int) -> bool:
         """Report on rank zero; returns whether the trial is to be pruned."""
         self._trial.report(value, number)
         return bool(self._trial.should_prune())

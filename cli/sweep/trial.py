@@ -92,7 +92,7 @@ class TrialCallback(PruningCallback):
             logged = read_logged_metrics(trainer)
             raise make_never_logged_error(trainer, self.monitor, "The sweep's metric", logged)
 
-    def _ask_pruner(self, value: float, number: int) -> bool:
+    def _ask_pruner(self, trainer: Trainer, value: float, number: int) -> bool:
         if self._trial is None:
             return False
         from optuna.exceptions import StorageInternalError
@@ -101,7 +101,8 @@ class TrialCallback(PruningCallback):
 
         try:
             retry(lambda: self._trial.report(value, number))
-            return bool(retry(self._trial.should_prune))
+            # At its end there is nothing to save. Optuna, which counts from 0, does not get there either.
+            return not _is_over(trainer) and bool(retry(self._trial.should_prune))
         except StorageInternalError as error:  # no reason to lose the trial
             warn(f"the sweep's study can't be reached, so this trial is not pruned at {number}: {error}")
             return False
@@ -120,3 +121,10 @@ class TrialCallback(PruningCallback):
         """Record that the trial was pruned, if it was; called when ``fit`` has returned."""
         if self.pruned is not None:
             self._write({"state": "pruned", "note": self.pruned})
+
+
+def _is_over(trainer: Trainer) -> bool:
+    """Return whether the trial has done all that its configuration asks for."""
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1 and trainer.progress.epoch_is_over
+    return last_epoch or 0 <= steps <= trainer.global_step
