@@ -91,7 +91,9 @@ class PruningCallback(Callback):
             self._validations, self.pruned = 0, None
             with trainer.accelerator.world.together():
                 if trainer.is_global_zero and self._trial is None:
-                    raise ValueError("PruningCallback(trial=None, ...) on rank zero: it needs the trial. Pass it there.")
+                    raise ValueError(
+                        "PruningCallback(trial=None, ...) on rank zero: it needs the trial. Pass it there."
+                    )
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Report, unless that happens when epochs end."""

@@ -85,9 +85,7 @@ class TrialPoint:
 def colour_by_rank(rank: int, count: int) -> str:
     """Return the colour of the trial with this rank: from the best's to the worst's."""
     share = 0.0 if count < 2 else rank / (count - 1)
-    best, worst = (
-        [int(colour[start : start + 2], 16) for start in (1, 3, 5)] for colour in (_BEST, _WORST)
-    )
+    best, worst = ([int(colour[start : start + 2], 16) for start in (1, 3, 5)] for colour in (_BEST, _WORST))
     return "#" + "".join(f"{round(b + (w - b) * share):02x}" for b, w in zip(best, worst, strict=True))
 
 
@@ -194,7 +192,8 @@ def draw_history(points: Sequence[TrialPoint], axis: Axis, goal: str) -> str:
     return (
         f"<figure><figcaption>{escape(axis.name)} of each trial{' (logarithmic)' if axis.log else ''}</figcaption>"
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(axis.name)} of each trial">'
-        f'<g class="axis">{"".join(marks)}</g><polyline class="so-far" points="{" ".join(steps)}"/>{"".join(spots)}</svg>'
+        f'<g class="axis">{"".join(marks)}</g><polyline class="so-far" points="{" ".join(steps)}"/>'
+        f"{''.join(spots)}</svg>"
         '<div class="keys"><span>line: the best so far</span><span>hollow: pruned</span></div></figure>'
     )
 
@@ -218,7 +217,9 @@ def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple
         at = side + number * gap
         scales.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{height - bottom}"/>')
         log = " (log)" if axis.log else ""
-        scales.append(f'<text class="name" x="{at:.1f}" y="{top - 16}" text-anchor="middle">{escape(axis.name + log)}</text>')
+        scales.append(
+            f'<text class="name" x="{at:.1f}" y="{top - 16}" text-anchor="middle">{escape(axis.name + log)}</text>'
+        )
         for place, word in axis.list_ticks():
             scales.append(f'<line x1="{at - 4:.1f}" x2="{at:.1f}" y1="{y(place):.1f}" y2="{y(place):.1f}"/>')
             scales.append(f'<text x="{at - 7:.1f}" y="{y(place) + 4:.1f}" text-anchor="end">{escape(word)}</text>')
@@ -230,12 +231,13 @@ def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple
             f'<polyline class="trial{point.kind}" points="{corners}" data-trial="{point.run}" stroke="{point.colour}">'
             f"<title>{escape(point.words)}</title></polyline>"
         )
+    gradient = f"linear-gradient(to right,{_BEST},{_WORST})"
     return (
         '<figure class="wide"><figcaption>Parallel coordinates</figcaption>'
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="Parallel coordinates">'
         f'{"".join(lines)}<g class="scale">{"".join(scales)}</g></svg>'
-        f'<div class="keys"><span>best<i class="legend" style="background:linear-gradient(to right,{_BEST},{_WORST})"></i>'
-        "worst</span><span>dashed: pruned</span></div></figure>"
+        f'<div class="keys"><span>best<i class="legend" style="background:{gradient}"></i>worst</span>'
+        "<span>dashed: pruned</span></div></figure>"
     )
 
 
@@ -257,12 +259,14 @@ def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis)
     for place, word in axis.list_ticks():
         at = left + place * (width - left - right)
         marks.append(f'<text x="{at:.1f}" y="{height - 9}" text-anchor="middle">{escape(word)}</text>')
-    spots = [
-        f'<circle class="spot{point.kind}" cx="{left + axis.place(point.parameters[key]) * (width - left - right):.1f}" '
-        f'cy="{height - bottom - values.place(point.value) * (height - top - bottom):.1f}" r="4" {point.attributes}>'
-        f"<title>{escape(point.words)}</title></circle>"
-        for point in reversed(points)
-    ]
+    spots = []
+    for point in reversed(points):  # the best lies above the others
+        x = left + axis.place(point.parameters[key]) * (width - left - right)
+        y = height - bottom - values.place(point.value) * (height - top - bottom)
+        spots.append(
+            f'<circle class="spot{point.kind}" cx="{x:.1f}" cy="{y:.1f}" r="4" {point.attributes}>'
+            f"<title>{escape(point.words)}</title></circle>"
+        )
     return (
         f"<figure><figcaption>{escape(key)}{' (logarithmic)' if axis.log else ''}</figcaption>"
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(values.name)} over {escape(key)}">'

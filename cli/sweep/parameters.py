@@ -133,7 +133,9 @@ def parse_parameters(section: Value, problems: list[str]) -> list[Parameter]:
         inside = [key for key in keys if key.startswith(f"{parameter.key}.")]
         if inside or keys.count(parameter.key) > 1:
             other = inside[0] if inside else "the same key"
-            problems.append(f"{parameter.source}: parameters: {parameter.key} and {other} set the same value; keep one.")
+            problems.append(
+                f"{parameter.source}: parameters: {parameter.key} and {other} set the same value; keep one."
+            )
     return parameters
 
 
@@ -186,7 +188,9 @@ def _read_words(entries: Mapping[Any, Value]) -> dict[str, Value]:
         known = _SYNONYMS.get(str(word), str(word))
         if known not in _WORDS:
             hint = nearest(word, (*_WORDS, *_SYNONYMS))
-            raise ConfigError(f"a parameter has no {word!r}.{hint} It has values, or min, max, step, log, distribution.")
+            raise ConfigError(
+                f"a parameter has no {word!r}.{hint} It has values, or min, max, step, log, distribution."
+            )
         if known in words:
             raise ConfigError(f"{word} and {known} say the same; keep one.")
         words[known] = item

@@ -111,9 +111,7 @@ class Report:
         if not self.points:
             return
         values = Axis.of_values(self.sweep.metric.name, [point.value for point in self.points])
-        axes = [
-            (parameter.key, Axis.of_parameter(parameter, self.names[parameter.key])) for parameter in self.varied
-        ]
+        axes = [(parameter.key, Axis.of_parameter(parameter, self.names[parameter.key])) for parameter in self.varied]
         slices = [draw_slice(self.points, key, axis, values) for key, axis in axes]
         history = draw_history(self.points, values, self.sweep.metric.goal)
         wide = draw_parallel_coordinates(self.points, axes, values)

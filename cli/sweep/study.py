@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy import URL
+from sqlalchemy.exc import SQLAlchemyError
 
 from ...common.messages import nearest
 from ..config import ConfigError
@@ -27,6 +30,7 @@ from .sweep_file import Choice, Sweep
 DATABASE = "study.db"
 JOURNAL = "study.log"
 
+_PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
 _BUSY = 60.0  # seconds that a process waits for the others' transactions
 _TRIES = 5  # of an access that the database refuses
 _BEST_TRIALS = 5  # that importance tells from the others, at least
@@ -38,6 +42,8 @@ _PRUNERS: dict[str, type[BasePruner]] = {
     "percentile": optuna.pruners.PercentilePruner,
     "threshold": optuna.pruners.ThresholdPruner,
 }
+
+_HALVING_OPTIONS = ("min_resource", "reduction_factor", "bootstrap_count")
 
 T = TypeVar("T")
 
@@ -60,9 +66,9 @@ class Study:
         try:
             self.storage = open_storage(self.url)
             self.study = retry(self._open)
-        except (ImportError, ValueError, StorageInternalError) as error:
-            where = "storage" if sweep.storage is None else f"storage={sweep.storage!r}"
-            raise ConfigError(f"{sweep.file}: {where} can't be opened: {error}") from error
+        except (ImportError, ValueError, OSError, SQLAlchemyError, StorageInternalError) as error:
+            place = _PASSWORD.sub(r"\1***@", self.url)
+            raise ConfigError(f"{sweep.file}: storage: {place} can't be opened: {error}") from error
 
     def _open(self) -> optuna.Study:
         return optuna.create_study(
@@ -125,7 +131,9 @@ class Study:
     def compute_importances(self) -> tuple[dict[str, float], str]:
         """Return how much each parameter matters, and by which measure; nothing where too few trials are complete."""
         complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
-        varied = [key for key in (p.key for p in self.sweep.parameters) if len({str(t.params.get(key)) for t in complete}) > 1]
+        varied = [
+            key for key in (p.key for p in self.sweep.parameters) if len({str(t.params.get(key)) for t in complete}) > 1
+        ]
         if len(complete) < 2 * _BEST_TRIALS or len({trial.value for trial in complete}) == 1 or not varied:
             return {}, ""
         share = min(0.5, max(0.1, _BEST_TRIALS / len(complete)))
@@ -138,8 +146,6 @@ class Study:
 def make_url(sweep: Sweep) -> str:
     """Return the URL of a sweep's storage; of the journal, its path behind ``journal:``."""
     if sweep.storage is None:
-        from sqlalchemy import URL
-
         return URL.create("sqlite", database=str(sweep.folder / DATABASE)).render_as_string(hide_password=False)
     return f"journal:{sweep.folder / JOURNAL}" if sweep.storage == "journal" else sweep.storage
 
@@ -181,7 +187,11 @@ def make_pruner(prune: Choice | None) -> BasePruner:
     """
     if prune is None:
         return optuna.pruners.NopPruner()
-    return _build(_PRUNERS[prune.kind], prune.options, prune, "prune")
+    pruner = _build(_PRUNERS[prune.kind], prune.options, prune, "prune")
+    if prune.kind == "hyperband":  # which looks at these in the middle of the first trial
+        options = {name: prune.options[name] for name in _HALVING_OPTIONS if name in prune.options}
+        _build(_PRUNERS["asha"], options, prune, "prune")
+    return pruner
 
 
 def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
@@ -255,8 +265,9 @@ def _suggest(trial: Trial, parameter: Parameter) -> Any:
 
 
 def _get_id(study: optuna.Study, number: int) -> int:
-    # Optuna has no public way from a trial's number to its id; its own dashboards take this one.
-    return study._storage.get_trial_id_from_study_id_trial_number(study._study_id, number)
+    # Optuna has no public way from a trial's number to its id. The list also fills the storage's cache, without which it
+    # knows nothing of a trial that another process has begun.
+    return retry(lambda: study.get_trials(deepcopy=False))[number]._trial_id
 
 
 def _get_max_epochs(sweep: Sweep) -> int | None:

@@ -220,10 +220,15 @@ def _read_base(
             raise ConfigError(f"{item.source}: config: {item.data!r} must be a file, a mapping, or a list of these.")
         path = folder / item.data if isinstance(item.data, str) else item
         if isinstance(path, Path) and not path.is_file():
-            raise ConfigError(f"{item.source}: config: there is no file {str(path)!r}. Its path is relative to this file.")
+            raise ConfigError(
+                f"{item.source}: config: there is no file {str(path)!r}. Its path is relative to this file."
+            )
         sources.append(path)
     base = merge_sources(sources, overrides, defaults=defaults)
-    for key, words in (("ckpt_path", "each trial resumes from its own checkpoints"), ("schedule", "it is for a resume")):
+    for key, words in (
+        ("ckpt_path", "each trial resumes from its own checkpoints"),
+        ("schedule", "it is for a resume"),
+    ):
         if key in base.data and base.data[key].data is not None:
             raise ConfigError(f"{base.data[key].source}: {key}: {words}. Leave it out.")
     return base
@@ -338,7 +343,9 @@ class _Reader:
         if kind not in names:
             self._report(key, f"={kind!r} is not one of {', '.join(names)}.{nearest(kind, names)}")
             return None
-        return Choice(str(kind), {_OPTION_SYNONYMS.get(name, name): item for name, item in options.items()}, value.source)
+        return Choice(
+            str(kind), {_OPTION_SYNONYMS.get(name, name): item for name, item in options.items()}, value.source
+        )
 
     def _read_metric(self) -> Metric:
         value = self.values.get("metric")

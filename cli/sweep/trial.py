@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
     from ...trainer.runs import RunFolder
 
+
 def trial_of(folder: RunFolder) -> TrialCallback | None:
     """Return what a sweep's trial needs beside its own callbacks; None if the run in this folder is no trial."""
     assignment = Assignment.read()

@@ -25,7 +25,19 @@ _AT_ONCE = 16  # runs that are read from a store
 WAITING = "waiting"
 """The state of a run whose folder is prepared and that nobody has begun."""
 
-_NUMBERS = ("began", "resumed", "ended", "updated", "seconds", "steps", "epochs", "samples", "processes", "pid", "trial")
+_NUMBERS = (
+    "began",
+    "resumed",
+    "ended",
+    "updated",
+    "seconds",
+    "steps",
+    "epochs",
+    "samples",
+    "processes",
+    "pid",
+    "trial",
+)
 _WORDS = ("state", "stage", "note", "error", "task", "host")
 
 

@@ -157,7 +157,9 @@ def finished():
 
 def running_with_checkpoint():
     running = [number for number, record in records().items() if record["state"] == "running"]
-    return [number for number in running if list(Path("runs/sweep", str(number)).glob("checkpoints/*.ckpt/manifest.json"))]
+    return [
+        number for number in running if list(Path("runs/sweep", str(number)).glob("checkpoints/*.ckpt/manifest.json"))
+    ]
 
 
 def steps_of(number):
