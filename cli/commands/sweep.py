@@ -124,9 +124,8 @@ def _run(
     configs.check_all()
     if dry:
         keys = ", ".join(parameter.key for parameter in sweep.parameters)
-        say(
-            f"sweep {sweep.name}: {sweep.trials} trials by {sweep.method.kind}, {sweep.processes} at a time, over {keys}"
-        )
+        many = f"{sweep.trials} trials by {sweep.method.kind}, {sweep.processes} at a time"
+        say(f"sweep {sweep.name}: {many}, over {keys}")
         return 0
     devices, gpus = configs.find_devices()
     return Scheduler(sweep, configs, fit, Workers(sweep.processes, devices, gpus)).run()

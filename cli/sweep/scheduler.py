@@ -85,13 +85,13 @@ class Scheduler:
         trials = self.study.list_trials()
         if is_new and trials:
             raise ConfigError(
-                f"{self.sweep.file}: storage={self.sweep.storage!r} has a study {self.sweep.name!r} with {len(trials)} "
+                f"{self.sweep.file}: storage: {self.study.place} has a study {self.sweep.name!r} with {len(trials)} "
                 f"trials, but {self.folder.path} has none of their runs. Give the sweep another name."
             )
         if not trials and self.folder.has_runs():
             raise ConfigError(
-                f"{self.sweep.file}: {self.folder.path} has runs of the sweep, but its study is not in the storage. Name "
-                "the storage that it began with, or give the sweep another name."
+                f"{self.sweep.file}: {self.folder.path} has runs of the sweep, but its study is not in the storage. "
+                "Name the storage that it began with, or give the sweep another name."
             )
         ended = sum(trial.state.is_finished() for trial in trials)
         begun = f"; {ended} have ended, {len(trials) - ended} are to be continued" if trials else ""

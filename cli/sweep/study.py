@@ -67,8 +67,7 @@ class Study:
             self.storage = open_storage(self.url)
             self.study = retry(self._open)
         except (ImportError, ValueError, OSError, SQLAlchemyError, StorageInternalError) as error:
-            place = _PASSWORD.sub(r"\1***@", self.url)
-            raise ConfigError(f"{sweep.file}: storage: {place} can't be opened: {error}") from error
+            raise ConfigError(f"{sweep.file}: storage: {self.place} can't be opened: {error}") from error
 
     def _open(self) -> optuna.Study:
         return optuna.create_study(
@@ -78,6 +77,11 @@ class Study:
             pruner=self.pruner,
             load_if_exists=True,
         )
+
+    @property
+    def place(self) -> str:
+        """Where the study is stored, for people."""
+        return _PASSWORD.sub(r"\1***@", self.url)
 
     def _complete_pruner(self) -> Choice | None:
         """Return the pruner with what Hyperband needs to know, so that all processes know the same."""
@@ -215,10 +219,8 @@ def _build(kind: type[T], options: Mapping[str, Any], choice: Choice, key: str) 
     valid = [name for name in inspect.signature(kind).parameters if name not in ours]
     for name in options:
         if name not in (*valid, *ours):
-            hint = nearest(name, valid)
-            raise ConfigError(
-                f"{choice.source}: {key}: {choice.kind} has no {name!r}.{hint} It has {', '.join(valid) or 'no options'}."
-            )
+            has = f"{nearest(name, valid)} It has {', '.join(valid) or 'no options'}."
+            raise ConfigError(f"{choice.source}: {key}: {choice.kind} has no {name!r}.{has}")
     try:
         return kind(**options)
     except (ValueError, TypeError) as error:
@@ -265,8 +267,8 @@ def _suggest(trial: Trial, parameter: Parameter) -> Any:
 
 
 def _get_id(study: optuna.Study, number: int) -> int:
-    # Optuna has no public way from a trial's number to its id. The list also fills the storage's cache, without which it
-    # knows nothing of a trial that another process has begun.
+    # Optuna has no public way from a trial's number to its id. The list also fills the storage's cache, without which
+    # it knows nothing of a trial that another process has begun.
     return retry(lambda: study.get_trials(deepcopy=False))[number]._trial_id
 
 

@@ -307,8 +307,8 @@ class _Reader:
             return "runs"
         if not isinstance(directory.data, str) or "://" in directory.data:
             self.problems.append(
-                f"{directory.source}: run.dir={directory.data!r} must be a folder: the trials of a sweep are locked and "
-                "their study is stored there. Upload them afterwards."
+                f"{directory.source}: run.dir={directory.data!r} must be a folder: the trials of a sweep are locked "
+                "and their study is stored there. Upload them afterwards."
             )
             return "runs"
         return directory.data

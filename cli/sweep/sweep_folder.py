@@ -121,8 +121,8 @@ class SweepFolder:
                 )
         elif self.has_runs():
             raise ConfigError(
-                f"{self.sweep.file}: {os.path.relpath(self.path)} has runs that are no trials of a sweep. Give the sweep "
-                "a name of its own: name: ..., or name=... on the command line."
+                f"{self.sweep.file}: {os.path.relpath(self.path)} has runs that are no trials of a sweep. Give the "
+                "sweep a name of its own: name: ..., or name=... on the command line."
             )
         self.write(DESCRIPTION, json.dumps(description, indent=2, ensure_ascii=False))
         return is_new

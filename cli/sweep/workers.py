@@ -126,7 +126,7 @@ class Workers:
 
 
 def share_gpus(gpus: Sequence[str], count: int, slot: int) -> list[str]:
-    """Return the GPUs of one of ``count`` slots: an equal share; where there are fewer GPUs than slots, one that others use."""
+    """Return the GPUs of one of ``count`` slots: an equal share, or one that others use too if they are few."""
     if len(gpus) < count:
         return [gpus[slot % len(gpus)]]
     each = len(gpus) // count
