@@ -295,7 +295,7 @@ class Scheduler:
             value = format_number(best.value or 0.0)
             _say(f"best: {self._label(best.user_attrs['run'])}, {self.sweep.metric.name} {value}, {path}")
             _say(f"  {format_parameters(best.params)}")
-            _say(f"  treadle validate --from-run {path}")
+            _say(f"  {self.configs.program.removesuffix('fit')}validate --from-run {path}")
         _say(f"report: {os.path.relpath(self.folder.path / REPORT)}")
         if self._signal is not None:
             if self._signal.name == "SIGUSR1":
