@@ -70,10 +70,11 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
         return Outcome(End.FAILED, error=f"{metric} is {'missing' if value is None else value}", steps=steps)
     if status is None and not run.state.startswith("failed"):
         return Outcome(End.CUT_SHORT, error=f"its run was {run.state}", steps=steps)
-    error = run.facts.get("error") or run.state.removeprefix("failed: ")
-    if not run.state.startswith("failed"):  # it has not come to the point where a run records its errors
-        error = f"its process ended with status {status}:\n{read_tail(folder)}"
-    return Outcome(End.FAILED, error=error, steps=steps)
+    if run.state.startswith("failed"):
+        words = str(run.facts.get("error") or run.state.removeprefix("failed: "))
+    else:  # it has not come to the point where a run records its errors
+        words = f"its process ended with status {status}:\n{read_tail(folder)}"
+    return Outcome(End.FAILED, error=words, steps=steps)
 
 
 def _find_signal(status: int) -> signal.Signals | None:

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import optuna
@@ -114,13 +115,13 @@ class Study:
         """
         self.study.sampler = make_sampler(self.sweep, number)
         trial = open_trial(self.study, number)
-        return {parameter.key: retry(lambda p=parameter: _suggest(trial, p)) for parameter in self.sweep.parameters}
+        return {parameter.key: retry(partial(_suggest, trial, parameter)) for parameter in self.sweep.parameters}
 
     def note(self, number: int, **attributes: Any) -> None:
         """Set user attributes of a trial that has not ended."""
         trial_id = _get_id(self.study, number)
         for name, value in attributes.items():
-            retry(lambda n=name, v=value: self.storage.set_trial_user_attr(trial_id, n, v))
+            retry(partial(self.storage.set_trial_user_attr, trial_id, name, value))
 
     def tell(self, number: int, state: TrialState, value: float | None = None) -> None:
         """End a trial, unless it has ended."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...common.messages import nearest
 from ...trainer.runs import check_name
@@ -57,6 +57,9 @@ _CONTINUABLE = ("trials", "processes", "max_failures")
 """What may change between two sessions of one sweep."""
 
 
+Goal = Literal["minimize", "maximize"]
+
+
 @dataclass(frozen=True)
 class Metric:
     """The logged value that counts.
@@ -68,7 +71,7 @@ class Metric:
     """
 
     name: str = ""
-    goal: str = "minimize"
+    goal: Goal = "minimize"
     take: str = "best"
 
     @property
@@ -189,7 +192,8 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
     Raises:
         ConfigError: names every problem with file and line.
     """
-    of_sweep, of_config = [], []
+    of_sweep: list[str] = []
+    of_config: list[str] = []
     for override in overrides:
         first = override.lstrip("~").partition("=")[0].rstrip("+").partition(".")[0]
         (of_config if first in SECTIONS and first not in KEYS else of_sweep).append(override)
@@ -366,7 +370,8 @@ class _Reader:
             if words[word] not in names:
                 hint = nearest(words[word], names)
                 self._report("metric", f": {word}={words[word]!r} is not one of {', '.join(names)}.{hint}")
-        return Metric(str(words.get("name")), str(words["goal"]), str(words["take"]))
+        goal: Goal = "maximize" if words["goal"] == "maximize" else "minimize"
+        return Metric(str(words.get("name")), goal, str(words["take"]))
 
     def _read_trials(self, method: Choice, parameters: Sequence[Parameter]) -> int:
         trials = self._read_number("trials", 1, None)

@@ -288,6 +288,20 @@ def test_hyperband_prunes_and_a_pruned_trial_keeps_its_checkpoint(sweep, capsys)
     assert capsys.readouterr().out.count("pruned") == states.count("PRUNED")
 
 
+def test_trials_of_two_processes(sweep):
+    Path("sweep.yaml").write_text(
+        SWEEP.replace("random", "grid").replace("trials: 3", "prune: {type: threshold, upper: 0.15}").replace("[8, 16]", "[8]")
+        .replace("processes: 2", "processes: 1").replace("{min: 1e-4, max: 1e-1, log: true}", "[0.1, 0.2]")
+    )  # fmt: skip
+    status, said = sweep("model.class=tasks.Rated", "trainer.max_epochs=2", "trainer.devices=2")
+    assert status == 0, said
+    assert [trial.state.name for trial in trials()] == ["COMPLETE", "PRUNED"]
+    assert [(r["processes"], r["epochs"], r["state"]) for _, r in sorted(records().items())] == [
+        (2, 2, "finished"),
+        (2, 1, "pruned"),
+    ]
+
+
 # -- what is wrong is said before anything is run --------------------------------------------------------------------
 
 
