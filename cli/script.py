@@ -53,7 +53,9 @@ def run(
             print(f"{usage}\n\n`python {program} fit --help` tells more.")
             sys.exit(0)
         complaint = (
-            f"{remaining_arguments[0]!r} is none of {', '.join((*_STAGES, 'sweep'))}." if remaining_arguments else "say what to do."
+            f"{remaining_arguments[0]!r} is none of {', '.join((*_STAGES, 'sweep'))}."
+            if remaining_arguments
+            else "say what to do."
         )
         print(f"{program}: {complaint}\n{usage}", file=sys.stderr)
         sys.exit(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ...callbacks import is_better, make_never_logged_error, read_logged_metrics
 from ...common.messages import announce, warn
 from ...integrations import PruningCallback
+from ...trainer.runs import index
 from .assignment import Assignment
+from .sweep_file import Metric
+from .sweep_folder import DESCRIPTION
 
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
@@ -18,10 +23,24 @@ if TYPE_CHECKING:
 
 def trial_of(folder: RunFolder) -> TrialCallback | None:
     """Return what a sweep's trial needs beside its own callbacks; None if the run in this folder is no trial."""
-    assignment = Assignment.read()
-    if assignment is None or not isinstance(folder.path, Path) or Path(assignment.folder) != folder.path:
+    if not isinstance(folder.path, Path):
         return None
-    return TrialCallback(assignment, folder.record)
+    assignment = Assignment.read()
+    if assignment is None or Path(assignment.folder) != folder.path:
+        assignment = _read_assignment(folder.path)
+    return None if assignment is None else TrialCallback(assignment, folder.record)
+
+
+def _read_assignment(folder: Path) -> Assignment | None:
+    """Return the assignment of a trial that somebody continues by hand, which is not pruned; None if it is no trial."""
+    if "trial" not in index.read(folder).facts:
+        return None
+    try:
+        metric = Metric(**json.loads((folder.parent / DESCRIPTION).read_text(encoding="utf-8"))["metric"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warn(f"{folder} is a trial of a sweep, but its sweep can't be read, so its value is not recorded: {error}")
+        return None
+    return Assignment(str(folder), os.getpid(), metric.name, metric.mode, metric.take)
 
 
 class TrialCallback(PruningCallback):

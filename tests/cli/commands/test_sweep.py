@@ -20,6 +20,8 @@ from treadle.cli.sweep.study import Study
 from treadle.cli.sweep.sweep_file import read_sweep
 from treadle.trainer.runs import index
 
+from treadle.__main__ import main as treadle_main
+
 CONFIG = """
 trainer:
   max_epochs: 4
@@ -286,6 +288,16 @@ def test_hyperband_prunes_and_a_pruned_trial_keeps_its_checkpoint(sweep, capsys)
             assert len(trial.intermediate_values) == index.read(folder).facts["epochs"]
     assert runs_main(["--state", "pruned"]) == 0
     assert capsys.readouterr().out.count("pruned") == states.count("PRUNED")
+
+
+def test_a_trial_that_is_continued_by_hand_counts_with_what_it_reaches_then(sweep, recwarn):
+    status, said = sweep("trials=1", "trainer.max_epochs=1", "model.class=tasks.Rated", "metric.goal=maximize")
+    assert status == 0, said
+    value = records()[1]["objective"]["value"]
+    assert treadle_main(["fit", "--from-run", "sweep/1", "ckpt_path=auto", "model.lr=0.5", "trainer.max_epochs=2"]) == 0
+    assert (value, records()[1]["objective"]["value"]) == (trials()[0].value, 0.5)
+    assert records()[1]["trial"] == 0
+    assert not [one for one in recwarn if "TrialCallback" in str(one.message)]
 
 
 def test_trials_of_two_processes(sweep):
