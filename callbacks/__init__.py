@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from .lr_monitor import LearningRateMonitor, read_learning_rates
     from .model_checkpoint import ModelCheckpoint
     from .model_summary import ModelSummary
-    from .monitored_metric import LatestValidation, read_monitored_metric
+    from .monitored_metric import (
+        LatestValidation,
+        checks_at_epoch_end,
+        is_better,
+        make_never_logged_error,
+        read_logged_metrics,
+        read_monitored_metric,
+        read_new_value,
+    )
     from .nonfinite_detection import NonFiniteWatch
     from .on_exception_checkpoint import OnExceptionCheckpoint
     from .prediction_files import PredictionWriter, read_predictions

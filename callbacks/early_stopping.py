@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..common.messages import announce, warn
+from ..common.messages import announce
 from ..common.validation import check_bool, check_int, check_monitor, check_number, choose
 from .callback import Callback
-from .monitored_metric import MODES, is_better, make_never_logged_error, read_logged_metrics
+from .monitored_metric import MODES, checks_at_epoch_end, is_better, read_new_value
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -163,9 +163,7 @@ class EarlyStopping(Callback):
     def _checks_at_epoch_end(self, trainer: Trainer) -> bool:
         if self.check_on_train_epoch_end is not None:
             return self.check_on_train_epoch_end
-        # When an epoch ends, its training values can be watched as well as those of its one validation.
-        once = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
-        return once or not trainer.has_validation
+        return checks_at_epoch_end(trainer)
 
     # Subclasses in public code call or override the methods from here on, hence Lightning's names.
     @property
@@ -183,18 +181,9 @@ class EarlyStopping(Callback):
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
         """Compare the monitored value, if it was measured since the last check, and stop the run if it is time."""
-        watch = trainer.logbook.watch
-        if self.monitor in watch.stale(trainer):
-            return  # not measured since: no check, so no failure to improve
-        values = read_logged_metrics(trainer, keep=watch.just_measured(trainer))
-        value = values.get(self.monitor)
+        value = read_new_value(trainer, self.monitor, "EarlyStopping", self.strict)
         if value is None:
-            if trainer.has_validation and watch.step is None:
-                return  # no validation yet
-            if self.strict:
-                raise make_never_logged_error(trainer, self.monitor, "EarlyStopping's monitor", values)
-            warn(f"EarlyStopping(strict=False) leaves out a check: {self.monitor!r} was never logged.")
-            return
+            return  # no check, so no failure to improve
         should_stop, reason = self._evaluate_stopping_criteria(torch.tensor(value, dtype=torch.float64, device="cpu"))
         if should_stop:
             self.stopped_epoch = trainer.progress.epoch

@@ -6,7 +6,7 @@ import math
 from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..common.messages import nearest
+from ..common.messages import nearest, warn
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -84,6 +84,39 @@ def read_monitored_metric(
     if name not in values and strict:
         raise make_never_logged_error(trainer, name, consumer, values)
     return values.get(name)
+
+
+def checks_at_epoch_end(trainer: Trainer) -> bool:
+    """Return whether a monitored value is checked when epochs end, rather than after each validation.
+
+    When an epoch ends, its training values can be watched as well as those of its one validation.
+    """
+    once = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+    return once or not trainer.has_validation
+
+
+def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = True) -> float | None:
+    """Return the value of ``name`` for a check, identical on every rank; None if there is no new one. Call it on all.
+
+    Args:
+        trainer: the run's.
+        name: the logged name.
+        consumer: the class of the callback that checks, for messages.
+        strict: raise for a name that was never logged; else warn.
+
+    Raises:
+        ValueError: lists what was logged.
+    """
+    watch = trainer.logbook.watch
+    if name in watch.stale(trainer):
+        return None
+    values = read_logged_metrics(trainer, keep=watch.just_measured(trainer))
+    value = values.get(name)
+    if value is None and not (trainer.has_validation and watch.step is None):  # else no validation yet
+        if strict:
+            raise make_never_logged_error(trainer, name, f"{consumer}'s monitor", values)
+        warn(f"{consumer}(strict=False) leaves out a check: {name!r} was never logged.")
+    return value
 
 
 def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: Iterable[str]) -> ValueError:

@@ -91,6 +91,8 @@ def _list_words(before: list[str], last: str) -> Iterable[str]:
         return SCRIPTS
     if before[0] == "migrate":
         return ("--write", "--help") if last.startswith("-") else ()
+    if before[0] == "sweep":
+        return _list_sweep_words(before, last)
     if before[0] not in _STAGES or before[-1] in ("-c", "--config", "--from-run"):
         return ()  # files, which the shell completes
     if last.startswith("-"):
@@ -99,6 +101,20 @@ def _list_words(before: list[str], last: str) -> Iterable[str]:
     if equals:
         return [f"{key}={value}" for value in _list_values(key.rstrip("+"))]
     return _list_keys(before, last)
+
+
+def _list_sweep_words(before: list[str], last: str) -> Iterable[str]:
+    """The options and keys of a sweep, and the keys of the configuration."""
+    from .sweep import KEYS
+
+    if before[-1] in ("-c", "--config"):
+        return ()
+    if last.startswith("-"):
+        return ("--config", "--dry-run", "--help")
+    key, equals, _ = last.partition("=")
+    if equals:
+        return [f"{key}={value}" for value in _list_values(key)]
+    return [*(f"{name}=" for name in KEYS if name not in ("config", "parameters")), *_list_keys([], last)]
 
 
 def _list_values(key: str) -> Iterable[str]:

@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": ("treadle.cli.commands.plan", "say what a run would do and need, before it and without its machines"),
     "predict": ("treadle.cli.commands.stages:predict", "run the predict steps, likewise"),
     "runs": ("treadle.cli.commands.runs", "list runs and how they stand, or open one with its curves"),
+    "sweep": ("treadle.cli.commands.sweep", "run many trials of one configuration, each with other values"),
     "test": ("treadle.cli.commands.stages:test", "measure with the test steps, likewise"),
     "validate": ("treadle.cli.commands.stages:validate", "measure with the validation steps, likewise"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ def run(
 ) -> Session:
     """Run what the command line asks for: ``STAGE [--config FILE ...] [KEY=VALUE ...]``, as `treadle fit --help` tells.
 
+    ``sweep --config FILE`` runs a sweep, as `treadle sweep --help` tells.
+
     Args:
         Model: the task's class; without it the configuration names one.
         Data: the data module's class, likewise.
@@ -34,17 +37,25 @@ def run(
         What was run: its ``trainer``, ``model``, ``data``, and the ``result`` of the stage.
 
     Raises:
-        SystemExit: with status 2 where something is wrong with the configuration, which is said; with 0 after --help.
+        SystemExit: with status 2 where something is wrong with the configuration, which is said; with 0 after --help;
+            with the status of a sweep.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = sys.argv[0].rpartition("/")[2]
+    if remaining_arguments[:1] == ["sweep"]:
+        from .commands import sweep
+
+        command = [sys.executable, os.path.abspath(sys.argv[0])]
+        sys.exit(sweep.run(remaining_arguments[1:], f"python {program} sweep", command, Model, Data, defaults))
     if not remaining_arguments or remaining_arguments[0] not in _STAGES:
-        usage = f"usage: python {program} {'|'.join(_STAGES)} [--config FILE ...] [KEY=VALUE ...]"
+        usage = f"usage: python {program} {'|'.join((*_STAGES, 'sweep'))} [--config FILE ...] [KEY=VALUE ...]"
         if remaining_arguments and remaining_arguments[0] in ("-h", "--help"):
             print(f"{usage}\n\n`python {program} fit --help` tells more.")
             sys.exit(0)
         complaint = (
-            f"{remaining_arguments[0]!r} is none of {', '.join(_STAGES)}." if remaining_arguments else "say what to do."
+            f"{remaining_arguments[0]!r} is none of {', '.join((*_STAGES, 'sweep'))}."
+            if remaining_arguments
+            else "say what to do."
         )
         print(f"{program}: {complaint}\n{usage}", file=sys.stderr)
         sys.exit(2)

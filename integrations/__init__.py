@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from .optuna_pruning import PruningCallback, PyTorchLightningPruningCallback
     from .ray import RayTrainReportCallback, TuneReportCheckpointCallback
     from .transformers_task import TransformersTask
 

@@ -7,7 +7,22 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .html import LARGEST, Chart, Points, choose_ticks, format_duration, format_number, group_names, thin_points
+    from .html import (
+        COLOURS,
+        LARGEST,
+        Chart,
+        Points,
+        choose_ticks,
+        escape,
+        format_duration,
+        format_number,
+        group_names,
+        pad_range,
+        render_document,
+        render_fold,
+        render_section,
+        thin_points,
+    )
     from .run_record import RunRecord, describe_error
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

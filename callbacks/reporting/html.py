@@ -20,9 +20,9 @@ _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 26
 _STAGES = ("train", "training", "val", "valid", "validation", "test", "eval")
 # Okabe and Ito's colours, which people with every kind of sight can tell apart; from the seventh on lines are dashed.
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 _STAGE_OF = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-_OF_STAGE = dict(zip(("train", "val", "test"), _COLOURS, strict=False))
+_OF_STAGE = dict(zip(("train", "val", "test"), COLOURS, strict=False))
 
 
 @dataclass(frozen=True)
@@ -76,48 +76,38 @@ class Page:
         """The file's content."""
         charts = [Chart(title, lines) for title, lines in self.charts.items()]
         data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
-        return "\n".join(
-            [
-                "<!DOCTYPE html>",
-                f'<html lang="en"><head><meta charset="utf-8"><title>{_escape(self.title)}</title>',
-                '<meta name="viewport" content="width=device-width, initial-scale=1">',
-                f"<style>{_STYLE}</style></head><body><main>",
-                *self._render_head(),
-                *self._render_failures(),
-                *self._render_curves(charts),
-                *self._render_times(),
-                *(
-                    line
-                    for name, text in self.texts.items()
-                    for line in _render_section(name, f"<pre>{_escape(text)}</pre>")
-                ),
-                *self._render_tables(),
-                f'</main><script type="application/json" id="data">{data}</script>',
-                f"<script>{_SCRIPT}</script></body></html>",
-            ]
-        )
+        body = [
+            *self._render_head(),
+            *self._render_failures(),
+            *self._render_curves(charts),
+            *self._render_times(),
+            *(render_section(name, f"<pre>{escape(text)}</pre>") for name, text in self.texts.items()),
+            *self._render_tables(),
+        ]
+        script = f'<script type="application/json" id="data">{data}</script><script>{_SCRIPT}</script>'
+        return render_document(self.title, body, script)
 
     def _render_head(self) -> Iterator[str]:
         mood = {True: "good", False: "bad", None: "open"}[self.ended_well]
-        yield f'<h1>{_escape(self.title)} <span class="state {mood}">{_escape(self.state)}</span></h1>'
+        yield f'<h1>{escape(self.title)} <span class="state {mood}">{escape(self.state)}</span></h1>'
         if self.notes:
-            yield f"<p>{'<br>'.join(map(_escape, self.notes))}</p>"
-        tiles = [f"<div><b>{_escape(value)}</b>{_escape(name)}</div>" for name, value in self.tiles.items()]
+            yield f"<p>{'<br>'.join(map(escape, self.notes))}</p>"
+        tiles = [f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in self.tiles.items()]
         if tiles:
             yield f'<div class="tiles">{"".join(tiles)}</div>'
 
     def _render_failures(self) -> Iterator[str]:
         for failure in self.failures:
-            frames = f"<pre>{_escape(failure.frames)}</pre>" if failure.frames else ""
-            full_trace = _render_fold("the whole traceback", f"<pre>{_escape(failure.trace)}</pre>")
-            yield from _render_section(
-                f"What ended {failure.stage}", f'<p class="error">{_escape(failure.message)}</p>{frames}{full_trace}'
+            frames = f"<pre>{escape(failure.frames)}</pre>" if failure.frames else ""
+            full_trace = render_fold("the whole traceback", f"<pre>{escape(failure.trace)}</pre>")
+            yield render_section(
+                f"What ended {failure.stage}", f'<p class="error">{escape(failure.message)}</p>{frames}{full_trace}'
             )
 
     def _render_curves(self, charts: Sequence[Chart]) -> Iterator[str]:
         if charts:
             drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
-            yield from _render_section("Curves", f'<div class="charts">{drawn}</div>')
+            yield render_section("Curves", f'<div class="charts">{drawn}</div>')
 
     def _render_times(self) -> Iterator[str]:
         total_seconds = sum(seconds for seconds, _ in self.times.values())
@@ -125,7 +115,7 @@ class Page:
             return
         bars, rows = [], []
         parts = sorted(self.times.items(), key=lambda item: -item[1][0])
-        others = itertools.cycle(colour for colour in _COLOURS if colour not in _OF_STAGE.values())
+        others = itertools.cycle(colour for colour in COLOURS if colour not in _OF_STAGE.values())
         for name, (seconds, waited) in parts:
             colour = _OF_STAGE.get(_STAGE_OF.get(name, "")) or next(others)
             bars.append(f'<i style="width:{100 * seconds / total_seconds:.2f}%;background:{colour}"></i>')
@@ -135,17 +125,17 @@ class Page:
                 format_duration(waited) if waited else "",
             )
             dot = f'<span class="dot" style="background:{colour}"></span>'
-            rows.append(f"<tr><td>{dot}{_escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+            rows.append(f"<tr><td>{dot}{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         head = "<tr><th></th><th>time</th><th>share</th><th>of it, waiting for batches</th></tr>"
         table = f'<table class="numbers">{head}{"".join(rows)}</table>'
-        yield from _render_section("Where the time went", f'<div class="bar">{"".join(bars)}</div>{table}')
+        yield render_section("Where the time went", f'<div class="bar">{"".join(bars)}</div>{table}')
 
     def _render_tables(self) -> Iterator[str]:
         for name, rows in self.tables.items():
             words, more = self.folded.get(name, ("", {}))
             if rows or more:
-                yield from _render_section(
-                    name, _render_table(rows) + (_render_fold(words, _render_table(more)) if more else "")
+                yield render_section(
+                    name, _render_table(rows) + (render_fold(words, _render_table(more)) if more else "")
                 )
 
 
@@ -179,7 +169,7 @@ class Chart:
         all_values = [value for _, values in self.lines.values() for value in values]
         steps = [step for steps, _ in self.lines.values() for step in steps]
         self.logarithmic = bool(all_values) and min(all_values) > 0 and max(all_values) / min(all_values) >= 100
-        self.bottom, self.top = _pad_range(min(all_values, default=0.0), max(all_values, default=1.0), self.logarithmic)
+        self.bottom, self.top = pad_range(min(all_values, default=0.0), max(all_values, default=1.0), self.logarithmic)
         self.first, self.last = min(steps, default=0), max(steps, default=1)
         if self.first == self.last:
             self.first, self.last = self.first - 1, self.last + 1
@@ -234,11 +224,11 @@ class Chart:
                 drawn.append(f'<polyline points="{" ".join(points)}" {style}/>')
             newest = format_number(values[-1]) if values else "none"
             mark = f'<svg class="key" viewBox="0 0 18 4"><line x2="18" y1="2" y2="2" {style}/></svg>'
-            keys.append(f"<span>{mark}{_escape(name)} <b>{newest}</b></span>")
+            keys.append(f"<span>{mark}{escape(name)} <b>{newest}</b></span>")
         missing = f'<p class="missing">{self.missing:,} values were not finite.</p>' if self.missing else ""
-        label = f"{_escape(self.title)} over the optimizer steps"
+        label = f"{escape(self.title)} over the optimizer steps"
         return (
-            f'<figure data-chart="{number}"><figcaption>{_escape(self.title)}'
+            f'<figure data-chart="{number}"><figcaption>{escape(self.title)}'
             f"{' (logarithmic)' if self.logarithmic else ''}</figcaption>"
             f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
             f'<g class="axis">{"".join(marks)}</g>{"".join(drawn)}<line class="pointer"/></svg>'
@@ -257,7 +247,7 @@ def choose_styles(names: Collection[str]) -> list[str]:
     those of several loaders, and the seventh and later ones are dashed.
     """
     stages = [_STAGE_OF.get(split_stage(name)[0], "") for name in names]
-    free = [colour for colour in _COLOURS if colour not in {_OF_STAGE[stage] for stage in stages if stage}]
+    free = [colour for colour in COLOURS if colour not in {_OF_STAGE[stage] for stage in stages if stage}]
     drawn: Counter[tuple[str, bool]] = Counter()
     line_styles = []
     for name, stage in zip(names, stages, strict=True):
@@ -283,7 +273,7 @@ def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[in
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
+def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
     """The axis's ends: a little beyond the lowest and highest value."""
     if logarithmic:
         return low / 1.2, high * 1.2
@@ -339,20 +329,43 @@ def split_stage(name: str) -> tuple[str, str]:
 
 
 def _render_table(rows: Mapping[str, str]) -> str:
-    lines = [f"<tr><td>{_escape(key)}</td><td>{_escape(value)}</td></tr>" for key, value in rows.items()]
+    lines = [f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in rows.items()]
     return f"<table>{''.join(lines)}</table>" if lines else ""
 
 
-def _render_fold(words: str, content: str) -> str:
+def render_document(title: str, body: Iterable[str], script: str = "", style: str = "") -> str:
+    """A page that needs nothing but itself, for light and dark screens.
+
+    Args:
+        title: the window's.
+        body: what it shows, as HTML.
+        script: elements that stand behind that.
+        style: CSS beside that of every page.
+    """
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<style>{_STYLE}{style}</style></head><body><main>",
+            *body,
+            f"</main>{script}</body></html>",
+        ]
+    )
+
+
+def render_fold(words: str, content: str) -> str:
     """Content that is shown after a click on the words."""
-    return f"<details><summary>{_escape(words)}</summary>{content}</details>"
+    return f"<details><summary>{escape(words)}</summary>{content}</details>"
 
 
-def _render_section(name: str, content: str) -> Iterator[str]:
-    yield f"<section><h2>{_escape(name)}</h2>{content}</section>"
+def render_section(name: str, content: str) -> str:
+    """A part of a page, under a heading."""
+    return f"<section><h2>{escape(name)}</h2>{content}</section>"
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
+    """A text as HTML shows it."""
     return html.escape(str(text))
 
 

@@ -85,9 +85,12 @@ class RunReport(BestEffortCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
         """Keep the error."""
-        name = "interrupted" if trainer.interrupted else f"failed: {type(exception).__name__}"
+        from ...engine.preemption import Preempted
+
+        interrupted = trainer.interrupted or isinstance(exception, Preempted)
+        name = "interrupted" if interrupted else f"failed: {type(exception).__name__}"
         self._endings[str(trainer.stage)] = name, False
-        if not trainer.interrupted:
+        if not interrupted:
             from .html import Failure
 
             message = "".join(traceback.format_exception_only(exception)).strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,11 @@ class RunRecord(BestEffortCallback):
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """What is to be told of a run that ``error`` ended."""
+    from ...engine.preemption import Preempted  # which needs torch, and this is read without it
+
     if isinstance(error, KeyboardInterrupt):
         return {"state": "interrupted"}
+    if isinstance(error, Preempted) and isinstance(error.code, int):
+        return {"state": "interrupted", "note": signal.Signals(error.code - 128).name}
     text = f"{type(error).__name__}: {error}"
     return {"state": f"failed: {type(error).__name__}", "error": text[:_LONGEST]}

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from . import stages
+    from . import stages, sweep
     from .command_line import report_error, say
     from .config_help import describe_target
+    from .printed import dump_yaml
     from .stages import Session
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

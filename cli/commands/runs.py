@@ -17,6 +17,7 @@ from ...common.messages import nearest
 from ...common.remote_path import as_path
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, make_printable
+from ..sweep import format_parameters
 from .terminal_plot import plot
 
 DESCRIPTION = """\
@@ -29,9 +30,10 @@ List the runs in a folder, the newest last, or open one of them here, with its c
     treadle runs show 3 --metric val_loss
 
 A run is running, finished, failed, interrupted (Ctrl-C), killed (its process is gone and could not say why) or
-unreadable. Nothing in the folders is changed, and nothing in them is run."""
+unreadable; a trial of a sweep may also be waiting or pruned. Nothing in the folders is changed, and nothing in them is
+run."""
 
-STATES = ("running", "finished", "failed", "interrupted", "killed", "unreadable")
+STATES = ("waiting", "running", "finished", "pruned", "failed", "interrupted", "killed", "unreadable")
 _NARROWEST, _WIDEST = 24, 120  # letters in a row
 _LONGEST = 2000  # letters of a line that is shown
 
@@ -107,7 +109,9 @@ def _list(options: argparse.Namespace) -> str:
         return json.dumps([run.summary() for run in runs], indent=2)
     if not runs:
         return f"no such runs in {options.dir}" if options.name or options.state else f"no runs in {options.dir}"
-    rows = [("run", "state", "began", "took", "steps", "epochs", "best"), *map(_format_row, runs)]
+    rows = [("run", "state", "began", "took", "steps", "epochs", "best", "parameters"), *map(_format_row, runs)]
+    if not any(run.parameters for run in runs):  # no trials of a sweep
+        rows = [row[:-1] for row in rows]
     rows = [tuple(map(make_printable, row)) for row in rows]
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     right = {3, 4, 5}
@@ -121,7 +125,7 @@ def _list(options: argparse.Namespace) -> str:
 
 
 def _format_row(run: Run) -> tuple[str, ...]:
-    best, took = run.best, run.seconds
+    best, took = run.facts.get("objective") or run.best, run.seconds
     return (
         run.label,
         run.state,
@@ -130,6 +134,7 @@ def _format_row(run: Run) -> tuple[str, ...]:
         _format_count(run.facts.get("steps")),
         _format_count(run.facts.get("epochs")),
         "" if best is None else f"{best['metric']} {_format_value(best['value'])}",
+        format_parameters(run.parameters),
     )
 
 
@@ -218,6 +223,8 @@ def _format_head(run: Run) -> Iterator[str]:
     if run.best is not None:
         saved = f", {run.best['checkpoint']}" if run.best.get("checkpoint") else ""
         yield f"best {run.best['metric']} {_format_value(run.best['value'])}{saved}"
+    if run.parameters:
+        yield f"trial {facts.get('trial', '?')} of a sweep: {format_parameters(run.parameters)}"
     if facts.get("error"):
         yield from facts["error"].splitlines()[:20]
 

@@ -15,6 +15,7 @@ from ...common.remote_path import RemotePath, as_path
 from ...trainer.checkpointing import WORDS_FOR_CHECKPOINTS
 from ...trainer.runs import CONFIG
 from ..config import COMMAND_LINE, ConfigError, format_path, hide_secrets, iterate_values, make_value
+from ..sweep import follow_scheduler
 from .command_line import Options, format_usage, load_config, parse_options, report_error, say
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ...trainer.runs import RunFolder
     from ..config import Config
     from ..config.instantiate import CheckedConfig
+    from ..sweep import TrialCallback
 
 
 @dataclass
@@ -66,6 +68,7 @@ def run(
     Raises:
         ConfigError: something is wrong with the command line or the configuration.
     """
+    follow_scheduler()
     if (current_directory := os.getcwd()) not in sys.path:
         sys.path.insert(0, current_directory)  # as for python -m: modules beside the configuration can be named in it
     options = parse_options(arguments)
@@ -96,18 +99,22 @@ def run(
 def _execute(stage: str, program: str, checked: CheckedConfig, text: str, options: Options, keep: bool) -> Session:
     """The Trainer comes first: where it starts other processes, this one only waits for them."""
     from ...engine import seed_everything
-    from ...trainer import Trainer
+    from ...trainer import Trainer, as_callbacks
     from ..config.instantiate import locate_error
+    from ..sweep import trial_of
 
     if checked.seed is not None:
         seed_everything(checked.seed)
     flags = checked.build_settings().flags()
     folder: RunFolder | None = None
+    trial: TrialCallback | None = None
     with ExitStack() as stack:
         blamed_section = "run"
         try:
             if stage == "fit" and not flags["fast_dev_run"]:
                 folder = stack.enter_context(_open_run_folder(checked, flags, options))
+                if (trial := trial_of(folder)) is not None:
+                    flags["callbacks"] = [*as_callbacks("callbacks", flags["callbacks"]), trial]
                 flags = folder.flags(flags)
                 folder.write_config(text)
             elif stage != "fit":
@@ -141,6 +148,8 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
             if str(error).startswith(("ckpt_path=", "schedule=")):
                 raise locate_error(checked.config, error) from error
             raise
+        if trial is not None:
+            trial.conclude()
     return Session(trainer, model, data, result)
 
 

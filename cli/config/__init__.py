@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .resolve import COMMAND_LINE, SECTIONS, Config, load, parse_override_value, resolve_references
+    from .resolve import (
+        COMMAND_LINE,
+        SECTIONS,
+        Config,
+        load,
+        merge_sources,
+        parse_override_value,
+        parse_path,
+        resolve,
+        resolve_references,
+    )
     from .values import (
         DEFAULT,
         ConfigError,

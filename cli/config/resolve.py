@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -112,16 +112,55 @@ def load(
     Raises:
         ConfigError: names file, line and key.
     """
+    return resolve(merge_sources(files, overrides, defaults=defaults, earlier=earlier))
+
+
+def merge_sources(
+    files: Sequence[str | FilePath | Value],
+    overrides: Sequence[str] = (),
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    earlier: tuple[str, str] | None = None,
+) -> Value:
+    """Read and merge a configuration whose references are still open; see `load`, which resolves it too.
+
+    Args:
+        files: YAML files, or values that were read from elsewhere.
+        overrides, defaults, earlier: see `load`.
+
+    Raises:
+        ConfigError: names file, line and key.
+    """
     root = normalize(make_value(dict(defaults or {}), "script"))
     if earlier is not None:
         root = merge(root, _parse_earlier_config(*earlier))
     for file in files:
-        root = merge(root, normalize(read(file)))
+        root = merge(root, normalize(file if isinstance(file, Value) else read(file)))
     for override in overrides:
         root = _apply_override(root, override)
+    return root
+
+
+def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
+    """Fill in the references of a merged configuration.
+
+    Args:
+        root: what `merge_sources` returned.
+        settings: values by dotted key, which win over what is there. Like those of the command line, each must have an
+            effect.
+
+    Raises:
+        ConfigError: names file, line and key.
+    """
+    settings = settings or {}
+    for key, value in settings.items():
+        try:
+            root = normalize(place_value(root, parse_path(key), value))
+        except ConfigError as error:
+            raise ConfigError(f"{value.source}: {key}: {error}") from None
     secrets = _collect_secrets(root)
     try:
-        return Config(resolve_references(root), secrets)
+        return Config(resolve_references(root, {COMMAND_LINE, *(value.source for value in settings.values())}), secrets)
     except ConfigError as error:  # OmegaConf may have quoted a variable's value
         raise ConfigError(hide_secrets(str(error), secrets)) from None
 
@@ -197,8 +236,13 @@ def parse_path(key: str) -> Path:
     return tuple("class" if part == "class_path" else part for part in parts if part != "init_args")
 
 
-def resolve_references(root: Value) -> Value:
-    """Return the values with every ``${...}`` filled in."""
+def resolve_references(root: Value, explicit: Container[str] = (COMMAND_LINE,)) -> Value:
+    """Return the values with every ``${...}`` filled in.
+
+    Args:
+        root: the values.
+        explicit: sources whose values must have an effect.
+    """
     leaves = {path: value for path, value in iterate_values(root) if isinstance(value.data, str)}
     missing = next(((path, value) for path, value in leaves.items() if value.data == "???"), None)
     if missing is not None:
@@ -209,7 +253,7 @@ def resolve_references(root: Value) -> Value:
             raise ConfigError(f"{value.source}: {format_path(path)}={value.data!r}{problem}")
     references = _References(root)
     references.check(marked)
-    _refuse_idle(root, references.targets)
+    _refuse_idle(root, references.targets, explicit)
     return references.fill((), OmegaConf.create(to_plain(root))) if marked else root
 
 
@@ -232,15 +276,15 @@ def _find_reference_error(text: str) -> str | None:
     return None
 
 
-def _refuse_idle(root: Value, targets: set[Path]) -> None:
-    """Raise for a variable on the command line that nothing refers to: setting it would do nothing."""
+def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> None:
+    """Raise for a variable of these sources that nothing refers to: setting it would do nothing."""
     section = root.data.get("vars")
     for path, value in iterate_values(section, ("vars",)) if section is not None else ():
-        alone = not isinstance(value.data, dict | list) and value.source == COMMAND_LINE
+        alone = not isinstance(value.data, dict | list) and value.source in explicit
         if alone and not any(path[: len(target)] == target for target in targets):
             valid_targets = [format_path(target) for target in targets if target[:1] == ("vars",)]
             raise ConfigError(
-                f"{COMMAND_LINE}: {format_path(path)}={value.data!r}: nothing refers to it."
+                f"{value.source}: {format_path(path)}={value.data!r}: nothing refers to it."
                 f"{nearest(format_path(path), valid_targets)} "
                 "In the configuration of an earlier run references have become values: set those."
             )

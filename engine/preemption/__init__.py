@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .signals import Preempted, Preemption, preemptible
+    from .signals import Preempted, Preemption, preemptible, requeue_job
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -301,7 +301,7 @@ class Preemption:
             raise KeyboardInterrupt
         if caught.name == "SIGUSR1":
             if self._speaks:
-                _requeue()
+                requeue_job()
             caught = signal.SIGTERM
         raise Preempted(128 + caught)
 
@@ -339,7 +339,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
             preemption.departure.end_loop()
 
 
-def _requeue() -> None:
+def requeue_job() -> None:
     """Ask SLURM to run this job again, where SLURM runs it."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:

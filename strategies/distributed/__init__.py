@@ -22,7 +22,13 @@ if TYPE_CHECKING:
         piece_of,
         whole,
     )
-    from .launch_environment import LaunchEnvironment, is_forked, is_ray_worker, variables_set
+    from .launch_environment import (
+        LaunchEnvironment,
+        is_forked,
+        is_ray_worker,
+        variables_set,
+        without_launch_variables,
+    )
     from .open_world import make_world, open_world
     from .retry import DONE, RETRY, Attempts
     from .tracebacks import PeerFailed, format_error, hide_frames

@@ -9,6 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_LAUNCH_VARIABLES = (*_TORCHRUN, "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "FORK_LAUNCHED")
+_LAUNCH_PREFIXES = (
+    *("GROUP_", "ROLE_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "SLURM_STEP_"),
+    *("TREADLE_SUPERVISOR", "TREADLE_BOARD"),
+)
 _STARTS = {
     # per launcher: what sets the processes per machine, and the machines
     "torchrun": ("torchrun with `--nproc-per-node {}`", "torchrun with `--nnodes {}`"),
@@ -33,6 +38,15 @@ def is_ray_worker(environ: Mapping[str, str] | None = None) -> bool:
     """
     env = os.environ if environ is None else environ
     return env.get("RAY_RAYLET_PID") == str(os.getppid())
+
+
+def without_launch_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that no launcher has started, though one may have started this process."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _LAUNCH_VARIABLES and not name.startswith(_LAUNCH_PREFIXES)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

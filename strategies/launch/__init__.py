@@ -10,5 +10,6 @@ if TYPE_CHECKING:
     from ..processes import is_alive
     from . import supervisor
     from .notebook import debug_launcher, notebook_launcher
+    from .supervisor import cpus
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

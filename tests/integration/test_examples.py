@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from processes import run, script
+from processes import clean_environment, programs, run, script
 
 import treadle
 
@@ -92,3 +94,19 @@ def test_gpt(options, tmp_path, monkeypatch):
     done = script(EXAMPLES / "gpt.py", *options, "--max-bytes", "300000", env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     assert "bits per byte" in done.stdout
+
+
+def test_sweep(tmp_path):
+    shutil.copytree(EXAMPLES, tmp_path, ignore=shutil.ignore_patterns("runs"), dirs_exist_ok=True)
+    quick = ["trials=2", "trainer.max_epochs=1", "trainer.limit_train_batches=4"]
+    done = subprocess.run(
+        [programs() / "treadle", "sweep", "--config", "sweep.yaml", *quick],
+        env=clean_environment({"CUDA_VISIBLE_DEVICES": ""}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "sweep sweep: 2 complete" in done.stdout
+    assert sorted(path.parent.name for path in (tmp_path / "runs/sweep").glob("*/run.json")) == ["1", "2"]

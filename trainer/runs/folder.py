@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.mirror import flush, local_folder
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from .file_names import CHECKPOINTS, CONFIG, CURVES, DESCRIPTIONS, ENVIRONMENT, ERROR, LOCK, RECORD
-from .index import read
+from .index import WAITING, read
 from .lock import RunLock
 from .remote_lock import RemoteLock
 
@@ -91,6 +91,8 @@ class RunFolder:
     def open(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> RunFolder:
         """Go on in a folder that is there. Should it never come to training, its files will be as they were.
 
+        A run that is waiting, see `prepare`, is begun like a new one.
+
         Args:
             path: the folder.
             settings: see `create`.
@@ -102,7 +104,7 @@ class RunFolder:
         world = _open_world(settings)
         lock: RunLock | RemoteLock | None = None
         facts: dict[str, Any] = {}
-        earlier: dict[str, bytes] = {}
+        earlier: dict[str, bytes] | None = {}
         folder_path = _resolve_path(path)
         with world.together():
             if world.is_main:
@@ -112,9 +114,34 @@ class RunFolder:
                 files = [file for name in DESCRIPTIONS if (file := local_folder(folder_path) / name).is_file()]
                 earlier = {file.name: file.read_bytes() for file in files}
                 # A record that can't be read is no reason to lose the checkpoints that stand beside it.
-                began = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
-                facts = {**began, **run.facts, "resumed": time.time(), "ended": None, "note": None, "error": None}
+                facts = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
+                facts |= run.facts
+                if run.state == WAITING:
+                    earlier, facts["began"] = None, time.time()
+                else:
+                    facts |= {"resumed": time.time(), "ended": None, "note": None, "error": None}
         return cls._begin(world, folder_path, lock, facts, earlier)
+
+    @classmethod
+    def prepare(cls, path: Path, config: str, facts: Mapping[str, Any]) -> None:
+        """Write the folder of a run that another process will begin with `open`; until then the run is waiting.
+
+        Only one process may do so at a time. What a killed one has left half done is written anew.
+
+        Args:
+            path: the folder; its name is the run's number.
+            config: the run's configuration, as YAML.
+            facts: what is known of the run, by name, as `record` takes it.
+
+        Raises:
+            OSError: the folder can't be written.
+        """
+        path.mkdir(parents=True, exist_ok=True)
+        named = {"format": 1, "name": path.parent.name, "number": int(path.name), "began": time.time()}
+        folder = cls(path, None, {})
+        folder._write(CONFIG, config)
+        record = {**named, **facts, "state": WAITING}
+        folder._write(RECORD, json.dumps(_make_plain(record), indent=2, ensure_ascii=False))
 
     @classmethod
     def _begin(

@@ -22,7 +22,22 @@ from .lock import holder
 _MOST_BYTES = 2**24  # of a file that is read
 _AT_ONCE = 16  # runs that are read from a store
 
-_NUMBERS = ("began", "resumed", "ended", "updated", "seconds", "steps", "epochs", "samples", "processes", "pid")
+WAITING = "waiting"
+"""The state of a run whose folder is prepared and that nobody has begun."""
+
+_NUMBERS = (
+    "began",
+    "resumed",
+    "ended",
+    "updated",
+    "seconds",
+    "steps",
+    "epochs",
+    "samples",
+    "processes",
+    "pid",
+    "trial",
+)
 _WORDS = ("state", "stage", "note", "error", "task", "host")
 
 
@@ -35,7 +50,7 @@ class Run:
         name: what it has in common with others.
         number: tells it from those; 0 where the folder's name is no number, as that of a copy.
         state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` where the record
-            says that it runs, but nobody holds the lock; ``"unreadable"``.
+            says that it runs, but nobody holds the lock; ``"waiting"``; ``"pruned"``; ``"unreadable"``.
         facts: the record, as far as its values are of the right kinds.
         problem: why the record can't be read, "" if it can.
     """
@@ -74,6 +89,11 @@ class Run:
     def best(self) -> Mapping[str, Any] | None:
         """Its best value: ``metric``, ``value``, and ``checkpoint`` where one was saved."""
         return self.facts.get("best")
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """What a sweep has set for it, by dotted key; empty for a run that is no trial."""
+        return self.facts.get("parameters", {})
 
     @property
     def metrics(self) -> Mapping[str, float | str]:
@@ -310,15 +330,23 @@ def _select_facts(record: dict[str, Any]) -> dict[str, Any]:
     metrics = record.get("metrics")
     if isinstance(metrics, dict):
         facts["metrics"] = {name: value for name, value in metrics.items() if _is_value(value)}
-    best = record.get("best")
-    if isinstance(best, dict) and isinstance(best.get("metric"), str) and _is_value(best.get("value")):
-        words = {name: best[name] for name in ("mode", "checkpoint") if isinstance(best.get(name), str)}
-        facts["best"] = {"metric": best["metric"], "value": best["value"], **words}
+    for name in ("best", "objective"):
+        best = record.get(name)
+        if isinstance(best, dict) and isinstance(best.get("metric"), str) and _is_value(best.get("value")):
+            words = {name: best[name] for name in ("mode", "checkpoint") if isinstance(best.get(name), str)}
+            facts[name] = {"metric": best["metric"], "value": best["value"], **words}
+    parameters = record.get("parameters")
+    if isinstance(parameters, dict):
+        facts["parameters"] = {name: value for name, value in parameters.items() if _is_parameter(value)}
     return facts
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_parameter(value: Any) -> bool:
+    return value is None or isinstance(value, str | bool) or _is_number(value)
 
 
 def _is_value(value: Any) -> bool:

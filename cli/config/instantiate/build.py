@@ -22,7 +22,13 @@ from ..values import DEFAULT, ConfigError, Value
 from .annotations import Checker
 from .recipes import ObjectRecipe, PlainRecipe, Recipe, make_default_value
 
-_ELSEWHERE = {"seed_everything": "seed", "optimizers": "optimizer", "scheduler": "lr_scheduler", "datamodule": "data"}
+_ELSEWHERE = {
+    "seed_everything": "seed",
+    "optimizers": "optimizer",
+    "scheduler": "lr_scheduler",
+    "datamodule": "data",
+    "task": "model",
+}
 _SCHEDULE_OPTIONS = tuple(
     field.name for field in fields(SchedulerConfig) if field.name not in ("scheduler", "reduce_on_plateau")
 )

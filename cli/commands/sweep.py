@@ -1,0 +1,131 @@
+"""`treadle sweep`: many runs of one configuration, each with other values."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...common.optional import require
+from ..config import ConfigError
+from .command_line import report_error, say
+
+if TYPE_CHECKING:
+    from ...trainer import DataModule, TaskModule
+    from ..sweep import Sweep
+
+OPTIONS = {
+    "-c, --config FILE": "the sweep file, YAML",
+    "KEY=VALUE": "set one value: trials=40, processes=4; or one of the configuration: trainer.max_epochs=3",
+    "--dry-run": "check everything, say what would be run, and run nothing",
+    "-h, --help": "this",
+}
+
+
+def format_usage(program: str = "treadle sweep") -> str:
+    """Return the help of the command."""
+    from ..sweep import KEYS
+
+    lines = [f"usage: {program} --config FILE [KEY=VALUE ...]", "", *_DESCRIPTION, "", "options:"]
+    lines += [f"  {option:<18}  {words}" for option, words in OPTIONS.items()]
+    lines += ["", "keys of a sweep file:"]
+    lines += [f"  {key:<18}  {words}" for key, words in KEYS.items()]
+    return "\n".join(lines)
+
+
+_DESCRIPTION = (
+    "Run many trials of one configuration, each with other values for some of its keys. Each trial is a run, NAME/1,",
+    "NAME/2, ... The same command continues a sweep that was interrupted; on several machines with one file system it",
+    "shares the trials out among them.",
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`treadle sweep`; returns the exit status."""
+    return run(arguments, "treadle sweep", [sys.executable, "-m", "treadle"])
+
+
+def run(
+    arguments: Sequence[str],
+    program: str,
+    command: Sequence[str],
+    model: type[TaskModule] | None = None,
+    data: type[DataModule] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> int:
+    """Do what a command line asks for, and return the exit status.
+
+    Args:
+        arguments: what stands behind ``sweep``.
+        program: the name of the command, for messages.
+        command: what ``fit`` is added to, to run a trial.
+        model, data: classes that the configuration need not name.
+        defaults: a configuration that the sweep's wins over.
+    """
+    try:
+        file, overrides, dry = _parse(arguments)
+        if file is None:
+            say(format_usage(program))
+            return 0
+        if (current_directory := os.getcwd()) not in sys.path:
+            sys.path.insert(0, current_directory)  # modules beside the configuration can be named in it
+        from ..sweep import read_sweep
+
+        sweep = read_sweep(file, overrides, defaults)
+        require(program, "optuna", extra="sweep")
+        return _run(sweep, program, command, (model, data), dry)
+    except ConfigError as error:
+        return report_error(program, error)
+    except ModuleNotFoundError as error:
+        return report_error(program, ConfigError(str(error)))
+
+
+def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
+    """Return the sweep file, None where help is wanted, the overrides, and whether to run nothing."""
+    files: list[str] = []
+    overrides: list[str] = []
+    dry, rest = False, list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word in ("-h", "--help"):
+            return None, [], False
+        if name in ("-c", "--config"):
+            if not equals and not rest:
+                raise ConfigError(f"command line: {name} needs a file behind it.")
+            files.append(value if equals else rest.pop(0))
+        elif word == "--dry-run":
+            dry = True
+        elif word.startswith("-"):
+            raise ConfigError(f"command line: there is no option {name}. There are --config, --dry-run and --help.")
+        elif equals or word.startswith("~"):
+            overrides.append(word)
+        elif word.endswith((".yaml", ".yml")):
+            files.append(word)
+        else:
+            raise ConfigError(f"command line: {word}: write it as key.path=value, or a file behind --config.")
+    if len(files) != 1:
+        raise ConfigError(f"command line: give one sweep file: --config sweep.yaml; here are {len(files)}.")
+    return files[0], overrides, dry
+
+
+def _run(
+    sweep: Sweep,
+    program: str,
+    command: Sequence[str],
+    classes: tuple[type[TaskModule] | None, type[DataModule] | None],
+    dry: bool,
+) -> int:
+    from ..sweep import Scheduler, TrialConfigs, Workers
+
+    fit = [*command, "fit"]
+    configs = TrialConfigs(sweep, f"{program.rpartition(' ')[0]} fit", *classes)
+    configs.check_all()
+    if dry:
+        keys = ", ".join(parameter.key for parameter in sweep.parameters)
+        many = f"{sweep.trials} trials by {sweep.method.kind}, {sweep.processes} at a time"
+        say(f"sweep {sweep.name}: {many}, over {keys}")
+        return 0
+    devices, gpus = configs.find_devices()
+    return Scheduler(sweep, configs, fit, Workers(sweep.processes, devices, gpus)).run()

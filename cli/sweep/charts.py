@@ -1,0 +1,279 @@
+"""Charts of a sweep, as SVG: its history, parallel coordinates, and the values of each parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...callbacks.reporting import COLOURS, LARGEST, choose_ticks, escape, format_number, pad_range
+from .parameters import Choices, Parameter
+from .wording import format_parameter
+
+_BEST, _WORST = COLOURS[0], COLOURS[1]  # which people with every kind of sight can tell apart
+_MOST_LETTERS = 16  # of a choice beside its axis
+_MOST_CHOICES = 24  # that are named beside an axis
+
+STYLE = """
+.wide { margin-bottom: 16px; }
+.trial { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+.trial.pruned { stroke-dasharray: 5 3; opacity: 0.45; }
+.trial.best { stroke-width: 3.4; }
+.spot:not(.pruned) { stroke: none; } .spot.pruned { fill-opacity: 0; stroke-width: 1.5; }
+.so-far { fill: none; stroke: var(--soft); stroke-width: 1.5; }
+.scale line { stroke: var(--soft); } .scale text { fill: var(--soft); font-size: 11px; }
+.scale text { paint-order: stroke; stroke: var(--card); stroke-width: 4px; stroke-linejoin: round; }
+.scale .name { fill: var(--ink); font-size: 12px; font-weight: 600; }
+.dim .trial:not(.hot), .dim .spot:not(.hot) { opacity: 0.12; }
+.trial.hot { stroke-width: 4; opacity: 1; }
+tr.hot td { background: var(--card); }
+.legend { display: inline-block; width: 90px; height: 8px; border-radius: 4px; margin: 0 6px; }
+.importance td { padding: 4px 14px 4px 0; } .importance .track { width: 320px; max-width: 40vw; }
+.importance i { display: block; height: 12px; border-radius: 4px; min-width: 2px; }
+.trials { overflow-x: auto; } .trials table { white-space: nowrap; } .trials th { padding-right: 18px; }
+a { color: inherit; }
+"""
+SCRIPT = """
+const parts = [...document.querySelectorAll("[data-trial]")];
+for (const part of parts) {
+  const same = parts.filter(other => other.dataset.trial === part.dataset.trial);
+  const show = on => {
+    document.querySelectorAll("figure").forEach(figure => figure.classList.toggle("dim", on));
+    same.forEach(other => other.classList.toggle("hot", on));
+  };
+  part.addEventListener("mouseenter", () => show(true));
+  part.addEventListener("mouseleave", () => show(false));
+}
+"""
+"""What is under the pointer is shown in every chart and in the table."""
+
+
+@dataclass(frozen=True)
+class TrialPoint:
+    """A trial as charts show it.
+
+    Attributes:
+        run: the number of its run folder.
+        value: the value that counts.
+        parameters: its values by key, as the study stores them.
+        words: what is said of it under the pointer.
+        pruned: whether it was ended early.
+        colour: how good it is, from `colour_by_rank`.
+        is_best: whether it is the best of all.
+    """
+
+    run: int
+    value: float
+    parameters: dict[str, Any]
+    words: str
+    pruned: bool = False
+    colour: str = _BEST
+    is_best: bool = False
+
+    @property
+    def attributes(self) -> str:
+        """The SVG attributes that all charts give it, but for its class."""
+        return f'data-trial="{self.run}" stroke="{self.colour}" fill="{self.colour}"'
+
+    @property
+    def kind(self) -> str:
+        """Its classes."""
+        return " pruned" * self.pruned + " best" * self.is_best
+
+
+def colour_by_rank(rank: int, count: int) -> str:
+    """Return the colour of the trial with this rank: from the best's to the worst's."""
+    share = 0.0 if count < 2 else rank / (count - 1)
+    best, worst = ([int(colour[start : start + 2], 16) for start in (1, 3, 5)] for colour in (_BEST, _WORST))
+    return "#" + "".join(f"{round(b + (w - b) * share):02x}" for b, w in zip(best, worst, strict=True))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a value is on a scale from 0 to 1.
+
+    Attributes:
+        name: of what it is a scale.
+        low, high: its ends.
+        log: whether distances are those of logarithms.
+        choices: the values that have a place each; empty for numbers.
+    """
+
+    name: str
+    low: float = 0.0
+    high: float = 1.0
+    log: bool = False
+    choices: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of_parameter(cls, parameter: Parameter, name: str) -> Axis:
+        """Return the axis of a parameter, from one end of its range to the other."""
+        space = parameter.space
+        if isinstance(space, Choices):
+            return cls(name, choices=space.labels)
+        return cls(name, *_part(float(space.low), float(space.high), space.log), space.log)
+
+    @classmethod
+    def of_values(cls, name: str, values: Sequence[float]) -> Axis:
+        """Return an axis that holds all values; logarithmic where they are of two orders of magnitude or more."""
+        low, high = min(values), max(values)
+        log = low > 0 and high / low >= 100
+        return cls(name, *pad_range(low, high, log), log)
+
+    def place(self, value: Any) -> float:
+        """Return where a value lies."""
+        if self.choices:
+            return (self.choices.index(value) + 0.5) / len(self.choices)
+        low, high = self._scale(self.low), self._scale(self.high)
+        return (self._scale(float(value)) - low) / (high - low)
+
+    def _scale(self, value: float) -> float:
+        return math.log10(value) if self.log else value
+
+    def list_ticks(self) -> list[tuple[float, str]]:
+        """Return what is written beside it: places and words."""
+        if self.choices:
+            every = -(-len(self.choices) // _MOST_CHOICES)
+            words = [format_parameter(choice) for choice in self.choices]
+            short = [word if len(word) <= _MOST_LETTERS else f"{word[: _MOST_LETTERS - 1]}…" for word in words]
+            return [(self.place(choice), short[n]) for n, choice in enumerate(self.choices) if n % every == 0]
+        ticks = choose_ticks(self.low, self.high, self.log)
+        if len(ticks) < 2:  # less than an order of magnitude
+            ticks = [self.low, self.high]
+        return [(self.place(tick), format_number(tick)) for tick in ticks]
+
+
+def _part(low: float, high: float, log: bool) -> tuple[float, float]:
+    return (low, high) if low < high else pad_range(low, high, log)
+
+
+def draw_history(points: Sequence[TrialPoint], axis: Axis, goal: str) -> str:
+    """Return a figure of every trial's value, in the order of the runs, and of the best so far.
+
+    Args:
+        points: the trials.
+        axis: of their values.
+        goal: ``"minimize"`` or ``"maximize"``.
+    """
+    width, height, left, right, top, bottom = 560, 260, 60, 14, 12, 28
+    runs = [point.run for point in points]
+    first, last = min(runs) - 0.5, max(runs) + 0.5
+
+    def x(run: float) -> float:
+        return left + (run - first) / (last - first) * (width - left - right)
+
+    def y(value: float) -> float:
+        return height - bottom - axis.place(value) * (height - top - bottom)
+
+    marks = []
+    for place, word in axis.list_ticks():
+        level = height - bottom - place * (height - top - bottom)
+        marks.append(f'<line x1="{left}" x2="{width - right}" y1="{level:.1f}" y2="{level:.1f}"/>')
+        marks.append(f'<text x="{left - 6}" y="{level + 4:.1f}" text-anchor="end">{escape(word)}</text>')
+    for run in choose_ticks(first, last, False):
+        if run == int(run) and run >= 1:
+            marks.append(f'<text x="{x(run):.1f}" y="{height - 9}" text-anchor="middle">{int(run)}</text>')
+    better = min if goal == "minimize" else max
+    best: float | None = None
+    steps: list[str] = []
+    for point in sorted(points, key=lambda point: point.run):
+        if not point.pruned:
+            before, best = best, point.value if best is None else better(best, point.value)
+            steps += [f"{x(point.run):.1f},{y(before):.1f}"] if before is not None else []
+            steps.append(f"{x(point.run):.1f},{y(best):.1f}")
+    if best is not None:
+        steps.append(f"{width - right},{y(best):.1f}")
+    spots = [
+        f'<circle class="spot{point.kind}" cx="{x(point.run):.1f}" cy="{y(point.value):.1f}" '
+        f'r="{5 if point.is_best else 4}" {point.attributes}><title>{escape(point.words)}</title></circle>'
+        for point in points
+    ]
+    return (
+        f"<figure><figcaption>{escape(axis.name)} of each trial{' (logarithmic)' if axis.log else ''}</figcaption>"
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(axis.name)} of each trial">'
+        f'<g class="axis">{"".join(marks)}</g><polyline class="so-far" points="{" ".join(steps)}"/>'
+        f"{''.join(spots)}</svg>"
+        '<div class="keys"><span>line: the best so far</span><span>hollow: pruned</span></div></figure>'
+    )
+
+
+def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple[str, Axis]], values: Axis) -> str:
+    """Return a figure with an axis for each parameter and one for the value, and a line for each trial.
+
+    Args:
+        points: the trials, the best first.
+        axes: keys and axes of the parameters.
+        values: the axis of the value that counts.
+    """
+    width, height, side, top, bottom = 1140, 340, 70, 34, 14
+    gap = (width - 2 * side) / max(1, len(axes))
+
+    def y(place: float) -> float:
+        return height - bottom - place * (height - top - bottom)
+
+    scales = []
+    for number, axis in enumerate([*(axis for _, axis in axes), values]):
+        at = side + number * gap
+        scales.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{height - bottom}"/>')
+        log = " (log)" if axis.log else ""
+        scales.append(
+            f'<text class="name" x="{at:.1f}" y="{top - 16}" text-anchor="middle">{escape(axis.name + log)}</text>'
+        )
+        for place, word in axis.list_ticks():
+            scales.append(f'<line x1="{at - 4:.1f}" x2="{at:.1f}" y1="{y(place):.1f}" y2="{y(place):.1f}"/>')
+            scales.append(f'<text x="{at - 7:.1f}" y="{y(place) + 4:.1f}" text-anchor="end">{escape(word)}</text>')
+    lines = []
+    for point in reversed(points):  # the best lies above the others
+        places = [axis.place(point.parameters[key]) for key, axis in axes] + [values.place(point.value)]
+        corners = " ".join(f"{side + number * gap:.1f},{y(place):.1f}" for number, place in enumerate(places))
+        lines.append(
+            f'<polyline class="trial{point.kind}" points="{corners}" data-trial="{point.run}" stroke="{point.colour}">'
+            f"<title>{escape(point.words)}</title></polyline>"
+        )
+    gradient = f"linear-gradient(to right,{_BEST},{_WORST})"
+    return (
+        '<figure class="wide"><figcaption>Parallel coordinates</figcaption>'
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="Parallel coordinates">'
+        f'{"".join(lines)}<g class="scale">{"".join(scales)}</g></svg>'
+        f'<div class="keys"><span>best<i class="legend" style="background:{gradient}"></i>worst</span>'
+        "<span>dashed: pruned</span></div></figure>"
+    )
+
+
+def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis) -> str:
+    """Return a figure of the value that counts over the values of one parameter.
+
+    Args:
+        points: the trials.
+        key: the parameter's.
+        axis: of the parameter.
+        values: the axis of the value that counts.
+    """
+    width, height, left, right, top, bottom = 560, 220, 60, 14, 10, 28
+    marks = []
+    for place, word in values.list_ticks():
+        level = height - bottom - place * (height - top - bottom)
+        marks.append(f'<line x1="{left}" x2="{width - right}" y1="{level:.1f}" y2="{level:.1f}"/>')
+        marks.append(f'<text x="{left - 6}" y="{level + 4:.1f}" text-anchor="end">{escape(word)}</text>')
+    for place, word in axis.list_ticks():
+        at = left + place * (width - left - right)
+        marks.append(f'<text x="{at:.1f}" y="{height - 9}" text-anchor="middle">{escape(word)}</text>')
+    spots = []
+    for point in reversed(points):  # the best lies above the others
+        x = left + axis.place(point.parameters[key]) * (width - left - right)
+        y = height - bottom - values.place(point.value) * (height - top - bottom)
+        spots.append(
+            f'<circle class="spot{point.kind}" cx="{x:.1f}" cy="{y:.1f}" r="4" {point.attributes}>'
+            f"<title>{escape(point.words)}</title></circle>"
+        )
+    return (
+        f"<figure><figcaption>{escape(key)}{' (logarithmic)' if axis.log else ''}</figcaption>"
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(values.name)} over {escape(key)}">'
+        f'<g class="axis">{"".join(marks)}</g>{"".join(spots)}</svg></figure>'
+    )
+
+
+def is_drawn(value: float | None) -> bool:
+    """Return whether a value has a place on an axis."""
+    return value is not None and math.isfinite(value) and abs(value) <= LARGEST

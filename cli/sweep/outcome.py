@@ -1,0 +1,99 @@
+"""What has become of a trial, as its process and its run folder tell."""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from ...trainer.runs import holder, index
+
+OUTPUT = "output.log"
+_TAIL = 20  # lines of a process's output
+_MOST_BYTES = 2**16
+# What ends a process and says nothing of its trial: somebody or the system wants the memory or the machine.
+_CUT_SHORT = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
+
+
+class End(Enum):
+    """How a trial has ended, or that it has not."""
+
+    COMPLETE = "complete"
+    PRUNED = "pruned"
+    FAILED = "failed"
+    CUT_SHORT = "cut short"  # it is to be continued
+    ELSEWHERE = "elsewhere"  # another process is at it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of a trial.
+
+    Attributes:
+        end: how it has ended.
+        value: of a complete trial, the value that counts.
+        error: of a failed one, why; of one that was cut short, by what.
+        steps: optimizer steps it has taken.
+    """
+
+    end: End
+    value: float | None = None
+    error: str = ""
+    steps: int = 0
+
+
+def judge(folder: Path, status: int | None = None) -> Outcome:
+    """Return what has become of a trial.
+
+    Args:
+        folder: its run folder.
+        status: how its process has ended, as `subprocess` tells it; None where nobody waited for it.
+    """
+    if holder(folder) is not None:
+        return Outcome(End.ELSEWHERE)
+    try:
+        run = index.read(folder)
+    except ValueError as error:
+        return Outcome(End.CUT_SHORT, error=str(error))
+    steps = int(run.facts.get("steps", 0))
+    if status is not None and (ended_by := _find_signal(status)) is not None:
+        return Outcome(End.CUT_SHORT, error=f"{ended_by.name} has ended its process", steps=steps)
+    if run.state == "pruned":
+        return Outcome(End.PRUNED, steps=steps)
+    if status == 0 or run.state == "finished":  # a run that had nothing left to train does not write that again
+        value = _read_value(run)
+        if value is not None and math.isfinite(value):
+            return Outcome(End.COMPLETE, value, steps=steps)
+        metric = run.facts.get("objective", {}).get("metric", "the metric")
+        return Outcome(End.FAILED, error=f"{metric} is {'missing' if value is None else value}", steps=steps)
+    if status is None and not run.state.startswith("failed"):
+        return Outcome(End.CUT_SHORT, error=f"its run was {run.state}", steps=steps)
+    if run.state.startswith("failed"):
+        words = str(run.facts.get("error") or run.state.removeprefix("failed: "))
+    else:  # it has not come to the point where a run records its errors
+        words = f"its process ended with status {status}:\n{read_tail(folder)}"
+    return Outcome(End.FAILED, error=words, steps=steps)
+
+
+def _find_signal(status: int) -> signal.Signals | None:
+    """Return the signal that has cut a process short: by killing it, or by making it save and leave."""
+    number = -status if status < 0 else status - 128
+    return signal.Signals(number) if number in set(_CUT_SHORT) else None
+
+
+def _read_value(run: index.Run) -> float | None:
+    objective = run.facts.get("objective")
+    return None if objective is None else float(objective["value"])
+
+
+def read_tail(folder: Path) -> str:
+    """Return the last lines that a trial's processes have printed."""
+    try:
+        with (folder / OUTPUT).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _MOST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"(no output: {error.strerror})"
+    return "\n".join(lines[-_TAIL:])

@@ -1,0 +1,320 @@
+"""A sweep at work: which trial is begun or continued next, and what becomes of it.
+
+Several processes may do this for one sweep, on several machines that share its folder. Each decision is made under one
+lock: to begin a trial, the study's next; or to continue one that was begun and that no living process works at. A
+trial's number, its values and its run folder are noted in the study before its process is started, so whoever comes
+after a process that was killed finds the trial and goes on with it, in its own folder, from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from optuna.trial import FrozenTrial, TrialState
+
+from ...callbacks.reporting import format_duration, format_number
+from ...common.messages import warn
+from ...engine.preemption import requeue_job
+from ...trainer.runs import holder, index
+from ..config import ConfigError, make_printable
+from .assignment import Assignment
+from .outcome import End, Outcome, judge
+from .report import Report
+from .study import Study
+from .sweep_file import Sweep
+from .sweep_folder import REPORT, SweepFolder
+from .trial_config import TrialConfigs
+from .wording import format_parameters
+from .workers import Worker, Workers
+
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+_LOOK = 2.0  # seconds between two looks at the trials that other processes run
+_REPORT_EVERY = 10.0  # seconds between two reports, at least
+_MOST_KILLS = 3  # of one trial that has got no further in between
+_ENDED = {End.COMPLETE: TrialState.COMPLETE, End.PRUNED: TrialState.PRUNED, End.FAILED: TrialState.FAIL}
+
+
+class Scheduler:
+    """Runs the trials of a sweep that are left to run.
+
+    Args:
+        sweep: the sweep.
+        configs: makes the trials' configurations.
+        command: what runs a trial's ``fit``; the run folder and ``ckpt_path=auto`` are added.
+        workers: the processes of the trials.
+    """
+
+    def __init__(self, sweep: Sweep, configs: TrialConfigs, command: Sequence[str], workers: Workers) -> None:
+        self.sweep, self.configs, self.command, self.workers = sweep, configs, command, workers
+        self.folder = SweepFolder(sweep)
+        self.study: Study
+        self._signal: signal.Signals | None = None
+        self._kills = False  # a second signal came
+        self._failures = 0  # in this session
+        self._first_error = ""
+        self._killed: dict[int, tuple[int, int]] = {}  # by trial, how often at which step
+        self._elsewhere: dict[int, str] = {}  # the machines of trials that other processes run
+        self._report_due = time.monotonic() + _REPORT_EVERY
+
+    def run(self) -> int:
+        """Run until every trial has ended, or a signal or too many failures end it; returns the exit status.
+
+        Raises:
+            ConfigError: the sweep can't begin, or go on, as its file says.
+        """
+        with self.folder.working():
+            with self.folder.deciding():
+                self.folder.forget_the_dead()
+                self._open()
+            with self._catching_signals():
+                self._work()
+                self._report(at_once=True)
+                return self._conclude()
+
+    def _open(self) -> None:
+        """Open the study, which belongs to this folder."""
+        is_new = self.folder.describe()
+        self.study = Study(self.sweep)
+        trials = self.study.list_trials()
+        if is_new and trials:
+            raise ConfigError(
+                f"{self.sweep.file}: storage: {self.study.place} has a study {self.sweep.name!r} with {len(trials)} "
+                f"trials, but {self.folder.path} has none of their runs. Give the sweep another name."
+            )
+        if not trials and self.folder.has_runs():
+            raise ConfigError(
+                f"{self.sweep.file}: {self.folder.path} has runs of the sweep, but its study is not in the storage. "
+                "Name the storage that it began with, or give the sweep another name."
+            )
+        ended = sum(trial.state.is_finished() for trial in trials)
+        begun = f"; {ended} have ended, {len(trials) - ended} are to be continued" if trials else ""
+        _say(f"sweep {self.sweep.name}: {self.sweep.trials} trials by {self.sweep.method.kind}{begun}")
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        told = killed = False
+        while True:
+            while self._is_going() and self.workers.has_room and (number := self._decide()) is not None:
+                self._start(number)
+            if self._signal is not None and not told:
+                told = True
+                self.workers.end(signal.SIGTERM)
+            if self._kills and not killed:
+                killed = True
+                self.workers.end(signal.SIGKILL)
+            waits = self._is_going() and socket.gethostname() in self._elsewhere.values()
+            if not self.workers.running and not waits:
+                return
+            worker = self.workers.wait(_LOOK if waits else None)
+            if worker is not None:
+                self._settle(worker)
+
+    def _is_going(self) -> bool:
+        """Whether more trials may be begun."""
+        return self._signal is None and not self._has_failed_too_often()
+
+    def _has_failed_too_often(self) -> bool:
+        limit = self.sweep.max_failures
+        if limit is None or self._failures < limit:
+            return False
+        return not any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in self.study.list_trials())
+
+    @contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        """Note the first signal; a second one ends the trials at once."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self._signal is None:
+                self._signal = signal.Signals(number)
+                _say_at_once(f"{self._signal.name}: the running trials save and end; once more ends them at once")
+            else:
+                self._kills = True
+            self.workers.wake()
+
+        handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # -- what is next --------------------------------------------------------------------------------------------
+
+    def _decide(self) -> int | None:
+        """Return the trial to run next, which is this process's from here on; None if there is none."""
+        with self.folder.deciding():
+            trials = self.study.list_trials()
+            self._elsewhere = {}
+            for trial in trials:
+                if trial.state is TrialState.RUNNING and trial.number not in self.workers.running:
+                    owner = trial.user_attrs.get("owner", "")
+                    host = None if owner == self.folder.token else self.folder.find_host(owner)
+                    if host is not None:
+                        self._elsewhere[trial.number] = host
+                    elif self._adopt(trial) and self._claim(trial.number, trial.user_attrs.get("run")):
+                        return trial.number
+            begun = sum(trial.state is not TrialState.WAITING for trial in trials)
+            while begun < self.sweep.trials and self._is_going():
+                number = self.study.ask()
+                if self._claim(number, None):
+                    return number
+                begun += 1
+        return None
+
+    def _adopt(self, trial: FrozenTrial) -> bool:
+        """Return whether a trial whose scheduler is gone is to be run; note its end if it has ended by itself."""
+        number = trial.user_attrs.get("run")
+        if number is None:
+            return True
+        folder = self.folder.path / str(number)
+        outcome = judge(folder)
+        if outcome.end is End.ELSEWHERE:
+            occupant = holder(folder)
+            self._elsewhere[trial.number] = socket.gethostname() if occupant is None else occupant.host
+            return False
+        if outcome.end is End.CUT_SHORT:
+            return True
+        self._tell(trial.number, self._label(number), outcome)
+        return False
+
+    def _claim(self, number: int, run: int | None) -> bool:
+        """Make a trial this process's, with its values and its run folder; returns whether it can be run."""
+        parameters = self.study.draw(number)
+        run = self.folder.choose_number(number) if run is None else run
+        self.study.note(number, run=run, owner=self.folder.token)
+        try:
+            config = self.configs.write(parameters)
+        except ConfigError as error:  # each value is right, but not all of them together
+            self._tell(number, self._label(run), Outcome(End.FAILED, error=str(error)))
+            return False
+        self.folder.prepare(run, number, config, parameters)
+        return True
+
+    def _start(self, number: int) -> None:
+        trial = self.study.list_trials()[number]
+        run = trial.user_attrs["run"]
+        folder = self.folder.path / str(run)
+        metric, prune = self.sweep.metric, self.sweep.prune
+        assignment = Assignment(
+            folder=str(folder),
+            scheduler=os.getpid(),
+            metric=metric.name,
+            mode=metric.mode,
+            take=metric.take,
+            storage=self.study.url if prune is not None else "",
+            study=self.sweep.name,
+            number=number,
+            pruner={} if prune is None else self.study.describe_pruner(),
+        )
+        steps = index.read(folder).facts.get("steps")
+        again = f" (continued after step {steps:,})" if steps else ""
+        _say(f"{self._label(run)}: {format_parameters(trial.params)}{again}")
+        command = [*self.command, "--from-run", str(folder), "ckpt_path=auto"]
+        self.workers.start(number, folder, command, assignment.encode())
+
+    def _label(self, run: int) -> str:
+        return f"{self.sweep.name}/{run}"
+
+    # -- what has become of it -----------------------------------------------------------------------------------
+
+    def _settle(self, worker: Worker) -> None:
+        """Note how a process of this session has ended; a trial that was cut short is left to be continued."""
+        outcome = judge(worker.folder, worker.process.returncode)
+        label = self._label(int(worker.folder.name))
+        if outcome.end is End.CUT_SHORT:
+            if self._signal is not None:
+                _say(f"{label}: ended after step {outcome.steps:,}, to be continued")
+                return
+            count, steps = self._killed.get(worker.trial, (0, -1))
+            count = count + 1 if outcome.steps <= steps else 1
+            self._killed[worker.trial] = count, outcome.steps
+            if count < _MOST_KILLS:
+                _say(f"{label}: {outcome.error} after step {outcome.steps:,}")
+                return
+            error = f"{outcome.error} {count} times at the same place; memory may be short"
+            outcome = Outcome(End.FAILED, error=error, steps=outcome.steps)
+        if outcome.end is End.ELSEWHERE:
+            _say(f"{label}: another process works at it")
+            return
+        seconds = time.monotonic() - worker.began
+        self._tell(worker.trial, label, outcome, f", after {format_duration(seconds)}")
+        self._report()
+
+    def _tell(self, number: int, label: str, outcome: Outcome, took: str = "") -> None:
+        """End a trial in the study."""
+        if outcome.end is End.FAILED:
+            self._failures += 1
+            self._first_error = self._first_error or f"{label}: {outcome.error}"
+            self.study.note(number, error=outcome.error)
+        before = self.study.find_best()
+        self.study.tell(number, _ENDED[outcome.end], outcome.value)
+        best = self.study.find_best()
+        if outcome.end is End.FAILED:
+            _say(f"{label}: failed{took}: {outcome.error}")
+        elif outcome.end is End.PRUNED:
+            _say(f"{label}: pruned{took}")
+        elif outcome.value is not None:
+            is_best = best is not None and best.number == number and (before is None or before.number != number)
+            words = ", the best so far" if is_best else ""
+            _say(f"{label}: {self.sweep.metric.name} {format_number(outcome.value)}{took}{words}")
+
+    def _report(self, at_once: bool = False) -> None:
+        began = time.monotonic()
+        if not at_once and began < self._report_due:
+            return
+        try:
+            self.folder.write(REPORT, Report(self.study, self.folder.path).render())
+        except OSError as error:
+            warn(f"the sweep's report could not be written: {error}")
+        ended = time.monotonic()
+        self._report_due = ended + max(_REPORT_EVERY, 20 * (ended - began))
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> int:
+        """Say how the sweep stands, and return the exit status."""
+        trials = self.study.list_trials()
+        counts = Counter(trial.state for trial in trials)
+        words = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+        parts = [f"{counts[state]} {word}" for word, state in words.items() if counts[state]]
+        left = self.sweep.trials - sum(trial.state.is_finished() for trial in trials)
+        if left > 0:
+            parts.append(f"{left} left")
+        _say(f"sweep {self.sweep.name}: {', '.join(parts) or 'nothing has run'}")
+        if (best := self.study.find_best()) is not None:
+            path = os.path.relpath(self.folder.path / str(best.user_attrs["run"]))
+            value = format_number(best.value or 0.0)
+            _say(f"best: {self._label(best.user_attrs['run'])}, {self.sweep.metric.name} {value}, {path}")
+            _say(f"  {format_parameters(best.params)}")
+            _say(f"  {self.configs.program.removesuffix('fit')}validate --from-run {path}")
+        _say(f"report: {os.path.relpath(self.folder.path / REPORT)}")
+        if self._signal is not None:
+            if self._signal.name == "SIGUSR1":
+                requeue_job()
+                self._signal = signal.SIGTERM
+            _say(f"the same command continues the sweep; {left} trials are left")
+            return 128 + self._signal
+        if remote := {host for host in self._elsewhere.values() if host != socket.gethostname()}:
+            _say(f"{len(self._elsewhere)} trials still run on {', '.join(sorted(remote))}")
+        if counts[TrialState.FAIL] and not (counts[TrialState.COMPLETE] or counts[TrialState.PRUNED]):
+            _say(f"every trial has failed. The first error: {self._first_error or 'see the report'}")
+            return 1
+        return 0
+
+
+def _say(text: str) -> None:
+    print("\n".join(map(make_printable, text.splitlines())), flush=True)
+
+
+def _say_at_once(text: str) -> None:
+    """Say something in a signal handler, which may have interrupted a `print`."""
+    os.write(2, f"treadle: {text}\n".encode())

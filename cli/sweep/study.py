@@ -1,0 +1,284 @@
+"""The Optuna study of a sweep: where it is stored, which values a trial gets, and when it is pruned."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import StorageInternalError
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy import URL
+from sqlalchemy.exc import SQLAlchemyError
+
+from ...common.messages import nearest
+from ..config import ConfigError
+from .parameters import Choices, Parameter
+from .sweep_file import Choice, Sweep
+
+DATABASE = "study.db"
+JOURNAL = "study.log"
+
+_PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
+_BUSY = 60.0  # seconds that a process waits for the others' transactions
+_TRIES = 5  # of an access that the database refuses
+_BEST_TRIALS = 5  # that importance tells from the others, at least
+
+_PRUNERS: dict[str, type[BasePruner]] = {
+    "hyperband": optuna.pruners.HyperbandPruner,
+    "asha": optuna.pruners.SuccessiveHalvingPruner,
+    "median": optuna.pruners.MedianPruner,
+    "percentile": optuna.pruners.PercentilePruner,
+    "threshold": optuna.pruners.ThresholdPruner,
+}
+
+_HALVING_OPTIONS = ("min_resource", "reduction_factor", "bootstrap_count")
+
+T = TypeVar("T")
+
+
+class Study:
+    """The study of a sweep. One process at a time may call what changes it, but for `report`'s values.
+
+    Args:
+        sweep: the sweep.
+
+    Raises:
+        ConfigError: the storage or an option is wrong.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+        self.pruner = make_pruner(self._complete_pruner())
+        make_sampler(sweep, 0)  # its options are checked
+        self.url = make_url(sweep)
+        try:
+            self.storage = open_storage(self.url)
+            self.study = retry(self._open)
+        except (ImportError, ValueError, OSError, SQLAlchemyError, StorageInternalError) as error:
+            raise ConfigError(f"{sweep.file}: storage: {self.place} can't be opened: {error}") from error
+
+    def _open(self) -> optuna.Study:
+        return optuna.create_study(
+            storage=self.storage,
+            study_name=self.sweep.name,
+            direction=self.sweep.metric.goal,
+            pruner=self.pruner,
+            load_if_exists=True,
+        )
+
+    @property
+    def place(self) -> str:
+        """Where the study is stored, for people."""
+        return _PASSWORD.sub(r"\1***@", self.url)
+
+    def _complete_pruner(self) -> Choice | None:
+        """Return the pruner with what Hyperband needs to know, so that all processes know the same."""
+        prune, epochs = self.sweep.prune, _get_max_epochs(self.sweep)
+        if prune is None or prune.kind != "hyperband" or epochs is None:
+            return prune
+        return replace(prune, options={"max_resource": epochs, **prune.options})
+
+    def describe_pruner(self) -> dict[str, Any]:
+        """Return the pruner's kind and options for the trials' processes."""
+        prune = self._complete_pruner()
+        return {} if prune is None else prune.describe()
+
+    def list_trials(self) -> list[FrozenTrial]:
+        """Return all trials, in order."""
+        return retry(lambda: self.study.get_trials(deepcopy=False))
+
+    def ask(self) -> int:
+        """Begin a trial, and return its number."""
+        number = len(self.list_trials())
+        self.study.sampler = make_sampler(self.sweep, number)
+        # Not tried again if it fails: the trial may be there, and is found as one that nobody runs.
+        return self.study.ask().number
+
+    def draw(self, number: int) -> dict[str, Any]:
+        """Return the values of a trial, as they are stored; those that it does not have yet are drawn.
+
+        They depend on the sweep's seed and the trial's number, and on the trials before only where the method learns
+        from these, so an interruption changes nothing.
+        """
+        self.study.sampler = make_sampler(self.sweep, number)
+        trial = open_trial(self.study, number)
+        return {parameter.key: retry(partial(_suggest, trial, parameter)) for parameter in self.sweep.parameters}
+
+    def note(self, number: int, **attributes: Any) -> None:
+        """Set user attributes of a trial that has not ended."""
+        trial_id = _get_id(self.study, number)
+        for name, value in attributes.items():
+            retry(partial(self.storage.set_trial_user_attr, trial_id, name, value))
+
+    def tell(self, number: int, state: TrialState, value: float | None = None) -> None:
+        """End a trial, unless it has ended."""
+        retry(lambda: self.study.tell(number, value, state, skip_if_finished=True))
+
+    def find_best(self) -> FrozenTrial | None:
+        """Return the best complete trial; None before there is one."""
+        complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
+        choose = min if self.sweep.metric.goal == "minimize" else max
+        return choose(complete, key=lambda trial: trial.value or 0.0, default=None)
+
+    def compute_importances(self) -> tuple[dict[str, float], str]:
+        """Return how much each parameter matters, and by which measure; nothing where too few trials are complete."""
+        complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
+        varied = [
+            key for key in (p.key for p in self.sweep.parameters) if len({str(t.params.get(key)) for t in complete}) > 1
+        ]
+        if len(complete) < 2 * _BEST_TRIALS or len({trial.value for trial in complete}) == 1 or not varied:
+            return {}, ""
+        share = min(0.5, max(0.1, _BEST_TRIALS / len(complete)))
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=share)
+        importances = optuna.importance.get_param_importances(self.study, evaluator=evaluator, params=varied)
+        best = round(share * len(complete))
+        return dict(importances), f"PED-ANOVA: what tells the best {best} of {len(complete)} trials from the others"
+
+
+def make_url(sweep: Sweep) -> str:
+    """Return the URL of a sweep's storage; of the journal, its path behind ``journal:``."""
+    if sweep.storage is None:
+        return URL.create("sqlite", database=str(sweep.folder / DATABASE)).render_as_string(hide_password=False)
+    return f"journal:{sweep.folder / JOURNAL}" if sweep.storage == "journal" else sweep.storage
+
+
+def open_storage(url: str) -> BaseStorage:
+    """Open a storage; see `make_url`."""
+    optuna.logging.set_verbosity(logging.WARNING)
+    if url.startswith("journal:"):
+        from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+        path = url.removeprefix("journal:")
+        return optuna.storages.JournalStorage(JournalFileBackend(path, JournalFileOpenLock(path)))
+    options = {"connect_args": {"timeout": _BUSY}} if url.startswith("sqlite") else {}
+    return optuna.storages.get_storage(optuna.storages.RDBStorage(url, options))
+
+
+def open_trial(study: optuna.Study, number: int) -> Trial:
+    """Return a trial that another process, or an earlier one, has begun."""
+    return Trial(study, _get_id(study, number))
+
+
+def retry(access: Callable[[], T]) -> T:
+    """Return what an access to the storage returns; try again if the database is busy with others."""
+    for left in range(_TRIES - 1, -1, -1):
+        try:
+            return access()
+        except StorageInternalError:
+            if not left:
+                raise
+            time.sleep(random.random())
+    raise AssertionError
+
+
+def make_pruner(prune: Choice | None) -> BasePruner:
+    """Return a sweep's pruner.
+
+    Raises:
+        ConfigError: Optuna has no such option, or refuses its value.
+    """
+    if prune is None:
+        return optuna.pruners.NopPruner()
+    pruner = _build(_PRUNERS[prune.kind], prune.options, prune, "prune")
+    if prune.kind == "hyperband":  # which looks at these in the middle of the first trial
+        options = {name: prune.options[name] for name in _HALVING_OPTIONS if name in prune.options}
+        _build(_PRUNERS["asha"], options, prune, "prune")
+    return pruner
+
+
+def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
+    """Return what draws the values of a trial.
+
+    Raises:
+        ConfigError: Optuna has no such option, or refuses its value.
+    """
+    method = sweep.method
+    if method.kind == "grid":
+        return _build(GridSampler, {"sweep": sweep, **method.options}, method, "method")
+    digest = hashlib.sha256(f"{sweep.seed} {number}".encode()).digest()
+    options = {**method.options, "seed": int.from_bytes(digest[:4], "little")}
+    if method.kind == "random":
+        return _build(optuna.samplers.RandomSampler, options, method, "method")
+    return _build(optuna.samplers.TPESampler, {"constant_liar": True, **options}, method, "method")
+
+
+def _build(kind: type[T], options: Mapping[str, Any], choice: Choice, key: str) -> T:
+    ours = ("sweep", "seed")
+    valid = [name for name in inspect.signature(kind).parameters if name not in ours]
+    for name in options:
+        if name not in (*valid, *ours):
+            has = f"{nearest(name, valid)} It has {', '.join(valid) or 'no options'}."
+            raise ConfigError(f"{choice.source}: {key}: {choice.kind} has no {name!r}.{has}")
+    try:
+        return kind(**options)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{choice.source}: {key}: {choice.kind}: {error}") from error
+
+
+class GridSampler(BaseSampler):
+    """Sampler that gives trial n the n-th combination of a grid.
+
+    Optuna's own chooses among the combinations that nobody has begun, so two processes may choose the same.
+
+    Args:
+        sweep: the sweep.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """Return nothing: each value is drawn by itself."""
+        return {}
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """Return nothing: each value is drawn by itself."""
+        return {}
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """Return the value of a parameter."""
+        return self._sweep.get_combination(trial.number)[param_name]
+
+
+def _suggest(trial: Trial, parameter: Parameter) -> Any:
+    space = parameter.space
+    if isinstance(space, Choices):
+        return trial.suggest_categorical(parameter.key, space.labels)
+    if space.integer:
+        low, high, step = int(space.low), int(space.high), int(space.step or 1)
+        return trial.suggest_int(parameter.key, low, high, log=space.log, step=step)
+    return trial.suggest_float(parameter.key, space.low, space.high, log=space.log, step=space.step)
+
+
+def _get_id(study: optuna.Study, number: int) -> int:
+    # Optuna has no public way from a trial's number to its id. The list also fills the storage's cache, without which
+    # it knows nothing of a trial that another process has begun.
+    return retry(lambda: study.get_trials(deepcopy=False))[number]._trial_id
+
+
+def _get_max_epochs(sweep: Sweep) -> int | None:
+    """Return the epochs of every trial, if they are the same and each reports a value."""
+    trainer = sweep.base.data.get("trainer")
+    flags = trainer.data if trainer is not None and isinstance(trainer.data, dict) else {}
+    varied: Sequence[str] = [parameter.key for parameter in sweep.parameters]
+    epochs = flags["max_epochs"].data if "max_epochs" in flags else None
+    once = "val_check_interval" not in flags and "max_steps" not in flags
+    alike = not {"trainer.max_epochs", "trainer.val_check_interval", "trainer.max_steps"} & set(varied)
+    return epochs if once and alike and isinstance(epochs, int) and epochs >= 1 else None

@@ -1,0 +1,399 @@
+"""What a sweep file says, read and checked as far as that needs neither torch nor Optuna."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ...common.messages import nearest
+from ...trainer.runs import check_name
+from ..config import SECTIONS, ConfigError, Value, merge_sources, read, resolve_references, to_plain
+from .parameters import Parameter, parse_parameters
+
+KEYS = {
+    "config": "the configuration of every trial: a file, a mapping, or a list of these",
+    "name": "of the sweep; its trials are the runs NAME/1, NAME/2, ... (default: the file's name)",
+    "method": "grid, random or tpe; or a mapping, {type: tpe, n_startup_trials: 5}",
+    "metric": "{name: val_loss, goal: minimize, take: best}: the logged value that counts; take its best or last value",
+    "parameters": "keys of the configuration, and the values that each may take",
+    "trials": "how many to run; a grid has as many as there are combinations",
+    "processes": "how many trials run at a time, 1 by default",
+    "prune": "hyperband, asha, median, percentile, threshold or none; or a mapping, {type: hyperband, min_resource: 1}",
+    "seed": "of the values that are drawn, 0 by default",
+    "storage": "an Optuna storage URL, or journal; by default an SQLite file in the sweep's folder",
+    "max_failures": "stop when so many trials have failed and none has not, 3 by default; null never stops",
+}
+"""What a sweep file may hold."""
+
+METHODS = ("grid", "random", "tpe")
+PRUNERS = ("hyperband", "asha", "median", "percentile", "threshold")
+GOALS = ("minimize", "maximize")
+TAKES = ("best", "last")
+_SYNONYMS = {
+    "early_terminate": "prune",
+    "pruner": "prune",
+    "run_cap": "trials",
+    "n_trials": "trials",
+    "n_jobs": "processes",
+    "study_name": "name",
+    "sampler": "method",
+    "objective": "metric",
+}
+_METHOD_SYNONYMS = {"bayes": "tpe", "bayesian": "tpe"}
+_GOAL_SYNONYMS = {"min": "minimize", "max": "maximize"}
+_PRUNER_SYNONYMS = {"successive_halving": "asha", "sha": "asha", "nop": "none"}
+_OPTION_SYNONYMS = {"min_iter": "min_resource", "max_iter": "max_resource", "eta": "reduction_factor"}
+_ELSEWHERE = {
+    "program": "a sweep runs `treadle fit` with the configuration that 'config' names",
+    "command": "a sweep runs `treadle fit` with the configuration that 'config' names",
+    "project": "loggers are set in the configuration",
+    "entity": "loggers are set in the configuration",
+    "direction": "write metric: {name: ..., goal: ...}",
+}
+_CONTINUABLE = ("trials", "processes", "max_failures")
+"""What may change between two sessions of one sweep."""
+
+
+Goal = Literal["minimize", "maximize"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The logged value that counts.
+
+    Attributes:
+        name: as it is logged.
+        goal: ``"minimize"`` or ``"maximize"``.
+        take: ``"best"`` or ``"last"`` of the values that a trial logs.
+    """
+
+    name: str = ""
+    goal: Goal = "minimize"
+    take: str = "best"
+
+    @property
+    def mode(self) -> str:
+        """The goal as callbacks call it."""
+        return self.goal[:3]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method or a pruner with its options.
+
+    Attributes:
+        kind: its name.
+        options: arguments of Optuna's class, by name.
+        source: where the sweep file names it.
+    """
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the sweep file says, in one form."""
+        return {"type": self.kind, **self.options}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as its file describes it.
+
+    Attributes:
+        file: the file.
+        base: the configuration of every trial; its references are open.
+        name: names the trials' folder.
+        directory: the folder of all runs.
+        method: how values are chosen.
+        metric: what counts.
+        parameters: what is varied.
+        trials: how many to run.
+        processes: how many at a time.
+        prune: which trials to end early; None for none.
+        seed: of the values that are drawn.
+        storage: an Optuna URL or ``"journal"``; None for the file in the sweep's folder.
+        max_failures: how many trials may fail before any other ends well; None for any number.
+    """
+
+    file: str
+    base: Value
+    name: str
+    directory: str
+    method: Choice
+    metric: Metric
+    parameters: tuple[Parameter, ...]
+    trials: int
+    processes: int
+    prune: Choice | None
+    seed: int
+    storage: str | None
+    max_failures: int | None
+
+    @property
+    def folder(self) -> Path:
+        """Where the sweep is kept, with a folder in it for each trial."""
+        return Path(self.directory).expanduser().absolute() / self.name
+
+    def get_combination(self, number: int) -> dict[str, Any]:
+        """Return the values of the n-th trial of a grid, as a study stores them. The last parameter changes first."""
+        combination = {}
+        for parameter in reversed(self.parameters):
+            values = parameter.list_grid() or []
+            number, place = divmod(number, len(values))
+            combination[parameter.key] = values[place]
+        return combination
+
+    def describe(self) -> dict[str, Any]:
+        """Return all of it as plain data, which reads back as this sweep."""
+        return {
+            "name": self.name,
+            "method": self.method.describe(),
+            "metric": vars(self.metric),
+            "parameters": {parameter.key: parameter.space.describe() for parameter in self.parameters},
+            "trials": self.trials,
+            "processes": self.processes,
+            "prune": None if self.prune is None else self.prune.describe(),
+            "seed": self.seed,
+            "max_failures": self.max_failures,
+            "config": to_plain(self.base),
+        }
+
+
+def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return what is another sweep in two descriptions, a line for each key."""
+    old, new = (dict(_flatten(json.loads(json.dumps(description)))) for description in (before, after))
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key, "") != new.get(key, "") and key not in _CONTINUABLE:
+            lines.append(f"{key}: {json.dumps(old.get(key))} is now {json.dumps(new.get(key))}")
+    return lines
+
+
+def _flatten(data: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(data, dict) and data:
+        for key, item in data.items():
+            yield from _flatten(item, f"{before}.{key}" if before else str(key))
+    else:
+        yield before, data
+
+
+def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Sweep:
+    """Read a sweep file.
+
+    Args:
+        file: YAML.
+        overrides: ``key=value`` of the sweep, or of the configuration where the key begins with one of its sections.
+        defaults: a configuration that the sweep's wins over.
+
+    Raises:
+        ConfigError: names every problem with file and line.
+    """
+    of_sweep: list[str] = []
+    of_config: list[str] = []
+    for override in overrides:
+        first = override.lstrip("~").partition("=")[0].rstrip("+").partition(".")[0]
+        (of_config if first in SECTIONS and first not in KEYS else of_sweep).append(override)
+    entries = dict(merge_sources([read(file)], of_sweep).data)
+    problems: list[str] = []
+    for synonym in [key for key in entries if key in _SYNONYMS]:
+        if _SYNONYMS[synonym] in entries:
+            problems.append(f"{entries[synonym].source}: {synonym} and {_SYNONYMS[synonym]} say the same; keep one.")
+        entries[_SYNONYMS[synonym]] = entries.pop(synonym)
+    for key in [key for key in entries if key not in KEYS]:
+        hint = f": {_ELSEWHERE[key]}. Leave it out." if key in _ELSEWHERE else f".{nearest(key, KEYS)}"
+        if key in SECTIONS:
+            hint = ": it is a section of the configuration. Put it below 'config'."
+        problems.append(f"{entries.pop(key).source}: a sweep has no {key!r}{hint}")
+    base = _read_base(entries.pop("config", None), Path(file).parent, of_config, defaults)
+    parameters = entries.pop("parameters", None)
+    values = resolve_references(Value(entries, str(file))).data
+    return _Reader(str(file), values, problems).read(base, parameters)
+
+
+def _read_base(
+    value: Value | None, folder: Path, overrides: Sequence[str], defaults: Mapping[str, Any] | None
+) -> Value:
+    """Return the configuration of every trial. A file's path is relative to the sweep file."""
+    sources: list[str | Path | Value] = []
+    for item in [] if value is None else value.data if isinstance(value.data, list) else [value]:
+        if not isinstance(item.data, str | dict):
+            raise ConfigError(f"{item.source}: config: {item.data!r} must be a file, a mapping, or a list of these.")
+        path = folder / item.data if isinstance(item.data, str) else item
+        if isinstance(path, Path) and not path.is_file():
+            raise ConfigError(
+                f"{item.source}: config: there is no file {str(path)!r}. Its path is relative to this file."
+            )
+        sources.append(path)
+    base = merge_sources(sources, overrides, defaults=defaults)
+    for key, words in (
+        ("ckpt_path", "each trial resumes from its own checkpoints"),
+        ("schedule", "it is for a resume"),
+    ):
+        if key in base.data and base.data[key].data is not None:
+            raise ConfigError(f"{base.data[key].source}: {key}: {words}. Leave it out.")
+    return base
+
+
+class _Reader:
+    """Reads the values of one sweep file, and notes every problem.
+
+    Args:
+        file: the file.
+        values: its values by key, each a known one.
+        problems: what is wrong so far.
+    """
+
+    def __init__(self, file: str, values: Mapping[str, Value], problems: list[str]) -> None:
+        self.file, self.values, self.problems = file, values, problems
+
+    def read(self, base: Value, section: Value | None) -> Sweep:
+        """Return the sweep.
+
+        Args:
+            base: the configuration of every trial.
+            section: the parameters.
+
+        Raises:
+            ConfigError: for all that is wrong.
+        """
+        method = self._read_choice("method", METHODS, _METHOD_SYNONYMS)
+        prune = self._read_choice("prune", (*PRUNERS, "none"), _PRUNER_SYNONYMS)
+        parameters: list[Parameter] = []
+        if section is None:
+            self.problems.append(f"{self.file}: there are no parameters: add parameters: {{model.lr: [0.1, 0.01]}}.")
+        else:
+            parameters = parse_parameters(section, self.problems)
+        if method is None:
+            self.problems.append(f"{self.file}: there is no method: add method: grid, random or tpe.")
+            method = Choice("random")
+        sweep = Sweep(
+            file=self.file,
+            base=base,
+            name=self._read_name(),
+            directory=self._read_directory(base),
+            method=method,
+            metric=self._read_metric(),
+            parameters=tuple(parameters),
+            trials=self._read_trials(method, parameters),
+            processes=self._read_number("processes", 1, 1) or 1,
+            prune=prune if prune is not None and prune.kind != "none" else None,
+            seed=self._read_number("seed", 0, 0) or 0,
+            storage=self._read_storage(),
+            max_failures=self._read_number("max_failures", 1, 3),
+        )
+        self._check_keys(sweep)
+        if self.problems:
+            raise ConfigError(*self.problems)
+        return sweep
+
+    def _report(self, key: str, words: str) -> None:
+        self.problems.append(f"{self.values[key].source}: {key}{words}")
+
+    def _get(self, key: str) -> Any:
+        return self.values[key].data if key in self.values else None
+
+    def _read_name(self) -> str:
+        name = self._get("name")
+        try:
+            return check_name(Path(self.file).stem if name is None else name)
+        except (ValueError, TypeError) as error:
+            self.problems.append(f"{self.values['name'].source if name is not None else self.file}: {error}")
+            return ""
+
+    def _read_directory(self, base: Value) -> str:
+        run = base.data.get("run")
+        directory = run.data.get("dir") if run is not None and isinstance(run.data, dict) else None
+        if directory is None:
+            return "runs"
+        if not isinstance(directory.data, str) or "://" in directory.data:
+            self.problems.append(
+                f"{directory.source}: run.dir={directory.data!r} must be a folder: the trials of a sweep are locked "
+                "and their study is stored there. Upload them afterwards."
+            )
+            return "runs"
+        return directory.data
+
+    def _read_number(self, key: str, low: int, default: int | None) -> int | None:
+        if key not in self.values:
+            return default
+        number = self._get(key)
+        if number is None and key == "max_failures":
+            return None
+        if isinstance(number, bool) or not isinstance(number, int) or not low <= number < 2**32:
+            self._report(key, f"={number!r} must be a whole number from {low} on.")
+            return default
+        return number
+
+    def _read_storage(self) -> str | None:
+        storage = self._get("storage")
+        if storage is not None and not (isinstance(storage, str) and ("://" in storage or storage == "journal")):
+            self._report("storage", f"={storage!r} must be a URL such as sqlite:///study.db, or journal.")
+            return None
+        return storage
+
+    def _read_choice(self, key: str, names: Sequence[str], synonyms: Mapping[str, str]) -> Choice | None:
+        """Return a name, with its options where it stands in a mapping."""
+        value = self.values.get(key)
+        if value is None or value.data is None:
+            return None
+        plain = to_plain(value)
+        options = dict(plain) if isinstance(plain, dict) else {"type": plain}
+        kind = options.pop("type", options.pop("method", None))
+        kind = synonyms.get(str(kind), kind)
+        if kind not in names:
+            self._report(key, f"={kind!r} is not one of {', '.join(names)}.{nearest(kind, names)}")
+            return None
+        return Choice(
+            str(kind), {_OPTION_SYNONYMS.get(name, name): item for name, item in options.items()}, value.source
+        )
+
+    def _read_metric(self) -> Metric:
+        value = self.values.get("metric")
+        plain = None if value is None else to_plain(value)
+        if not isinstance(plain, dict):
+            where = self.file if value is None else value.source
+            self.problems.append(f"{where}: metric: write {{name: val_loss, goal: minimize}}.")
+            return Metric()
+        words = {"goal": plain.get("direction", plain.get("mode")), "take": "best", **plain}
+        words = {word: item for word, item in words.items() if word not in ("direction", "mode")}
+        words["goal"] = _GOAL_SYNONYMS.get(str(words["goal"]), words["goal"])
+        for word in words:
+            if word not in ("name", "goal", "take"):
+                self._report("metric", f" has no {word!r}.{nearest(word, ('name', 'goal', 'take'))}")
+        if not isinstance(words.get("name"), str) or not words["name"]:
+            self._report("metric", f": name={words.get('name')!r} must be the name of a logged value.")
+        for word, names in (("goal", GOALS), ("take", TAKES)):
+            if words[word] not in names:
+                hint = nearest(words[word], names)
+                self._report("metric", f": {word}={words[word]!r} is not one of {', '.join(names)}.{hint}")
+        goal: Goal = "maximize" if words["goal"] == "maximize" else "minimize"
+        return Metric(str(words.get("name")), goal, str(words["take"]))
+
+    def _read_trials(self, method: Choice, parameters: Sequence[Parameter]) -> int:
+        trials = self._read_number("trials", 1, None)
+        if method.kind != "grid":
+            if trials is None and "trials" not in self.values:
+                self.problems.append(f"{self.file}: there is no number of trials: add trials: 20.")
+            return trials or 1
+        count = 1
+        for parameter in parameters:
+            values = parameter.list_grid()
+            if values is None:
+                self.problems.append(
+                    f"{parameter.source}: parameters: {parameter.key}: a grid needs a list of values, or a step."
+                )
+            count *= len(values or [0])
+        return count if trials is None else min(trials, count)
+
+    def _check_keys(self, sweep: Sweep) -> None:
+        """Refuse parameters that decide where a trial is kept or what it resumes from."""
+        for parameter in sweep.parameters:
+            if parameter.key.partition(".")[0] in ("run", "ckpt_path", "schedule"):
+                self.problems.append(
+                    f"{parameter.source}: parameters: {parameter.key} can't be varied: the sweep decides where its "
+                    "trials are kept and what they resume from."
+                )

@@ -1,0 +1,166 @@
+"""The folder of a sweep: its description, a folder for each trial, and locks that tell who works on what."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...trainer.runs import CONFIG, RECORD, RunFolder, RunLock, holder, index
+from ..config import ConfigError
+from .sweep_file import Sweep, list_changes
+
+DESCRIPTION = "sweep.json"
+REPORT = "report.html"
+_PRIVATE = ".sweep"
+_POLL = 0.1  # seconds between two looks at a lock that another process holds
+
+
+class SweepFolder:
+    """The folder of a sweep, at which several processes, on several machines, may work at a time.
+
+    .. code-block:: text
+
+        1/, 2/, ...   the run folders of the trials
+        study.db      Optuna's study
+        sweep.json    the sweep with everything filled in; `treadle sweep` reads it too
+        report.html   a page about it
+        .sweep/       the lock of whoever decides what to run next, and one for each process that works at the sweep
+
+    Args:
+        sweep: the sweep.
+
+    Attributes:
+        path: the folder.
+        token: names this process's own lock.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep, self.path = sweep, sweep.folder
+        self.token = uuid.uuid4().hex
+        self._private = self.path / _PRIVATE
+        self._lock: RunLock | None = None
+
+    # -- who works on it -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Be one of those that work at the sweep, as long as the block or this process lives."""
+        own = self._private / self.token
+        try:
+            own.mkdir(parents=True)
+            self._lock = RunLock(own)
+        except OSError as error:
+            raise ConfigError(f"can't write to {self.path}: {error.strerror or error}. Set run.dir.") from error
+        try:
+            yield
+        finally:
+            self._lock.release()
+            shutil.rmtree(own, ignore_errors=True)
+
+    def find_host(self, token: str) -> str | None:
+        """Return the machine of the process with this token; None if it does not live."""
+        occupant = holder(self._private / token) if token else None
+        return None if occupant is None else occupant.host
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Let one process at a time decide which trial is begun, or continued, by whom."""
+        lock = None
+        while lock is None:
+            try:
+                lock = RunLock(self._private)
+            except ValueError:  # another process decides
+                time.sleep(_POLL)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def forget_the_dead(self) -> None:
+        """Remove what processes have left that were killed. Call it while `deciding`."""
+        for entry in self._private.iterdir():
+            if entry.is_dir() and entry.name != self.token and self.find_host(entry.name) is None:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    # -- its description -----------------------------------------------------------------------------------------
+
+    def describe(self) -> bool:
+        """Write the description, or compare it with the one of earlier sessions. Call it while `deciding`.
+
+        Returns:
+            Whether the sweep is new.
+
+        Raises:
+            ConfigError: it is another sweep, or the folder has other runs.
+        """
+        file, description = self.path / DESCRIPTION, self.sweep.describe()
+        anew = (
+            f"To begin anew, give the sweep another name (name: ..., or name=... on the command line), or delete "
+            f"{os.path.relpath(self.path)}."
+        )
+        is_new = not file.is_file()
+        if not is_new:
+            try:
+                before = json.loads(file.read_text(encoding="utf-8"))
+                changes = list_changes(before, description)
+            except (ValueError, AttributeError) as error:
+                raise ConfigError(f"{file} can't be read: {error}. {anew}") from error
+            if changes:
+                raise ConfigError(
+                    f"{self.sweep.file}: the sweep {self.sweep.name!r} has begun with other settings:\n  "
+                    + "\n  ".join(changes)
+                    + f"\n{anew}"
+                )
+        elif self.has_runs():
+            raise ConfigError(
+                f"{self.sweep.file}: {os.path.relpath(self.path)} has runs that are no trials of a sweep. Give the "
+                "sweep a name of its own: name: ..., or name=... on the command line."
+            )
+        self.write(DESCRIPTION, json.dumps(description, indent=2, ensure_ascii=False))
+        return is_new
+
+    def has_runs(self) -> bool:
+        """Return whether there is any run folder."""
+        return any(entry.name.isdigit() for entry in self.path.iterdir())
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file in one move: whoever reads it sees the old or the new one."""
+        part = self.path / f".{name}.{self.token}"
+        try:
+            part.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(part, self.path / name)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    # -- the folders of its trials -------------------------------------------------------------------------------
+
+    def choose_number(self, trial: int) -> int:
+        """Return the number of a trial's run folder: that of the trial, from 1, unless another run has taken it."""
+        if self._may_take(self.path / str(trial + 1), trial):
+            return trial + 1
+        return max(int(entry.name) for entry in self.path.iterdir() if entry.name.isdigit()) + 1
+
+    def _may_take(self, path: Path, trial: int) -> bool:
+        if not path.exists():
+            return True
+        try:
+            return index.read(path).facts.get("trial") == trial
+        except ValueError:  # no run's folder: one that a killed process has left half made
+            return {entry.name for entry in path.iterdir()} <= {CONFIG, f".{CONFIG}.tmp", f".{RECORD}.tmp"}
+
+    def prepare(self, number: int, trial: int, config: str, parameters: Mapping[str, Any]) -> None:
+        """Write the run folder of a trial, unless it is there. Call it while `deciding`."""
+        path = self.path / str(number)
+        with contextlib.suppress(ValueError):
+            if index.read(path).facts.get("trial") == trial:
+                return
+        RunFolder.prepare(path, config, {"trial": trial, "parameters": dict(parameters)})

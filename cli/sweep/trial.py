@@ -1,0 +1,150 @@
+"""A trial's own process: what it has to do for its sweep beside the fit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...callbacks import is_better, make_never_logged_error, read_logged_metrics
+from ...common.messages import announce, warn
+from ...integrations import PruningCallback
+from ...trainer.runs import index
+from .assignment import Assignment
+from .sweep_file import Metric
+from .sweep_folder import DESCRIPTION
+
+if TYPE_CHECKING:
+    from ...trainer import TaskModule, Trainer
+    from ...trainer.runs import RunFolder
+
+
+def trial_of(folder: RunFolder) -> TrialCallback | None:
+    """Return what a sweep's trial needs beside its own callbacks; None if the run in this folder is no trial."""
+    if not isinstance(folder.path, Path):
+        return None
+    assignment = Assignment.read()
+    if assignment is None or Path(assignment.folder) != folder.path:
+        assignment = _read_assignment(folder.path)
+    return None if assignment is None else TrialCallback(assignment, folder.record)
+
+
+def _read_assignment(folder: Path) -> Assignment | None:
+    """Return the assignment of a trial that somebody continues by hand, which is not pruned; None if it is no trial."""
+    if "trial" not in index.read(folder).facts:
+        return None
+    try:
+        metric = Metric(**json.loads((folder.parent / DESCRIPTION).read_text(encoding="utf-8"))["metric"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warn(f"{folder} is a trial of a sweep, but its sweep can't be read, so its value is not recorded: {error}")
+        return None
+    return Assignment(str(folder), os.getpid(), metric.name, metric.mode, metric.take)
+
+
+class TrialCallback(PruningCallback):
+    """Record the value that counts of a sweep's trial, and stop the trial if the study's pruner says so.
+
+    Unlike `PruningCallback` it raises nothing: a trial that is pruned ends as one that is stopped early, and saves. Its
+    state is in the checkpoints, so a trial that is continued knows its best value.
+
+    Args:
+        assignment: what the sweep says.
+        write: takes facts for the run's record.
+    """
+
+    after_task = 1  # before checkpoints are saved, which hold its state
+
+    _first_epoch = 1  # epochs that are done, of which min_resource and the like speak
+
+    def __init__(self, assignment: Assignment, write: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__(None, assignment.metric)
+        self._assignment, self._write = assignment, write
+        self._value: float | None = None
+
+    @property
+    def state_key(self) -> str:
+        """See `Callback.state_key`."""
+        return f"TrialCallback(monitor={self.monitor!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {**super().state_dict(), "value": self._value, "pruned": self.pruned}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        super().load_state_dict(state_dict)
+        self._value, self.pruned = state_dict["value"], state_dict["pruned"]
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Open the trial, which is rank zero's."""
+        if stage == "fit":
+            self._validations, self._value, self.pruned = 0, None, None
+            with trainer.accelerator.world.together():
+                if trainer.is_global_zero:
+                    self._trial = self._open_trial()
+
+    def _open_trial(self) -> Any:
+        """Return Optuna's trial; None if there is no pruner that needs it."""
+        assignment = self._assignment
+        if not assignment.pruner:
+            return None
+        import optuna
+
+        from .study import make_pruner, open_storage, open_trial, retry
+        from .sweep_file import Choice
+
+        options = dict(assignment.pruner)
+        pruner = make_pruner(Choice(options.pop("type"), options))
+        storage = open_storage(assignment.storage)
+        study = retry(lambda: optuna.load_study(study_name=assignment.study, storage=storage, pruner=pruner))
+        return open_trial(study, assignment.number)
+
+    def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Stop a trial that was pruned before it was continued."""
+        if self.pruned is not None:
+            self._prune(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Check that there is a value."""
+        if self._value is None:
+            logged = read_logged_metrics(trainer)
+            raise make_never_logged_error(trainer, self.monitor, "The sweep's metric", logged)
+
+    def _ask_pruner(self, trainer: Trainer, value: float, number: int) -> bool:
+        if self._trial is None:
+            return False
+        from optuna.exceptions import StorageInternalError
+
+        from .study import retry
+
+        try:
+            retry(lambda: self._trial.report(value, number))
+            # At its end there is nothing to save. Optuna, which counts from 0, does not get there either.
+            return not _is_over(trainer) and bool(retry(self._trial.should_prune))
+        except StorageInternalError as error:  # no reason to lose the trial
+            warn(f"the sweep's study can't be reached, so this trial is not pruned at {number}: {error}")
+            return False
+
+    def _note(self, trainer: Trainer, value: float, number: int) -> None:
+        assignment = self._assignment
+        if self._value is None or assignment.take == "last" or is_better(value, self._value, assignment.mode):
+            self._value = value
+        self._write({"objective": {"metric": self.monitor, "value": self._value, "mode": assignment.mode}})
+
+    def _prune(self, trainer: Trainer) -> None:
+        announce(f"{self.pruned}")
+        trainer.should_stop = True
+
+    def conclude(self) -> None:
+        """Record that the trial was pruned, if it was; called when ``fit`` has returned."""
+        if self.pruned is not None:
+            self._write({"state": "pruned", "note": self.pruned})
+
+
+def _is_over(trainer: Trainer) -> bool:
+    """Return whether the trial has done all that its configuration asks for."""
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1 and trainer.progress.epoch_is_over
+    return last_epoch or 0 <= steps <= trainer.global_step

@@ -1,0 +1,85 @@
+"""The configuration of a trial: the sweep's, with the trial's values in it, checked and filled in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..commands import dump_yaml
+from ..config import COMMAND_LINE, ConfigError, Value, resolve, to_plain
+from ..config.instantiate import check
+from .sweep_file import Sweep
+
+if TYPE_CHECKING:
+    from ...trainer.core import DataModule, TaskModule
+
+
+class TrialConfigs:
+    """Configurations of a sweep's trials.
+
+    Args:
+        sweep: the sweep.
+        program: the command that runs a trial, for the file's first line.
+        model, data: classes that the configuration need not name.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        program: str = "treadle fit",
+        model: type[TaskModule] | None = None,
+        data: type[DataModule] | None = None,
+    ) -> None:
+        self.sweep, self.program, self.model, self.data = sweep, program, model, data
+
+    def check_all(self) -> None:
+        """Check every choice and both ends of every range, each beside the first values of the other parameters.
+
+        Raises:
+            ConfigError: names every key or value that the configuration does not take.
+        """
+        first = {parameter.key: next(parameter.list_samples()) for parameter in self.sweep.parameters}
+        problems = self._list_problems(first)
+        if not problems:
+            for parameter in self.sweep.parameters:
+                for value in list(parameter.list_samples())[1:]:
+                    problems += self._list_problems({**first, parameter.key: value})
+        if problems:
+            raise ConfigError(*dict.fromkeys(problems))
+
+    def _list_problems(self, settings: Mapping[str, Value]) -> list[str]:
+        try:
+            check(resolve(self.sweep.base, settings), self.model, self.data)
+        except ConfigError as error:
+            return list(error.problems)
+        return []
+
+    def write(self, stored: Mapping[str, Any]) -> str:
+        """Return the configuration of a trial as YAML.
+
+        Args:
+            stored: its values by key, as the study stores them.
+
+        Raises:
+            ConfigError: these values don't go together.
+        """
+        settings = {parameter.key: parameter.to_value(stored[parameter.key]) for parameter in self.sweep.parameters}
+        config = resolve(self.sweep.base, {**settings, "ckpt_path": Value("auto", COMMAND_LINE)})
+        filled = check(config, self.model, self.data).resolve_defaults()
+        return dump_yaml(filled, config.secrets, f"{self.program}, with everything filled in")
+
+    def find_devices(self) -> tuple[int, list[str] | None]:
+        """Return the processes of each trial as far as the configuration says, and the GPUs that trials may use."""
+        trainer = self.sweep.base.data.get("trainer")
+        flags = to_plain(trainer) if trainer is not None and isinstance(trainer.data, dict) else {}
+        devices = flags.get("devices")
+        count = devices if isinstance(devices, int) and devices > 0 else 1
+        if flags.get("accelerator") in ("cpu", "mps"):
+            return count, None
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return count, [name for name in visible.split(",") if name] or None
+        return count, [str(number) for number in range(torch.cuda.device_count())] or None

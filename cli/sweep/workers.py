@@ -1,0 +1,133 @@
+"""The processes of the trials: started, watched, and told to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from ...strategies.distributed import without_launch_variables
+from ...strategies.launch import cpus
+from ...strategies.processes import kill_session
+from .outcome import OUTPUT
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The process of a trial.
+
+    Attributes:
+        trial: the trial's number in the study.
+        folder: its run folder.
+        slot: which of the places for trials that run at a time it has.
+        process: the process.
+        began: when it was started, by the monotonic clock.
+    """
+
+    trial: int
+    folder: Path
+    slot: int
+    process: subprocess.Popen[bytes]
+    began: float
+
+
+class Workers:
+    """The processes of the trials that run at a time.
+
+    Each is a session of its own, so Ctrl-C at the terminal reaches the sweep alone, which asks them to save and end.
+
+    Args:
+        count: how many may run at a time.
+        devices: processes of each trial.
+        gpus: the GPUs of this machine, as ``CUDA_VISIBLE_DEVICES`` names them, shared out over the trials; None leaves
+            them alone.
+
+    Attributes:
+        running: the processes, by the trial's number.
+    """
+
+    def __init__(self, count: int, devices: int = 1, gpus: Sequence[str] | None = None) -> None:
+        self.count, self.devices, self.gpus = count, devices, gpus
+        self.running: dict[int, Worker] = {}
+        self._events: SimpleQueue[int | None] = SimpleQueue()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may be started."""
+        return len(self.running) < self.count
+
+    def start(self, trial: int, folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> Worker:
+        """Start the process of a trial. Its output is appended to a file in the run folder.
+
+        Call it on the main thread: Linux ends a process that follows its parent when the thread ends that started it.
+
+        Args:
+            trial: the trial's number.
+            folder: its run folder.
+            command: program and arguments.
+            variables: environment variables that it gets beside this process's own.
+        """
+        taken = {worker.slot for worker in self.running.values()}
+        slot = next(slot for slot in range(self.count) if slot not in taken)
+        environment = {**without_launch_variables(os.environ), **self._share_machine(slot), **variables}
+        with (folder / OUTPUT).open("ab") as output:
+            process = subprocess.Popen(
+                list(command),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        worker = self.running[trial] = Worker(trial, folder, slot, process, time.monotonic())
+        threading.Thread(target=self._await, args=(worker,), name=f"trial {trial}", daemon=True).start()
+        return worker
+
+    def _await(self, worker: Worker) -> None:
+        worker.process.wait()
+        self._events.put(worker.trial)
+
+    def _share_machine(self, slot: int) -> dict[str, str]:
+        """Return the variables that give a slot its share of the CPUs and GPUs."""
+        shares: dict[str, str] = {}
+        if self.count > 1 and not os.environ.get("OMP_NUM_THREADS"):
+            shares["OMP_NUM_THREADS"] = str(max(1, cpus() // (self.count * self.devices)))
+        if self.count > 1 and self.gpus:
+            shares["CUDA_VISIBLE_DEVICES"] = ",".join(share_gpus(self.gpus, self.count, slot))
+        return shares
+
+    def wake(self) -> None:
+        """Have `wait` return; may be called by a signal handler."""
+        self._events.put(None)
+
+    def wait(self, seconds: float | None) -> Worker | None:
+        """Return a worker whose process has ended, once there is one; None after so many seconds, or if woken."""
+        try:
+            trial = self._events.get(timeout=seconds)
+        except Empty:
+            return None
+        return None if trial is None else self.running.pop(trial)
+
+    def end(self, number: signal.Signals) -> None:
+        """Send a signal to every process; SIGKILL to their children too."""
+        for worker in self.running.values():
+            if number is signal.SIGKILL:
+                kill_session(worker.process.pid)
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    worker.process.send_signal(number)
+
+
+def share_gpus(gpus: Sequence[str], count: int, slot: int) -> list[str]:
+    """Return the GPUs of one of ``count`` slots: an equal share, or one that others use too if they are few."""
+    if len(gpus) < count:
+        return [gpus[slot % len(gpus)]]
+    each = len(gpus) // count
+    return list(gpus[slot * each : (slot + 1) * each])

@@ -1,0 +1,149 @@
+"""Pruning of the trials of an Optuna study."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks import Callback, checks_at_epoch_end, read_new_value
+from ..common.optional import require
+from ..common.validation import check_monitor
+
+if TYPE_CHECKING:
+    from optuna.trial import BaseTrial
+
+    from ..trainer import TaskModule, Trainer
+
+
+class PruningCallback(Callback):
+    """Report a logged value to a trial of Optuna, and raise ``optuna.TrialPruned`` when the study's pruner says so.
+
+    Rank zero alone talks to the study's storage; all ranks raise after the same step. The checkpoints of a pruned trial
+    stay, that of its last epoch included.
+
+    A value is reported once per epoch, under the number of the epoch, from 0. Where validation runs several times in an
+    epoch, each is reported, under the number of the validation.
+
+    Args:
+        trial: the trial, on rank zero. Other ranks may pass None, or what Optuna's ``TorchDistributedTrial`` wraps.
+        monitor: the logged value to report.
+
+    Attributes:
+        pruned: why the trial was pruned; None if it was not.
+
+    Raises:
+        ModuleNotFoundError: Optuna is not installed.
+        ValueError: rank zero has no trial; in training, for a value that was never logged.
+
+    Example:
+        >>> import optuna
+        >>> from torch.utils.data import DataLoader
+        >>> import treadle as tl
+        >>> from treadle.integrations import PruningCallback
+        >>> class Line(tl.TaskModule):
+        ...     def __init__(self, lr):
+        ...         super().__init__()
+        ...         self.lr, self.net = lr, torch.nn.Linear(1, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.net(batch).square().mean()
+        ...     def validation_step(self, batch, batch_idx):
+        ...         self.log("val_loss", self.net(batch).square().mean())
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=self.lr)
+        >>> def objective(trial):
+        ...     task = Line(trial.suggest_float("lr", 1e-3, 1e-1, log=True))
+        ...     flags = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        ...     trainer = tl.Trainer(callbacks=[PruningCallback(trial, "val_loss")], **flags)
+        ...     trainer.fit(task, DataLoader(torch.ones(8, 1)), DataLoader(torch.ones(8, 1)))
+        ...     return trainer.callback_metrics["val_loss"].item()
+        >>> study = optuna.create_study(pruner=optuna.pruners.MedianPruner())
+        >>> study.optimize(objective, n_trials=3)
+    """
+
+    after_task = 3  # the checkpoint of the same epoch is saved before the error is raised
+    exchanges = True
+
+    _first_epoch = 0
+
+    def __init__(self, trial: BaseTrial | None, monitor: str) -> None:
+        require("PruningCallback", "optuna", extra="sweep")
+        # Optuna's wrapper for several processes makes a collective of each call; what it wraps is rank zero's trial.
+        self._trial: Any = getattr(trial, "_delegate", trial)
+        self.monitor = check_monitor(monitor)
+        self.pruned: str | None = None
+        self._validations = 0
+
+    @property
+    def state_key(self) -> str:
+        """See `Callback.state_key`."""
+        return f"PruningCallback(monitor={self.monitor!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"validations": self._validations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        self._validations = state_dict["validations"]
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Check that rank zero has the trial."""
+        if stage == "fit":
+            self._validations, self.pruned = 0, None
+            with trainer.accelerator.world.together():
+                if trainer.is_global_zero and self._trial is None:
+                    raise ValueError(
+                        "PruningCallback(trial=None, ...) on rank zero: it needs the trial. Pass it there."
+                    )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Report, unless that happens when epochs end."""
+        if trainer.stage == "fit" and not trainer.sanity_checking and not checks_at_epoch_end(trainer):
+            self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Report, if that happens when epochs end."""
+        if trainer.progress.epoch_is_over and checks_at_epoch_end(trainer):
+            self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        value = read_new_value(trainer, self.monitor, type(self).__name__)
+        if value is None:
+            return
+        several = trainer.has_validation and trainer.val_check_interval != 1.0
+        number = self._first_epoch + (self._validations if several else trainer.current_epoch)
+        self._validations += 1
+        world = trainer.accelerator.world
+        prunes = False
+        with world.together():
+            if world.is_main:
+                prunes = self._ask_pruner(trainer, value, number)
+        self._note(trainer, value, number)
+        if world.broadcast(prunes):
+            unit = "validation" if several else "epoch"
+            self.pruned = f"pruned at {unit} {number}: {self.monitor} was {value:.4g}"
+            self._prune(trainer)
+
+    def _ask_pruner(self, trainer: Trainer, value: float, number: int) -> bool:
+        """Report on rank zero; returns whether the trial is to be pruned."""
+        self._trial.report(value, number)
+        return bool(self._trial.should_prune())
+
+    def _note(self, trainer: Trainer, value: float, number: int) -> None:
+        """Note a value that was reported; called on all ranks."""
+
+    def _prune(self, trainer: Trainer) -> None:
+        """End the trial; called on all ranks after the same step."""
+        from optuna import TrialPruned
+
+        raise TrialPruned(self.pruned)
+
+    def check_pruned(self) -> None:
+        """Raise ``TrialPruned`` if the trial was pruned. `Trainer.fit` has done so; for scripts that call it too."""
+        if self.pruned is not None:
+            from optuna import TrialPruned
+
+            raise TrialPruned(self.pruned)
+
+
+PyTorchLightningPruningCallback = PruningCallback
+"""The name that Optuna gives it."""

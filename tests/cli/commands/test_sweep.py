@@ -1,0 +1,363 @@
+"""`treadle sweep`, from its command line to the runs of its trials: killed, interrupted, failing, pruned."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import optuna
+import pytest
+from processes import clean_environment, programs, python
+from treadle.cli.commands.runs import main as runs_main
+from treadle.cli.commands.sweep import main
+from treadle.cli.sweep.study import Study
+from treadle.cli.sweep.sweep_file import read_sweep
+from treadle.trainer.runs import index
+
+from treadle.__main__ import main as treadle_main
+
+CONFIG = """
+trainer:
+  max_epochs: 4
+  accelerator: cpu
+  enable_progress_bar: false
+  enable_model_summary: false
+  enable_report: false
+  logger: false
+model: {class: tasks.Line, lr: 0.02}
+data: {class: cli_samples.Points, batch_size: 8}
+"""
+SWEEP = """
+config: run.yaml
+method: random
+metric: {name: val_loss, goal: minimize}
+trials: 3
+processes: 2
+parameters:
+  model.lr: {min: 1e-4, max: 1e-1, log: true}
+  data.batch_size: [8, 16]
+"""
+TASKS = """
+import os, time
+import cli_samples
+
+class Line(cli_samples.Line):
+    def on_train_batch_start(self, batch, batch_idx):
+        time.sleep(float(os.environ.get("PAUSE", "0")))
+        with open(os.path.join(self.trainer.default_root_dir, "steps"), "a") as file:
+            file.write(f"{self.trainer.global_step}\\n")
+
+class Broken(Line):
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__()
+        if lr > 0.01:
+            raise RuntimeError("too fast")
+
+class Diverging(Line):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", float("nan"))
+
+class Rated(Line):
+    # What is measured is said: the learning rate, on and on.
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.rate = lr
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.rate)
+"""
+
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "executable", python())  # what trials are run with
+    for name, value in clean_environment({"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(SUPPORT)}).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "sweep.yaml").write_text(SWEEP)
+    (tmp_path / "tasks.py").write_text(TASKS)
+    return tmp_path
+
+
+@contextmanager
+def started(*arguments, pause=0.0):
+    """The command as a process; it and all trials are killed at the block's end."""
+    with open("said", "a") as said:
+        process = subprocess.Popen(
+            [programs() / "treadle", "sweep", "--config", "sweep.yaml", *arguments],
+            env=clean_environment({"PAUSE": str(pause), "PYTHONPATH": str(SUPPORT)}),
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pid in pids_of_trials():
+            kill(pid)
+
+
+@pytest.fixture
+def sweep(capsys):
+    """Runs the command in this process; returns its status and what it said."""
+
+    def sweep(*arguments):
+        capsys.readouterr()
+        status = main(["--config", "sweep.yaml", *arguments])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return sweep
+
+
+def kill(pid):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def records(name="sweep"):
+    found = {}
+    for path in Path("runs", name).glob("[0-9]*/run.json"):
+        found[int(path.parent.name)] = json.loads(path.read_text())
+    return found
+
+
+def pids_of_trials():
+    return [record["pid"] for record in records().values() if record["state"] == "running"]
+
+
+def wait_for(condition, seconds=240):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, Path("said").read_text()
+        time.sleep(0.05)
+
+
+def trials(name="sweep"):
+    study = optuna.load_study(study_name=name, storage=f"sqlite:///runs/{name}/study.db")
+    return study.trials
+
+
+def finished():
+    return [number for number, record in records().items() if record["state"] == "finished"]
+
+
+def running_with_checkpoint():
+    running = [number for number, record in records().items() if record["state"] == "running"]
+    return [
+        number for number in running if list(Path("runs/sweep", str(number)).glob("checkpoints/*.ckpt/manifest.json"))
+    ]
+
+
+def steps_of(number):
+    return [int(line) for line in Path("runs", "sweep", str(number), "steps").read_text().split()]
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_killed_and_resumed_none_is_lost_and_none_runs_twice(count, sweep):
+    number, cut_short = f"trials={count}", set()
+    with started(number, pause=0.1) as process:  # one trial's process, then the command and all trials
+        wait_for(lambda: running_with_checkpoint())
+        cut_short.add(running_with_checkpoint()[0])
+        kill(records()[min(cut_short)]["pid"])
+        wait_for(lambda: len(finished()) >= count // 3 and running_with_checkpoint())
+        cut_short.add(running_with_checkpoint()[0])
+        os.killpg(process.pid, signal.SIGKILL)
+    assert len(finished()) < count
+    with started(number, pause=0.1) as process:  # the command is told to end
+        ended = len(finished())
+        wait_for(lambda: len(finished()) > ended)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(240) == 143
+    assert not pids_of_trials()
+    status, said = sweep(number)
+    assert status == 0, said
+
+    assert {trial.state for trial in trials()} == {optuna.trial.TrialState.COMPLETE}
+    assert [trial.number for trial in trials()] == list(range(count))
+    assert sorted(trial.user_attrs["run"] for trial in trials()) == sorted(records()) == list(range(1, count + 1))
+    assert {record["state"] for record in records().values()} == {"finished"}
+    assert [records()[trial.user_attrs["run"]]["parameters"] for trial in trials()] == [
+        trial.params for trial in trials()
+    ]
+    for trial in trials():
+        run = trial.user_attrs["run"]
+        steps, last = steps_of(run), records()[run]["steps"] - 1
+        assert set(steps) == set(range(last + 1))
+        if run in cut_short:  # it went on from its checkpoint: its first epoch was not done again
+            assert steps.count(0) == 1
+        assert not list(Path("runs", "sweep", str(run)).glob("config.[0-9]*.yaml"))
+    # An interruption changes no value: that of a trial depends on the seed and on its number.
+    Path("runs/other").mkdir()
+    other = Study(read_sweep("sweep.yaml", ["name=other"]))
+    assert [other.draw(other.ask()) for _ in range(count)] == [trial.params for trial in trials()]
+    assert sweep(number)[0] == 0
+    assert len(trials()) == count
+
+
+def test_a_sweep_is_shared_by_two_commands_and_a_grid_is_run_once():
+    Path("sweep.yaml").write_text(
+        SWEEP.replace("random", "grid").replace("trials: 3", "").replace("{min: 1e-4, max: 1e-1, log: true}", "[1, 2]")
+    )
+    Path("run.yaml").write_text(CONFIG.replace("max_epochs: 4", "max_epochs: 1"))
+    with started() as first, started() as second:
+        assert (first.wait(240), second.wait(240)) == (0, 0), Path("said").read_text()
+    combinations = Counter(tuple(trial.params.values()) for trial in trials())
+    assert combinations == Counter((lr, size) for lr in (1, 2) for size in (8, 16))
+    assert sorted(records()) == [1, 2, 3, 4]
+    owners = {trial.user_attrs["owner"] for trial in trials()}
+    assert len(owners) == 2
+
+
+def test_failing_trials_are_noted_and_the_others_go_on(sweep, capsys):
+    status, said = sweep("model.class=tasks.Broken", "trials=5", "trainer.max_epochs=1")
+    assert status == 0, said
+    broken = [trial for trial in trials() if trial.params["model.lr"] > 0.01]
+    assert 0 < len(broken) < 5
+    assert [trial for trial in trials() if trial.state is optuna.trial.TrialState.FAIL] == broken
+    for trial in broken:
+        assert trial.user_attrs["error"] == "RuntimeError: too fast"
+        assert index.read(f"runs/sweep/{trial.user_attrs['run']}").state == "failed: RuntimeError"
+    assert "failed, after" in said
+    assert "RuntimeError: too fast" in Path("runs/sweep/report.html").read_text()
+    assert runs_main([]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"sweep/1 +failed: RuntimeError .* lr=0\.01237 batch_size=16", printed)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("metric.name=val_los", "'val_los' was never logged. Logged so far: loss, val_loss. Did you mean 'val_loss'?"),
+        pytest.param("model.class=tasks.Diverging", "val_loss is nan", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_sweep_whose_trials_all_fail_stops(override, words, sweep):
+    status, said = sweep(override, "trials=9", "max_failures=2", "trainer.max_epochs=1")
+    assert status == 1
+    assert words in said
+    assert "every trial has failed" in said
+    assert 2 <= len(trials()) <= 3
+
+
+def by_hand(values, epochs):
+    """What Optuna's Hyperband makes of trials that report the same value after each epoch."""
+    study = optuna.create_study(study_name="sweep", pruner=optuna.pruners.HyperbandPruner(max_resource=epochs))
+    for value in values:
+        trial = study.ask()
+        for epoch in range(1, epochs + 1):
+            trial.report(value, epoch)
+            if epoch < epochs and trial.should_prune():
+                yield "PRUNED"
+                break
+        else:
+            yield "COMPLETE"
+
+
+def test_hyperband_prunes_and_a_pruned_trial_keeps_its_checkpoint(sweep, capsys):
+    Path("sweep.yaml").write_text(
+        SWEEP.replace("random", "grid").replace("trials: 3", "prune: hyperband").replace("processes: 2", "")
+        .replace("{min: 1e-4, max: 1e-1, log: true}", "[0.1, 0.2, 0.3, 0.4, 0.5]").replace("[8, 16]", "[8]")
+    )  # fmt: skip
+    status, said = sweep("model.class=tasks.Rated", "trainer.max_epochs=3")
+    assert status == 0, said
+    states = [trial.state.name for trial in trials()]
+    assert states == list(by_hand([0.1, 0.2, 0.3, 0.4, 0.5], 3))
+    assert "PRUNED" in states
+    for trial in trials():
+        folder = Path("runs/sweep", str(trial.user_attrs["run"]))
+        assert list((folder / "checkpoints").glob("*.ckpt"))
+        if trial.state is optuna.trial.TrialState.PRUNED:
+            assert index.read(folder).state == "pruned"
+            assert index.read(folder).facts["epochs"] < 3
+            assert len(trial.intermediate_values) == index.read(folder).facts["epochs"]
+    assert runs_main(["--state", "pruned"]) == 0
+    assert capsys.readouterr().out.count("pruned") == states.count("PRUNED")
+
+
+def test_a_trial_that_is_continued_by_hand_counts_with_what_it_reaches_then(sweep, recwarn):
+    status, said = sweep("trials=1", "trainer.max_epochs=1", "model.class=tasks.Rated", "metric.goal=maximize")
+    assert status == 0, said
+    value = records()[1]["objective"]["value"]
+    assert treadle_main(["fit", "--from-run", "sweep/1", "ckpt_path=auto", "model.lr=0.5", "trainer.max_epochs=2"]) == 0
+    assert (value, records()[1]["objective"]["value"]) == (trials()[0].value, 0.5)
+    assert records()[1]["trial"] == 0
+    assert not [one for one in recwarn if "TrialCallback" in str(one.message)]
+
+
+def test_trials_of_two_processes(sweep):
+    Path("sweep.yaml").write_text(
+        SWEEP.replace("random", "grid").replace("trials: 3", "prune: {type: threshold, upper: 0.15}").replace("[8, 16]", "[8]")
+        .replace("processes: 2", "processes: 1").replace("{min: 1e-4, max: 1e-1, log: true}", "[0.1, 0.2]")
+    )  # fmt: skip
+    status, said = sweep("model.class=tasks.Rated", "trainer.max_epochs=2", "trainer.devices=2")
+    assert status == 0, said
+    assert [trial.state.name for trial in trials()] == ["COMPLETE", "PRUNED"]
+    assert [(r["processes"], r["epochs"], r["state"]) for _, r in sorted(records().items())] == [
+        (2, 2, "finished"),
+        (2, 1, "pruned"),
+    ]
+
+
+# -- what is wrong is said before anything is run --------------------------------------------------------------------
+
+
+def refused(capsys, *arguments):
+    assert main(["--config", "sweep.yaml", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_wrong_key_or_value_is_an_error_before_anything_is_run(capsys):
+    Path("sweep.yaml").write_text(SWEEP.replace("model.lr", "model.lrr").replace("[8, 16]", "[8, large]"))
+    said = refused(capsys)
+    assert "sweep.yaml:8: model.lrr: Line has no argument 'lrr'. Did you mean 'lr'?" in said
+    Path("sweep.yaml").write_text(SWEEP.replace("[8, 16]", "[8, large]").replace("model.lr", "trainer.max_epoch"))
+    said = refused(capsys)
+    assert "sweep.yaml:8: trainer.max_epoch: Trainer() has no argument 'max_epoch'. Did you mean 'max_epochs'?" in said
+    Path("sweep.yaml").write_text(SWEEP.replace("[8, 16]", "[8, large]"))
+    assert "sweep.yaml:9: data.batch_size='large' must be int." in refused(capsys)
+    Path("sweep.yaml").write_text(SWEEP.replace("data.batch_size", "vars.size"))
+    assert "vars.size=8: nothing refers to it." in refused(capsys)
+    assert not Path("runs").exists()
+
+
+def test_a_changed_sweep_says_how_to_begin_anew(sweep, capsys):
+    assert main(["--config", "sweep.yaml", "--dry-run"]) == 0
+    assert "3 trials by random, 2 at a time, over model.lr, data.batch_size" in capsys.readouterr().out
+    assert not Path("runs").exists()
+    status, said = sweep("trials=1", "trainer.max_epochs=1")
+    assert status == 0, said
+    said = refused(capsys, "trainer.max_epochs=2")
+    assert "config.trainer.max_epochs: 1 is now 2" in said
+    assert "give the sweep another name" in said
+    Path("sweep.yaml").write_text(SWEEP.replace("1e-1", "1"))
+    assert "parameters.model.lr.max: 0.1 is now 1.0" in refused(capsys, "trainer.max_epochs=1")
+    assert "method.type" not in refused(capsys, "trainer.max_epochs=1")
+    Path("sweep.yaml").write_text(SWEEP)
+    assert sweep("trials=2", "trainer.max_epochs=1", "processes=1")[0] == 0  # more trials are no other sweep
+    assert len(trials()) == 2
+
+
+def test_a_folder_with_other_runs_is_refused(capsys):
+    Path("runs/sweep/1").mkdir(parents=True)
+    assert "runs/sweep has runs that are no trials of a sweep" in refused(capsys)
+
+
+def test_a_missing_optuna_is_one_error(capsys, monkeypatch):
+    monkeypatch.setattr("treadle.common.optional.find_spec", lambda name: None)
+    assert "treadle sweep needs the package 'optuna'" in refused(capsys)

@@ -1,0 +1,171 @@
+"""The study of a sweep: values that hang on seed and number alone, a grid over many processes, options of Optuna."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import optuna
+import pytest
+from processes import clean_environment
+from treadle.cli.config import ConfigError
+from treadle.cli.sweep.study import Study, open_trial
+from treadle.cli.sweep.sweep_file import read_sweep
+from treadle.cli.sweep.sweep_folder import SweepFolder
+
+TEXT = """
+config: {model: {class: tasks.Line}, trainer: {max_epochs: 9}}
+method: random
+metric: {name: val_loss, goal: minimize}
+trials: 20
+parameters:
+  model.lr: {min: 1e-4, max: 1e-1, log: true}
+  model.width: {min: 8, max: 64, step: 8}
+  model.kind: [a, b, c]
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/s").mkdir(parents=True)
+
+
+def make(text=TEXT, *overrides):
+    Path("s.yaml").write_text(text)
+    return read_sweep("s.yaml", overrides)
+
+
+def draw(study, count):
+    return [study.draw(study.ask()) for _ in range(count)]
+
+
+def test_values_hang_on_seed_and_number_alone():
+    first = draw(Study(make()), 6)
+    (Path("runs") / "other").mkdir()
+    study = Study(make(TEXT, "name=other"))
+    again = draw(study, 3) + draw(Study(make(TEXT, "name=other")), 3)  # the second half in another session
+    assert again == first
+    assert len({repr(values) for values in first}) == 6
+    (Path("runs") / "third").mkdir()
+    assert draw(Study(make(TEXT, "name=third", "seed=1")), 6) != first
+    assert Study(make()).draw(2) == first[2]  # what was drawn stays
+
+
+def test_a_trial_that_has_no_values_yet_gets_the_ones_it_would_have_had():
+    study = Study(make())
+    expected = draw(study, 3)[2]
+    (Path("runs") / "other").mkdir()
+    other = Study(make(TEXT, "name=other"))
+    for _ in range(3):
+        other.ask()  # killed here
+    assert Study(make(TEXT, "name=other")).draw(2) == expected
+
+
+WORKER = """
+import sys
+from optuna.trial import TrialState
+from treadle.cli.sweep.study import Study
+from treadle.cli.sweep.sweep_file import read_sweep
+from treadle.cli.sweep.sweep_folder import SweepFolder
+
+sweep = read_sweep("s.yaml")
+folder = SweepFolder(sweep)
+with folder.working():
+    with folder.deciding():
+        study = Study(sweep)
+    while True:
+        with folder.deciding():
+            if len(study.list_trials()) == sweep.trials:
+                break
+            number = study.ask()
+            values = study.draw(number)
+            study.note(number, owner=folder.token)
+        study.tell(number, TrialState.COMPLETE, float(number))
+"""
+
+
+@pytest.mark.parametrize("storage", ["sqlite", "journal"])
+def test_many_processes_run_each_combination_of_a_grid_once(storage):
+    text = (
+        TEXT.replace("random", "grid")
+        .replace("trials: 20\n", "")
+        .replace("{min: 1e-4, max: 1e-1, log: true}", "[1, 2]")
+    )
+    sweep = make(text if storage == "sqlite" else text + "storage: journal\n")
+    environment = {**clean_environment(), "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, "-c", WORKER], env=environment) for _ in range(3)]
+    assert [process.wait(240) for process in processes] == [0, 0, 0]
+    trials = Study(sweep).list_trials()
+    assert [trial.number for trial in trials] == list(range(48))
+    assert [trial.params for trial in trials] == [sweep.get_combination(number) for number in range(48)]
+    assert set(Counter(str(trial.params) for trial in trials).values()) == {1}
+    assert {trial.state for trial in trials} == {optuna.trial.TrialState.COMPLETE}
+    assert len({trial.user_attrs["owner"] for trial in trials}) > 1
+    assert os.listdir("runs/s/.sweep") == ["lock"]
+
+
+def test_hyperband_knows_the_epochs_of_every_process():
+    study = Study(make(TEXT + "prune: hyperband\n"))
+    assert study.describe_pruner() == {"type": "hyperband", "max_resource": 9}
+    assert study.pruner._max_resource == 9
+    for more in ("trainer.max_epochs: [3, 9]", "trainer.val_check_interval: [0.5, 1.0]"):
+        assert Study(make(f"{TEXT}  {more}\nprune: hyperband\n")).describe_pruner() == {"type": "hyperband"}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("prune: {type: hyperband, reductio_factor: 3}", "prune: hyperband has no 'reductio_factor'. Did you mean"),
+        ("prune: {type: hyperband, reduction_factor: 1}", "prune: hyperband: "),
+        ("prune: percentile", "missing"),
+        ("storage: postgres://nowhere/x", "can't be opened"),
+    ],
+)
+def test_what_optuna_does_not_take_is_an_error(more, said):
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        Study(make(f"{TEXT}{more}\n"))
+
+
+def test_options_of_the_method():
+    study = Study(make(TEXT.replace("random", "{type: tpe, n_startup_trials: 2}")))
+    for number in range(4):
+        values = study.draw(study.ask())
+        study.tell(number, optuna.trial.TrialState.COMPLETE, values["model.lr"])
+    assert study.study.sampler._n_startup_trials == 2
+    with pytest.raises(ConfigError, match="tpe has no 'startup'"):
+        Study(make(TEXT.replace("random", "{type: tpe, startup: 2}")))
+
+
+def test_importance_names_the_parameter_that_matters():
+    study = Study(make())
+    for number in range(20):
+        values = study.draw(study.ask())
+        study.tell(number, optuna.trial.TrialState.COMPLETE, values["model.width"] + 0.001 * values["model.lr"])
+        if number == 8:
+            assert study.compute_importances() == ({}, "")
+    importances, words = study.compute_importances()
+    assert max(importances, key=importances.get) == "model.width"
+    assert words == "PED-ANOVA: what tells the best 5 of 20 trials from the others"
+    assert study.find_best().value == min(trial.value for trial in study.list_trials())
+
+
+def test_another_process_reports_to_a_trial():
+    study = Study(make(TEXT + "prune: median\n"))
+    number = study.ask()
+    other = Study(make(TEXT + "prune: median\n"))
+    open_trial(other.study, number).report(0.5, 1)
+    assert study.list_trials()[number].intermediate_values == {1: 0.5}
+
+
+def test_of_processes_that_were_killed_nothing_stays():
+    folder = SweepFolder(make())
+    with folder.working():
+        dead = Path("runs/s/.sweep/dead")
+        dead.mkdir()
+        (dead / "lock").write_text("")
+        with folder.deciding():
+            folder.forget_the_dead()
+        assert sorted(os.listdir("runs/s/.sweep")) == sorted(["lock", folder.token])
+    assert os.listdir("runs/s/.sweep") == ["lock"]
