@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from .joint_loader import JointLoader
     from .loader import Loader, batch_indices
     from .micro_batches import Cursor, Micro, share
-    from .outlook import Outlook
     from .sampler_rng import preserve_loader_state
     from .seedable_sampler import replace_random_sampler
     from .sharded_sampler import get_length, shards_itself
     from .skip_batches import skip_first_batches
+    from .stream_end import Outlook
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -16,7 +16,6 @@ from ...strategies import World
 from ..rng import Draw, RandomStream
 from .dataset_check import say_other_length
 from .micro_batches import Cursor, GroupPlanner, Micro
-from .read_ahead import choose_depth
 from .sampler_rng import (
     Draws,
     find_generators,
@@ -28,6 +27,7 @@ from .sampler_rng import (
 )
 from .sharded_sampler import GroupIndices, ShardedBatches, get_length, set_epoch, shards_itself
 from .source_libraries import explain_not_repeatable, explain_state_gap
+from .stream_end import choose_depth
 from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
 from .workers import LiveWithRank, SeededSamples, SeededStream, end_workers, iterate_in_process, note_workers
 
@@ -183,11 +183,8 @@ class Loader:
             batches = self._begin()
         micros = self._plan.micros
         cursor, stream, move, planner = self._cursor, self._stream, self.move, self._plan.planner
-        outer = (
-            cursor.micro,
-            cursor.number,
-            cursor.outlook,
-        )  # of a loop around this one, such as training around a validation
+        # Of a loop around this one, such as training around a validation.
+        outer = cursor.micro, cursor.number, cursor.outlook
         micro: Micro | None = None
         try:
             while True:

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from .outlook import Outlook
 from .rank_shares import RankShares
+from .stream_end import Outlook
 
 
 class Cursor:

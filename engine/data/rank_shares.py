@@ -9,7 +9,7 @@ import torch
 
 from ...common.messages import announce, named_ranks
 from ...strategies import World
-from .outlook import Outlook
+from .stream_end import Outlook
 
 
 @dataclass(slots=True, frozen=True)

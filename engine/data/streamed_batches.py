@@ -17,11 +17,11 @@ from ...strategies import World
 from ..rng import Draw, RandomStream, State, seed_from
 from .batch_digest import digest
 from .micro_batches import Cursor, GroupPlanner, Micro, avoid_rewind
-from .outlook import Outlook
 from .rank_shares import RankShares, Share, compare_across_ranks
 from .sampler_rng import Draws, get_stateful
 from .sharded_sampler import get_length
 from .source_libraries import explain_split, split_over
+from .stream_end import Outlook
 from .workers import TORCH_SEEDED, SeededStream, note_workers, seed_epoch
 
 

@@ -122,8 +122,8 @@ def test_fields_become_arguments_of_the_loader(tmp_path):
     assert train.multiprocessing_context.get_start_method() == "fork"
     assert isinstance(train.sampler, RandomSampler)
     assert isinstance(val.sampler, SequentialSampler)
+    loader = DataLoader(range(30), **loader_arguments(arguments(tmp_path, dataloader_in_order=False)))
     with pytest.raises(ValueError, match="in_order=True"):
-        loader = DataLoader(range(30), **loader_arguments(arguments(tmp_path, dataloader_in_order=False)))
         treadle.Accelerator(cpu=True).prepare_data_loader(loader)
 
 

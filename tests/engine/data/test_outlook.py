@@ -1,4 +1,4 @@
-"""Ranks that read streams of their own vote on the end beside their gradients: the same training without an exchange."""
+"""Ranks with streams of their own vote on the end beside their gradients: the same training, without an exchange."""
 
 import os
 
@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 from treadle.callbacks import Callback
 from treadle.engine.data import loader as loaders
-from treadle.engine.data import rank_shares, read_ahead
-from treadle.engine.data.outlook import Outlook
+from treadle.engine.data import rank_shares
+from treadle.engine.data.stream_end import Outlook, read_ahead
 
 import treadle
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from .sampler_rng import get_stateful
-from .source_libraries import copies_state
+from ..sampler_rng import get_stateful
+from ..source_libraries import copies_state
 
 _LEVELS = 5  # the network of an agent of a source of experience of a dataset; a pipeline's list is a level too
 _OBJECTS = 1000

@@ -1,0 +1,13 @@
+"""The end of streams that each rank reads by itself: voted on beside the gradients, without an exchange of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ....common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .outlook import Outlook
+    from .read_ahead import choose_depth
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)
