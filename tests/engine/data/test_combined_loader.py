@@ -26,7 +26,7 @@ Pair = namedtuple("Pair", "left right")
 class Seat:
     rank: int
     size: int
-    device: torch.device = torch.device("cpu")
+    device = torch.device("cpu")
 
 
 def plain(value):

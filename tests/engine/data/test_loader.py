@@ -30,7 +30,7 @@ from treadle.engine.rng import ProcessStream, RandomStream, random_state
 class Seat:
     rank: int
     size: int
-    device: torch.device = torch.device("cpu")
+    device = torch.device("cpu")
 
 
 def seed(value):
