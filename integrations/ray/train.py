@@ -7,16 +7,19 @@ import shutil
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from ...common.optional import require
+from ...common.optional import is_installed, require
 from ...common.validation import check_int
 from .reported import ReportedCheckpoint, collect_metrics
 
 if TYPE_CHECKING:
-    from ray.train import Checkpoint
+    from pyarrow.fs import FileSystem
+    from ray.train import Checkpoint, CheckpointUploadMode
 
     from ...trainer import TaskModule, Trainer
 
 _PREFIX = "checkpoint_step="
+# By pyarrow's name of a storage, what Treadle's URLs begin with, and the package that writes there.
+_WRITABLE = {"local": ("", "pyarrow"), "s3": ("s3://", "s3fs"), "gcs": ("gs://", "gcsfs")}
 
 
 class RayTrainReportCallback(ReportedCheckpoint):
@@ -26,13 +29,13 @@ class RayTrainReportCallback(ReportedCheckpoint):
     ``trainer.fit(..., ckpt_path="auto")`` then resumes from the last checkpoint that was reported. Ray's
     ``CheckpointConfig`` says which ones are kept. ``checkpoint.ckpt`` in Ray's checkpoint is Treadle's.
 
-    Where Ray's storage is a disk, all ranks write their shares into it, so nothing is copied; machines must share that
-    disk. A checkpoint is reported when it is committed, so a worker that is killed leaves no half of one.
+    All ranks write their shares into Ray's storage, so nothing is copied: a disk that the machines share; S3 with the
+    extra ``s3``; Google's with ``gs``. A checkpoint is reported when it is committed, so a worker that is killed leaves
+    no half of one.
 
     Args:
         checkpoint_upload_mode: a ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, from
-            which Ray copies, with workers on one machine only. Default: into Ray's storage if that is a disk, else
-            SYNC.
+            which Ray copies, with workers on one machine only. Default: as said above, and SYNC for other storages.
         validation: whether Ray validates each checkpoint, see ``ray.train.report``.
         every_n_train_steps: report after so many optimizer steps too.
 
@@ -87,12 +90,14 @@ class RayTrainReportCallback(ReportedCheckpoint):
         self._report(trainer)
 
     @property
-    def _saves_in_place(self) -> bool:
-        from pyarrow.fs import LocalFileSystem
+    def _shared_root(self) -> str | None:
+        """The run's folder in Ray's storage, where all ranks write, as Treadle names it; None if Ray has to copy."""
         from ray.train import CheckpointUploadMode
 
-        in_place = self.checkpoint_upload_mode in (None, CheckpointUploadMode.NO_UPLOAD)
-        return in_place and isinstance(self._storage.storage_filesystem, LocalFileSystem)
+        scheme, package = _WRITABLE.get(self._storage.storage_filesystem.type_name, ("", ""))
+        if self.checkpoint_upload_mode not in (None, CheckpointUploadMode.NO_UPLOAD) or not is_installed(package):
+            return None
+        return f"{scheme}{self._storage.experiment_fs_path}"
 
     def _get_checkpoint(self) -> Checkpoint | None:
         import ray.train
@@ -100,39 +105,40 @@ class RayTrainReportCallback(ReportedCheckpoint):
         return ray.train.get_checkpoint()
 
     def _report(self, trainer: Trainer) -> None:
+        from pyarrow.fs import LocalFileSystem
         from ray.train import CheckpointUploadMode
 
-        metrics = collect_metrics(trainer)
-        name = trainer.accelerator.world.broadcast(self._choose_name(trainer) if trainer.is_global_zero else "")
-        if self._saves_in_place:
-            folder = os.path.join(self._storage.experiment_fs_path, name)
-            trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
-            self._hand_over(metrics, folder, name, CheckpointUploadMode.NO_UPLOAD)
+        metrics, storage = collect_metrics(trainer), self._storage
+        is_main, world = trainer.is_global_zero, trainer.accelerator.world
+        name = world.broadcast(self._choose_name(trainer) if is_main else "")
+        if self._shared_root is not None:
+            trainer.save_checkpoint(f"{self._shared_root}/{name}/{self.CHECKPOINT_NAME}")
+            place = (storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
+            self._hand_over(metrics, place, name, CheckpointUploadMode.NO_UPLOAD)
             return
         mode = self.checkpoint_upload_mode or CheckpointUploadMode.SYNC
-        is_main = trainer.is_global_zero
         # In the folder of Ray's session: of a worker that is killed here something may be left.
-        session = self._storage.local_working_directory
-        folder = trainer.accelerator.world.broadcast(
-            tempfile.mkdtemp(prefix="treadle-", dir=session) if is_main else ""
-        )
+        session = storage.local_working_directory
+        folder = world.broadcast(tempfile.mkdtemp(prefix="treadle-", dir=session) if is_main else "")
         try:
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
-            self._hand_over(metrics, folder if is_main else None, name, mode)
+            self._hand_over(metrics, (folder, LocalFileSystem()) if is_main else None, name, mode)
         finally:
             if is_main and mode is not CheckpointUploadMode.ASYNC:  # then Ray removes it
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _hand_over(self, metrics: dict[str, float], folder: str | None, name: str, mode: Any) -> None:
+    def _hand_over(
+        self, metrics: dict[str, float], place: tuple[str, FileSystem] | None, name: str, mode: CheckpointUploadMode
+    ) -> None:
         """Report on this rank; Ray waits for all ranks."""
         import ray.train
 
         ray.train.report(
             metrics,
-            checkpoint=None if folder is None else ray.train.Checkpoint.from_directory(folder),
+            checkpoint=None if place is None else ray.train.Checkpoint(*place),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=mode,
-            validation=self.validation if folder is not None else False,
+            validation=self.validation if place is not None else False,
         )
 
     def _choose_name(self, trainer: Trainer) -> str:

@@ -2,9 +2,9 @@
 
 Two daemon threads of each process do the work, and nothing is asked of the training:
 
-- The sentry looks at the stack of the thread that trains once per period: the main thread, but for libraries such as
-  Ray, which keep that for themselves. The same stack and the same count of steps and
-  exchanges for as long as the limit means no progress. Then it raises an alarm.
+- The sentry looks once per period at the stack of the thread that trains: the main thread, unless a library such as
+  Ray keeps that for itself. The same stack and the same count of steps and exchanges for as long as the limit means no
+  progress. Then it raises an alarm.
 - The courier tells the store once per period that this process lives, and where it is. When any rank has raised the
   alarm it writes the stacks of this process into a file, and says in the store whether this rank waits for others.
   A rank that only waits, in a collective, counts itself as stalled. Once all are, and in different calls, none of them

@@ -128,3 +128,5 @@ class Wire:
             self._open.discard(end)
             with contextlib.suppress(OSError):
                 end.close()
+
+

@@ -118,14 +118,22 @@ def train_worker(config):
         "same_group": dist.group.WORLD is group and group is not None,
         "timeout": trainer.accelerator.world.timeout.total_seconds(),
         "main_thread": threading.current_thread() is threading.main_thread(),
-        "started": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
+        "started": [file.read_text() for file in Path("/proc/self/task").glob("*/children") if file.read_text()],
         "refused": refused,
     }
     (folder / f"facts-{trainer.global_rank}").write_text(json.dumps(facts))
 
 
-def train(folder, rank, upload=None):
-    """Train with two workers, of which one is killed, and restarted by Ray."""
+def train(folder, rank, upload=None, storage=None):
+    """Train with two workers, of which one is killed, and restarted by Ray.
+
+    Args:
+        folder: for the notes.
+        rank: which one is killed.
+        upload: the name of a CheckpointUploadMode.
+        storage: a URL; None: a folder.
+    """
+    from pyarrow.fs import FileSelector, FileType
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -136,14 +144,20 @@ def train(folder, rank, upload=None):
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
             name="run",
-            storage_path=str(folder / "storage"),
+            storage_path=storage or str(folder / "storage"),
             failure_config=FailureConfig(max_failures=1),
             checkpoint_config=CheckpointConfig(num_to_keep=3),
         ),
     ).fit()
     checkpoints = [str(checkpoint.path) for checkpoint, _ in result.best_checkpoints]
-    listed = sorted(path.name for path in (folder / "storage" / "run").iterdir() if path.is_dir())
-    text = json.dumps({"metrics": result.metrics, "checkpoints": checkpoints, "listed": listed})
+    filesystem, path = result.filesystem, result.path
+    entries = filesystem.get_file_info(FileSelector(path))
+    listed = sorted(entry.base_name for entry in entries if entry.type is FileType.Directory)
+    with result.checkpoint.as_directory() as copied:
+        task = Network.load_from_checkpoint(Path(copied) / "checkpoint.ckpt")
+        weights = {name: value.flatten().tolist() for name, value in task.state_dict().items()}
+    found = {"metrics": result.metrics, "checkpoints": checkpoints, "listed": listed, "weights": weights}
+    text = json.dumps(found)
     (folder / "result").write_text(text)
 
 
@@ -157,7 +171,9 @@ class Hang(treadle.Callback):
 
 def hang_worker(config):
     """What each worker of `hang` does."""
-    fit(config["folder"], [Hang()], timeout={"seconds": 4}, enable_checkpointing=False)
+    from treadle.integrations.ray import RayTrainReportCallback
+
+    fit(config["folder"], [Hang(), RayTrainReportCallback()], timeout={"seconds": 4})
 
 
 def hang(folder):
