@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,9 +58,9 @@ def check_training(folder, expected):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """What a training, a search and the example have left; one cluster, as it takes long to start."""
+    """What a training and a search have left; one cluster, as it takes long to start."""
     folder = tmp_path_factory.mktemp("ray")
-    start(folder, "train(folder, 1)", "search(folder)", "example(folder, '--epochs', '2')")
+    start(folder, "train(folder, 1)", "search(folder)")
     return folder
 
 
@@ -114,16 +115,13 @@ def test_a_trial_starts_no_processes_of_its_own(cluster):
     assert "TorchTrainer with ScalingConfig(num_workers=2)" in refused
 
 
-def test_the_example_trains(cluster):
-    words = (cluster / "example").read_text().split()
-    assert float(words[words.index("accuracy") + 1].rstrip(",")) > 0.85
-    assert (Path(words[-1]) / "checkpoint.ckpt" / "manifest.json").is_file()
-
-
 @pytest.mark.exhaustive
-def test_the_example_searches(tmp_path):
-    start(tmp_path, "example(folder, '--epochs', '3', '--search')")
+def test_the_example(tmp_path):
+    start(tmp_path, "example(folder, '--epochs', '2')", "example(folder, '--epochs', '3', '--search')")
     lines = (tmp_path / "example").read_text().splitlines()
+    accuracy, checkpoint = re.search(r"accuracy ([\d.]+), checkpoint (.*)", lines[0]).groups()
+    assert float(accuracy) > 0.85
+    assert (Path(checkpoint) / "checkpoint.ckpt" / "manifest.json").is_file()
     assert lines[-1] in ("best: lr 0.003", "best: lr 0.01")
     assert sum(line.startswith("lr ") and ": 1 epochs" in line for line in lines) >= 2
 
