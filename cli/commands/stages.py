@@ -135,6 +135,8 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
         model, data = checked.build_task(), checked.build_datamodule()
         _refuse_saved_secrets(checked.config, {"model": model, "data": data})
         ckpt_path = checked.ckpt_path if stage == "fit" else _choose_weights(checked, options, trainer)
+        if trial is not None and not trainer.checkpoint_callbacks:
+            ckpt_path = None  # a trial of a sweep that saves nothing begins anew where it was cut short
         stage_options: dict[str, Any] = {}
         if stage == "fit":
             stage_options["schedule"] = checked.schedule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,8 @@ def run(
         return report_error(program, error)
     except ModuleNotFoundError as error:
         return report_error(program, ConfigError(str(error)))
+    except KeyboardInterrupt:  # before the first trial
+        return 128 + signal.SIGINT
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:

@@ -74,7 +74,10 @@ class Scheduler:
                 self.folder.forget_the_dead()
                 self._open()
             with self._catching_signals():
-                self._work()
+                try:
+                    self._work()
+                finally:  # there are some left only where an error ends this process
+                    self.workers.end(signal.SIGTERM)
                 self._report(at_once=True)
                 return self._conclude()
 
@@ -189,7 +192,9 @@ class Scheduler:
     def _claim(self, number: int, run: int | None) -> bool:
         """Make a trial this process's, with its values and its run folder; returns whether it can be run."""
         parameters = self.study.draw(number)
-        run = self.folder.choose_number(number) if run is None else run
+        if run is None:
+            taken = {trial.user_attrs.get("run") for trial in self.study.list_trials()}
+            run = self.folder.choose_number(number, taken)
         self.study.note(number, run=run, owner=self.folder.token)
         try:
             config = self.configs.write(parameters)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -143,11 +144,15 @@ class SweepFolder:
 
     # -- the folders of its trials -------------------------------------------------------------------------------
 
-    def choose_number(self, trial: int) -> int:
-        """Return the number of a trial's run folder: that of the trial, from 1, unless another run has taken it."""
-        if self._may_take(self.path / str(trial + 1), trial):
-            return trial + 1
-        return max(int(entry.name) for entry in self.path.iterdir() if entry.name.isdigit()) + 1
+    def choose_number(self, trial: int, taken: Container[int]) -> int:
+        """Return the number of a trial's run folder: that of the trial, from 1, unless another run has taken it.
+
+        Args:
+            trial: the trial's number in the study, from 0.
+            taken: the folders of other trials, which may not be there yet.
+        """
+        free = (number for number in itertools.count(trial + 1) if number not in taken)
+        return next(number for number in free if self._may_take(self.path / str(number), trial))
 
     def _may_take(self, path: Path, trial: int) -> bool:
         if not path.exists():

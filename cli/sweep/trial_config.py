@@ -43,6 +43,8 @@ class TrialConfigs:
         """
         first = {parameter.key: next(parameter.list_samples()) for parameter in self.sweep.parameters}
         problems = self._list_problems(first)
+        if self._get_flags().get("fast_dev_run"):
+            problems.append(f"{self.sweep.file}: trainer.fast_dev_run keeps no runs. Use --dry-run to check a sweep.")
         if not problems:
             for parameter in self.sweep.parameters:
                 for value in list(parameter.list_samples())[1:]:
@@ -71,10 +73,13 @@ class TrialConfigs:
         filled = check(config, self.model, self.data).resolve_defaults()
         return dump_yaml(filled, config.secrets, f"{self.program}, with everything filled in")
 
+    def _get_flags(self) -> dict[str, Any]:
+        trainer = self.sweep.base.data.get("trainer")
+        return to_plain(trainer) if trainer is not None and isinstance(trainer.data, dict) else {}
+
     def find_devices(self) -> tuple[int, list[str] | None]:
         """Return the processes of each trial as far as the configuration says, and the GPUs that trials may use."""
-        trainer = self.sweep.base.data.get("trainer")
-        flags = to_plain(trainer) if trainer is not None and isinstance(trainer.data, dict) else {}
+        flags = self._get_flags()
         devices = flags.get("devices")
         count = devices if isinstance(devices, int) and devices > 0 else 1
         if flags.get("accelerator") in ("cpu", "mps"):

@@ -225,6 +225,8 @@ def test_a_sweep_is_shared_by_two_commands_and_a_grid_is_run_once():
 
 
 def test_failing_trials_are_noted_and_the_others_go_on(sweep, capsys):
+    Path("run.yaml").write_text(CONFIG.replace("trainer:", "trainer:\n  enable_checkpointing: false"))
+    Path("runs/sweep").mkdir(parents=True)
     status, said = sweep("model.class=tasks.Broken", "trials=5", "trainer.max_epochs=1")
     assert status == 0, said
     broken = [trial for trial in trials() if trial.params["model.lr"] > 0.01]
@@ -332,6 +334,8 @@ def test_a_wrong_key_or_value_is_an_error_before_anything_is_run(capsys):
     assert "sweep.yaml:9: data.batch_size='large' must be int." in refused(capsys)
     Path("sweep.yaml").write_text(SWEEP.replace("data.batch_size", "vars.size"))
     assert "vars.size=8: nothing refers to it." in refused(capsys)
+    Path("sweep.yaml").write_text(SWEEP)
+    assert "trainer.fast_dev_run keeps no runs" in refused(capsys, "trainer.fast_dev_run=true")
     assert not Path("runs").exists()
 
 
