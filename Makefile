@@ -81,7 +81,7 @@ docs: $(VENV)/.docs
 	$(BIN)/python .ci/check_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 $(VENV)/.docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 # The modules that hold a peer's names and nothing else; the tables of docs/migrating and compat/differences.toml.
