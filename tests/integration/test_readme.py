@@ -316,27 +316,6 @@ def test_each_promise_is_there_and_names_tests_that_exist():
             assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{promise}: {file}::{name}"
 
 
-def missing(name):
-    """Whether `name`, as the status section writes it, is really not there."""
-    if match := re.fullmatch(r"(Trainer|Accelerator)\((\w+)=\)", name):
-        return match[2] not in getattr(treadle, match[1]).__init__.__kwdefaults__
-    if match := re.fullmatch(r"Accelerator\.(\w+)", name):
-        return not hasattr(treadle.Accelerator, match[1])
-    if match := re.fullmatch(r"treadle\.(\w+)", name):
-        return not hasattr(treadle, match[1]) and importlib.util.find_spec(name) is None
-    if match := re.fullmatch(r"treadle (\w+)", name):
-        return match[1] not in importlib.import_module("treadle.__main__").COMMANDS
-    if match := re.fullmatch(r"trainer\.(\w+)", name):
-        return not hasattr(treadle.Trainer, match[1])
-    return False
-
-
-def test_what_the_status_calls_missing_is_missing():
-    names = re.findall(r"`([^`]+)`", README.split("Not there yet:")[1])
-    assert names
-    assert [name for name in names if not missing(name)] == []
-
-
 def test_the_readme_stays_short():
     assert len(README.splitlines()) < 220
 
