@@ -183,7 +183,8 @@ class Loader:
             batches = self._begin()
         micros = self._plan.micros
         cursor, stream, move, planner = self._cursor, self._stream, self.move, self._plan.planner
-        outer = cursor.micro, cursor.number, cursor.outlook  # of a loop around this one, such as training around a validation
+        # Of a loop around this one, such as training around a validation.
+        outer = cursor.micro, cursor.number, cursor.outlook
         micro: Micro | None = None
         try:
             while True:

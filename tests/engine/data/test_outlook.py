@@ -1,18 +1,17 @@
-"""Ranks that read streams of their own vote on the end beside their gradients: the same training without an exchange."""
+"""Ranks that read streams of their own vote on the end beside their gradients: the same training, no exchange."""
 
 import os
 
 import pytest
-import sources_samples as samples
 import torch
 from processes import run
 from quiet import trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
-from treadle.callbacks import Callback, ModelCheckpoint
-from treadle.engine.data import rank_shares, read_ahead
+from treadle.callbacks import Callback
 from treadle.engine.data import loader as loaders
+from treadle.engine.data import rank_shares, read_ahead
 from treadle.engine.data.outlook import Outlook
 
 import treadle
@@ -122,6 +121,7 @@ CASES = {
 }
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize("case", CASES)
 def test_the_training_is_that_of_ranks_that_exchange_their_samples(case):
     strategy, accumulate, lengths, workers, depth, expected, flags = CASES[case]
