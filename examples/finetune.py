@@ -1,11 +1,11 @@
 """Fine-tune a transformers model with a LoRA adapter: it learns to write the docstring of a Python function.
 
-    python examples/finetune.py                          three minutes on two CPU cores
+    python examples/finetune.py                          a few minutes on two CPU cores
     python examples/finetune.py --devices 2              two processes
     python examples/finetune.py --devices 2 --streaming  each of them reads its own shards of a stream
     python examples/finetune.py --model gpt2 --targets c_attn    a model from the Hub in place of the small one
 
-Without `--model` nothing is downloaded. A GPT-2 of 1.3 million parameters is built from a configuration and trained on
+Without `--model` nothing is downloaded. A GPT-2 of 1.1 million parameters is built from a configuration and trained on
 the source text of Python's standard library, with a tokenizer made from the same text. Then its weights are frozen, and
 adapters are trained on the functions of that library: the signature is the prompt, the first line of the docstring is
 what the model is to write. Checkpoints hold the adapters alone.
@@ -187,8 +187,9 @@ def finetune(args: argparse.Namespace, model: Path | str, texts: list[str]) -> N
     for name, values in (("before", before), ("after", after)):
         trainer.print(f"Perplexity {name}  {math.exp(values['val_loss']):.1f}, accuracy {values['val_accuracy']:.1%}")
     prompts = DataLoader(PROMPTS, collate_fn=lambda texts: dict(tokenizer(texts, return_tensors="pt", padding=True)))
-    for prompt, docstrings in zip(PROMPTS, trainer.predict(task, prompts), strict=True):
-        trainer.print(prompt + docstrings[0])
+    docstrings = [docstring for batch in trainer.predict(task, prompts) for docstring in batch]
+    for prompt, docstring in zip(PROMPTS, docstrings, strict=True):
+        trainer.print(prompt + docstring)
 
 
 def main() -> None:

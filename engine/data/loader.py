@@ -27,7 +27,7 @@ from .sampler_rng import (
 )
 from .sharded_sampler import GroupIndices, ShardedBatches, get_length, set_epoch, shards_itself
 from .source_libraries import explain_not_repeatable, explain_state_gap
-from .stream_end import choose_depth
+from .stream_end import may_read_ahead
 from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
 from .workers import LiveWithRank, SeededSamples, SeededStream, end_workers, iterate_in_process, note_workers
 
@@ -93,7 +93,6 @@ class Loader:
         self._started = False  # the view's persistent workers, in this process or in the one it goes on from
         self._repeats = False  # each epoch has the first one's order
         self._first: dict[str, Any] | None = None  # what that was drawn from
-        self._votes_at_once = world.device.type == "cpu"  # else they are read one step later; see `Agreement`
         self._plan: ShardedBatches | StreamedBatches
         self._view: Any = source
         self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
@@ -138,9 +137,8 @@ class Loader:
                 knows = None
             if knows is None and not self.evaluation and (reason := explain_not_repeatable(source.dataset)):
                 warn(f"a run cannot resume exactly within an epoch of this stream: {reason}.")
-            depth = 0 if self.evaluation else choose_depth(source, knows, self._votes_at_once)
-            streamed = StreamedBatches(source, counted, planner, draws, lent, knows, gap, self._cursor, depth)
-            self._plan = streamed
+            cursor = self._cursor if not self.evaluation and may_read_ahead(source, knows) else None
+            streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, knows, gap, cursor)
             if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
                 settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
             follow_iterator(view, streamed)

@@ -20,13 +20,13 @@ class Share:
         samples: samples in an epoch, where each batch's size follows from them; None where it does not.
         batch_size: samples in a full batch.
         batches: batches in an epoch; None where that is not known.
-        depth: how many groups of micro-batches may be read ahead of the loop; 0 where none may.
+        may_read_ahead: whether the data may be read ahead of the loop.
     """
 
     samples: int | None
     batch_size: int
     batches: int | None
-    depth: int = 0
+    may_read_ahead: bool = False
 
 
 class RankShares:
@@ -75,8 +75,8 @@ class RankShares:
         self._shares = shares
         self._alike = Counter(shares) if all(share.samples is not None for share in shares) else None
         self._batch_size = share.batch_size
-        if self._alike is None and all(other.batch_size == share.batch_size for other in shares):
-            self.depth = min(other.depth for other in shares)
+        if all(other.may_read_ahead and other.batch_size == share.batch_size for other in shares):
+            self.depth = 1 if world.device.type == "cpu" else 2  # elsewhere votes are read one step later
         defined_counts = [count for count in counts if count is not None]
         if len(defined_counts) == self.size and len(set(defined_counts)) > 1:
             by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
@@ -112,7 +112,7 @@ class RankShares:
             alike = self._alike.items()
             sums = [sum(ranks * _count_samples(share, first + n) for share, ranks in alike) for n in range(width)]
             return sums[: sums.index(0)] if 0 in sums else sums
-        active = outlook.count_full(self.size) if outlook is not None and outlook.width == width else None
+        active = None if outlook is None else outlook.count_full(self.size)
         if active is None:
             sums, active = self._exchange(local_samples, width, self._world)
         else:

@@ -115,8 +115,8 @@ class StreamedBatches:
             draws is the same on every rank, and the same again after a resume.
         stateful: an object with ``state_dict`` and ``load_state_dict`` that knows where the source is, or None.
         gap: why a state that the source has is not asked for, or "".
-        cursor: where to say what the votes of a group of micro-batches are to tell of a coming one.
-        depth: how many groups of micro-batches may be read ahead of the loop.
+        cursor: where to say what the votes of a group of micro-batches are to tell of a coming one; None of a stream
+            that may not be read ahead of the loop.
 
     Attributes:
         order: what the epoch was drawn from; where it is set before the epoch begins, that epoch comes again.
@@ -137,11 +137,9 @@ class StreamedBatches:
         stateful: Any,
         gap: str = "",
         cursor: Cursor | None = None,
-        depth: int = 0,
     ) -> None:
         self.gap = gap
         self.cursor = cursor
-        self.depth = depth
         self.compare: World | None = None
         self.first_digest = ""
         self._expected = ""  # the digest of the epoch that is resumed
@@ -196,7 +194,7 @@ class StreamedBatches:
 
     def share(self) -> Share:
         """How long this rank's own data is; where batches hold unknown numbers of samples, batches weigh the same."""
-        return Share(None, self.counted or 1, get_length(self.source), self.depth)
+        return Share(None, self.counted or 1, get_length(self.source), self.cursor is not None)
 
     def agree(self, world: World) -> None:
         """Find out what the ranks read, as far as that is known before the first batch. All ranks must ask."""
@@ -351,7 +349,7 @@ class StreamedBatches:
         first = self.done
         while left is None or left > 0:
             width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
-            outlook = self._pop_outlook(shares)
+            outlook = self._pop_outlook(shares, width)
             group, drawn = self._take_group(source, width, shares)
             self._ended = self._ended or len(group) < width
             totals = shares.totals(first, [count for count, _ in group], width, self._name, outlook)
@@ -409,10 +407,11 @@ class StreamedBatches:
         assert self.cursor is not None
         self.cursor.outlook = outlook
 
-    def _pop_outlook(self, shares: RankShares) -> Outlook | None:
+    def _pop_outlook(self, shares: RankShares, width: int) -> Outlook | None:
         """Return what the ranks voted on the group that comes next; None where they did not.
 
         A loop whose backward carries no votes answers none. Then reading ahead is given up, on all ranks alike.
+        Where the group is wider or narrower than was expected, it and those after it are other ones than were voted on.
         """
         if self.cursor is not None:
             self.cursor.outlook = None
@@ -422,6 +421,9 @@ class StreamedBatches:
         if outlook is not None and not outlook.is_settled:
             shares.depth = 0
             self._outlooks.clear()
+        elif outlook is not None and outlook.width != width:
+            self._outlooks = deque([None] * len(self._outlooks))
+            return None
         return outlook
 
     def _compare_ranks(self, source: Iterator[Any], world: World) -> None:

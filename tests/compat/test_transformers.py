@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import script
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from treadle.callbacks import BatchSizeFinder, ModelCheckpoint
@@ -122,9 +123,9 @@ def test_fields_become_arguments_of_the_loader(tmp_path):
     assert train.multiprocessing_context.get_start_method() == "fork"
     assert isinstance(train.sampler, RandomSampler)
     assert isinstance(val.sampler, SequentialSampler)
-    loader = DataLoader(range(30), **loader_arguments(arguments(tmp_path, dataloader_in_order=False)))
+    unordered = DataLoader(range(30), **loader_arguments(arguments(tmp_path, dataloader_in_order=False)))
     with pytest.raises(ValueError, match="in_order=True"):
-        treadle.Accelerator(cpu=True).prepare_data_loader(loader)
+        treadle.Accelerator(cpu=True).prepare_data_loader(unordered)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -191,3 +192,14 @@ def test_what_has_to_be_said_otherwise_is_named(tmp_path, fields, fix):
 def test_another_optimizer_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="override configure_optimizers"):
         task_arguments(arguments(tmp_path, optim=name))
+
+
+def test_the_pages_script_before_runs():
+    """The one after is run with the other blocks of the documents."""
+    shared, before = (
+        re.findall(rf"```python {name}\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+        for name in ("reviews.py", "before.py")
+    )
+    done = script(shared + re.sub("from reviews import .*", "", before), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    assert "accuracy 1.00" in done.stdout

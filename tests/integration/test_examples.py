@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import clean_environment, programs, run, script
+from safetensors import safe_open
 
 import treadle
 
@@ -110,3 +111,27 @@ def test_sweep(tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     assert "sweep sweep: 2 complete" in done.stdout
     assert sorted(path.parent.name for path in (tmp_path / "runs/sweep").glob("*/run.json")) == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="one", marks=pytest.mark.slow),
+        pytest.param(("--devices", "2", "--streaming"), id="two"),
+    ],
+)
+def test_finetune(options, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--base-steps", "3", "--steps", "4", "--batch-size", "4", "--max-bytes", "200000")
+    done = script(EXAMPLES / "finetune.py", *options, *sizes, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Perplexity after") == 1
+    assert done.stdout.count('def close(self):\n    """') == 1
+    (checkpoint,) = (tmp_path / "runs" / "finetune" / "checkpoints").glob("*.ckpt")
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert names
+    assert all("lora_" in name for name in names)
+    adapter = tmp_path / "runs" / "finetune" / "adapter" / "adapter_model.safetensors"
+    assert adapter.stat().st_size < (tmp_path / "runs" / "finetune" / "base" / "model.safetensors").stat().st_size / 10

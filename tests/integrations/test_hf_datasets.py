@@ -1,4 +1,4 @@
-"""Hugging Face datasets under a `TransformersTask` and in own loops: each rank reads its share and resumes exactly."""
+"""Hugging Face datasets in a `TransformersTask` and in an own loop: each rank reads its share and resumes exactly."""
 
 import pytest
 import sources_samples as samples

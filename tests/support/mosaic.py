@@ -10,8 +10,8 @@ import pytest
 def import_streaming():
     """Returns ``streaming.base``; skips the test where the package is missing.
 
-    ``pip install --no-deps mosaicml-streaming Brotli python-snappy cramjam zstd catalogue`` brings it: with its
-    dependencies it would replace NumPy, transformers and torch (0.13).
+    The Makefile installs it without the dependencies that it names: they would replace NumPy and transformers, and
+    bring torchvision (0.13).
     """
     spec = importlib.util.find_spec("streaming")
     if spec is None or spec.submodule_search_locations is None:

@@ -8,6 +8,6 @@ from ....common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .outlook import Outlook
-    from .read_ahead import choose_depth
+    from .read_ahead import may_read_ahead
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,4 +1,4 @@
-"""How far a stream may be read ahead of the loop, so that the ranks can vote on its end; see `Outlook`."""
+"""Whether a stream may be read ahead of the loop, so that the ranks can vote on its end; see `Outlook`."""
 
 from __future__ import annotations
 
@@ -19,26 +19,23 @@ _OBJECTS = 1000
 _ITEMS = 100  # a longer list is data
 
 
-def choose_depth(source: DataLoader[Any], state_owner: Any, votes_at_once: bool) -> int:
-    """Return how many groups of micro-batches of a stream may be read ahead of the loop.
+def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
+    """Return whether a stream may be read ahead of the loop.
 
-    None may if this process reads the stream and its samples may follow from the training, as do those that the model
-    generates. None may either if the stream has a state that could be expensive to ask for before each batch, or that
-    could change after it was asked for.
+    It may not if this process reads it and its samples may follow from the training, as do those that the model
+    generates. It may not either if it has a state that could be expensive to ask for before each batch, or that could
+    change after it was asked for.
 
     Args:
         source: the user's loader of an ``IterableDataset``.
         state_owner: what says where the stream is, for a checkpoint; or None.
-        votes_at_once: votes are read in the step that casts them, not one step later.
     """
     owners = [state_owner]
     if source.num_workers == 0:
         if holds_model(source.dataset):
-            return 0
+            return False
         owners.append(get_stateful(source.dataset))  # a loader with a state asks the dataset for its own
-    if any(owner is not None and not copies_state(owner) for owner in owners):
-        return 0
-    return 1 if votes_at_once else 2
+    return all(owner is None or copies_state(owner) for owner in owners)
 
 
 def holds_model(dataset: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Ranks with streams of their own vote on the end beside their gradients: the same training, without an exchange."""
+"""Ranks that read streams of their own vote on the end beside their gradients: the same training, no exchange."""
 
 import os
 
@@ -69,9 +69,13 @@ def counted_exchanges(monkeypatch):
     return exchanges
 
 
-def settle_one_step_later(monkeypatch):
-    """Votes are known when those of the next step are read, as on a GPU."""
-    waiting, plain = [], Outlook.settle
+def read_one_step_later(monkeypatch):
+    """As on a GPU: votes are known when those of the next step are read, so two groups are read ahead."""
+    waiting, plain, agree = [], Outlook.settle, rank_shares.RankShares.agree
+
+    def agree_on_two(shares, *args):
+        agree(shares, *args)
+        shares.depth *= 2
 
     def settle(*votes):
         waiting.append(votes)
@@ -79,16 +83,17 @@ def settle_one_step_later(monkeypatch):
             plain(*waiting.pop(0))
 
     monkeypatch.setattr(Outlook, "settle", settle)
+    monkeypatch.setattr(rank_shares.RankShares, "agree", agree_on_two)
 
 
 def fit(depth, strategy, accumulate, lengths, workers, **flags):
-    """Fits once; `depth` is how many groups are read ahead, None for what the loader chooses."""
+    """Fits once; `depth` is how many groups of micro-batches are read ahead."""
     with pytest.MonkeyPatch.context() as patch:
         exchanges = counted_exchanges(patch)
-        if depth is not None:
-            patch.setattr(loaders, "choose_depth", lambda *_: depth)
+        if depth == 0:
+            patch.setattr(loaders, "may_read_ahead", lambda *_: False)
         if depth == 2:
-            settle_one_step_later(patch)
+            read_one_step_later(patch)
         task = Task(flags.pop("manual", False))
         own = trainer(
             devices=2, strategy=strategy, precision="64-true", accumulate_grad_batches=accumulate,
@@ -107,20 +112,21 @@ def compare(strategy, accumulate, lengths, workers, depth, flags):
 # By name: strategy, micro-batches per step, samples of each rank, workers, groups read ahead, exchanges of two epochs.
 CASES = {
     # Of 12 and 7 batches: the first step of an epoch, and the one in which rank 0 has a short batch.
-    "ddp": ("ddp", 1, LENGTHS, 0, None, 4, {}),
-    "workers": ("ddp", 1, LENGTHS, 1, None, 4, {}),
-    "fsdp": ("fsdp", 1, LENGTHS, 0, None, 4, {}),
+    "ddp": ("ddp", 1, LENGTHS, 0, 1, 4, {}),
+    "workers": ("ddp", 1, LENGTHS, 1, 1, 4, {}),
+    "fsdp": ("fsdp", 1, LENGTHS, 0, 1, 4, {}),
     # The first of 6 steps, that with rank 1's single last batch, and rank 0's last.
-    "accumulated": ("ddp", 2, LENGTHS, 0, None, 6, {}),
+    "accumulated": ("ddp", 2, LENGTHS, 0, 1, 6, {}),
     # As where votes are read one step later: the first two.
     "later": ("ddp", 1, LENGTHS, 0, 2, 6, {}),
     # All full and of one length: nobody knows before the end that it is the end.
-    "even": ("ddp", 1, (16, 16), 0, None, 2, {}),
-    "limited": ("ddp", 1, LENGTHS, 0, None, 2, {"limit_train_batches": 5}),
-    "manual": ("ddp", 1, LENGTHS, 0, None, 4, {"manual": True}),
+    "even": ("ddp", 1, (16, 16), 0, 1, 2, {}),
+    "limited": ("ddp", 1, LENGTHS, 0, 1, 2, {"limit_train_batches": 5}),
+    "manual": ("ddp", 1, LENGTHS, 0, 1, 4, {"manual": True}),
 }
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize("case", CASES)
 def test_the_training_is_that_of_ranks_that_exchange_their_samples(case):
     strategy, accumulate, lengths, workers, depth, expected, flags = CASES[case]
@@ -138,22 +144,23 @@ def test_the_training_is_that_of_ranks_that_exchange_their_samples(case):
 
 
 class Widening(Callback):
-    """From the third step of an epoch on, two micro-batches form a step, and from the fifth on one again."""
+    """The third step is made of two micro-batches, and so are those from the sixth to the eighth."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        trainer.accelerator.gradient_accumulation_steps = 2 if 1 <= batch_idx <= 4 else 1
+        trainer.accelerator.gradient_accumulation_steps = 2 if batch_idx == 1 or 5 <= batch_idx <= 9 else 1
 
 
-def widen():
-    return [fit(depth, "ddp", 1, LENGTHS, 0, callbacks=[Widening()]) for depth in (0, None)]
+def widen(lengths):
+    return [fit(depth, "ddp", 1, lengths, 0, callbacks=[Widening()], max_epochs=1) for depth in (0, 1, 2)]
 
 
-def test_a_step_may_take_more_micro_batches_than_were_read_ahead():
-    for exchanging, voting in run(widen, 2):
-        assert voting[:3] == exchanging[:3]
-        assert all(torch.equal(voting[3][name], value) for name, value in exchanging[3].items())
-        assert exchanging[4] == 2 * 11  # each of 10 steps, and the end
-        assert voting[4] == 2 * 4  # the first step, the two of another width than was read, the one with a short batch
+@pytest.mark.parametrize("short", [9, 11, 13, 15])
+def test_a_step_may_take_more_micro_batches_than_were_read_ahead(short):
+    for exchanging, *voting in run(widen, 2, (24, short)):
+        for fitted in voting:
+            assert fitted[:3] == exchanging[:3]
+            assert all(torch.equal(fitted[3][name], value) for name, value in exchanging[3].items())
+            assert fitted[4] < exchanging[4]
 
 
 class Played(Numbers):
