@@ -33,7 +33,7 @@ A run is running, finished, failed, interrupted (Ctrl-C), killed (its process is
 unreadable; a trial of a sweep may also be waiting or pruned. Nothing in the folders is changed, and nothing in them is
 run."""
 
-STATES = ("waiting", "running", "finished", "pruned", "failed", "interrupted", "killed", "unreadable")
+STATES = ("running", "waiting", "finished", "pruned", "failed", "interrupted", "killed", "unreadable")
 _NARROWEST, _WIDEST = 24, 120  # letters in a row
 _LONGEST = 2000  # letters of a line that is shown
 

@@ -86,7 +86,7 @@ with folder.working():
 """
 
 
-@pytest.mark.parametrize("storage", ["sqlite", "journal"])
+@pytest.mark.parametrize("storage", ["sqlite", pytest.param("journal", marks=pytest.mark.exhaustive)])
 def test_many_processes_run_each_combination_of_a_grid_once(storage):
     text = (
         TEXT.replace("random", "grid")
