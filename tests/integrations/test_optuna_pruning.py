@@ -126,7 +126,8 @@ def test_rank_zero_needs_the_trial(ranks, tmp_path):
         assert "on rank zero: it needs the trial" in words
 
 
-def test_a_value_that_is_never_logged_is_an_error(tmp_path):
+def test_a_value_that_is_never_logged_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     trainer = treadle.Trainer(**QUIET, max_epochs=1, callbacks=[PruningCallback(threshold(tmp_path).ask(), "scor")])
     with pytest.raises(ValueError, match=r"'scor' was never logged\. Logged so far: score\. Did you mean 'score'\?"):
         trainer.fit(Fixed([1.0, 2.0]), data(), data())
