@@ -144,7 +144,7 @@ class SweepFolder:
 
     # -- the folders of its trials -------------------------------------------------------------------------------
 
-    def choose_number(self, trial: int, taken: Container[int]) -> int:
+    def choose_number(self, trial: int, taken: Container[int | None]) -> int:
         """Return the number of a trial's run folder: that of the trial, from 1, unless another run has taken it.
 
         Args:

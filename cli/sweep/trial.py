@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ...callbacks import is_better, make_never_logged_error, read_logged_metrics
 from ...common.messages import announce, warn
 from ...integrations import PruningCallback
-from ...trainer.runs import index
 from .assignment import Assignment
 from .sweep_file import Metric
 from .sweep_folder import DESCRIPTION
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 def trial_of(folder: RunFolder) -> TrialCallback | None:
     """Return what a sweep's trial needs beside its own callbacks; None if the run in this folder is no trial."""
-    if not isinstance(folder.path, Path):
+    if folder.trial is None or not isinstance(folder.path, Path):
         return None
     assignment = Assignment.read()
     if assignment is None or Path(assignment.folder) != folder.path:
@@ -32,9 +31,7 @@ def trial_of(folder: RunFolder) -> TrialCallback | None:
 
 
 def _read_assignment(folder: Path) -> Assignment | None:
-    """Return the assignment of a trial that somebody continues by hand, which is not pruned; None if it is no trial."""
-    if "trial" not in index.read(folder).facts:
-        return None
+    """Return the assignment of a trial that somebody continues by hand, which is not pruned."""
     try:
         metric = Metric(**json.loads((folder.parent / DESCRIPTION).read_text(encoding="utf-8"))["metric"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -102,9 +99,11 @@ class TrialCallback(PruningCallback):
         return open_trial(study, assignment.number)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a trial that was pruned before it was continued."""
-        if self.pruned is not None:
+        """Stop a trial that was pruned before its sweep continued it; not one that somebody continues by hand."""
+        if self.pruned is not None and self._assignment.pruner:
             self._prune(trainer)
+        else:
+            self.pruned = None
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check that there is a value."""

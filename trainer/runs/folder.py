@@ -48,11 +48,13 @@ class RunFolder:
         path: the folder, or its URL, the same on all processes. What is written to a URL is uploaded beside the
             training.
         lock: held until `release`, or until the process ends; None on other processes than rank zero.
+        trial: the run's number among the trials of a sweep, the same on all processes; None if it is no trial.
     """
 
     def __init__(self, path: AnyPath, lock: RunLock | RemoteLock | None, facts: dict[str, Any]) -> None:
         self.path = path
         self.lock = lock
+        self.trial: int | None = None
         self._facts = facts
         self._before = float(facts.get("seconds", 0.0))
         self._began = time.monotonic()
@@ -152,7 +154,9 @@ class RunFolder:
         facts: dict[str, Any],
         earlier: dict[str, bytes] | None = None,
     ) -> RunFolder:
-        folder = cls(as_path(world.broadcast(str(path))), lock, facts)
+        agreed_path, trial = world.broadcast((str(path), facts.get("trial")))
+        folder = cls(as_path(agreed_path), lock, facts)
+        folder.trial = trial
         folder._previous_files = earlier
         try:
             with world.together():

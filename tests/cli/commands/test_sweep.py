@@ -316,6 +316,9 @@ def test_trials_of_two_processes(sweep):
         (2, 2, "finished"),
         (2, 1, "pruned"),
     ]
+    # Whoever continues a pruned trial by hand wants it to go on.
+    assert treadle_main(["fit", "--from-run", "sweep/2", "ckpt_path=auto", "trainer.devices=1"]) == 0
+    assert [records()[2][name] for name in ("processes", "epochs", "state")] == [1, 2, "finished"]
 
 
 # -- what is wrong is said before anything is run --------------------------------------------------------------------
