@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 def trial_of(folder: RunFolder) -> TrialCallback | None:
     """Return what a sweep's trial needs beside its own callbacks; None if the run in this folder is no trial."""
-    if folder.trial is None or not isinstance(folder.path, Path):
+    if not isinstance(folder.path, Path):
         return None
     assignment = Assignment.read()
     if assignment is None or Path(assignment.folder) != folder.path:
-        assignment = _read_assignment(folder.path)
+        assignment = None if folder.trial is None else _read_assignment(folder.path)
     return None if assignment is None else TrialCallback(assignment, folder.record)
 
 

@@ -306,9 +306,11 @@ def test_a_trial_that_is_continued_by_hand_counts_with_what_it_reaches_then(swee
 
 
 def test_trials_of_two_processes(sweep):
-    text = SWEEP.replace("random", "grid").replace("trials: 3", "prune: {type: threshold, upper: 0.15}")
-    text = text.replace("[8, 16]", "[8]").replace("{min: 1e-4, max: 1e-1, log: true}", "[0.1, 0.2]")
-    Path("sweep.yaml").write_text(text.replace("processes: 2", "processes: 1"))
+    Path("sweep.yaml").write_text(
+        SWEEP.replace("random", "grid").replace("trials: 3", "prune: {type: threshold, upper: 0.15}")
+        .replace("processes: 2", "processes: 1").replace("{min: 1e-4, max: 1e-1, log: true}", "[0.1, 0.2]")
+        .replace("[8, 16]", "[8]")
+    )  # fmt: skip
     status, said = sweep("model.class=tasks.Rated", "trainer.max_epochs=2", "trainer.devices=2")
     assert status == 0, said
     assert [trial.state.name for trial in trials()] == ["COMPLETE", "PRUNED"]
