@@ -130,7 +130,7 @@ def test_a_run_is_continued_by_its_id(service, make, tmp_path):
 
 def test_runs_of_one_process_are_apart(service, make, tmp_path, request):
     if service.package == "comet_ml":
-        reason = "on a busy machine Comet once left the first row of the second run out of its archive"
+        reason = "on a busy machine Comet loses rows of runs that are written in turns: 6 of 8 tries at four at once"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     one, two = make(), make()
     for step in range(2):
