@@ -239,6 +239,7 @@ READ_NOTHING = {
     "RunFolder.create(directory)": "writes",
     "RunFolder.__init__(path)": "as create and open",
     "RunFolder.open(path)": "reads JSON alone; trainer/runs/test_folder.py damages it",
+    "RunFolder.prepare(path)": "as create",
     "Loader.__init__(source)": "is a loader",
     "Process.gather_for_metrics(input_data)": "is a batch",
     "World.broadcast(source)": "is a rank",
@@ -250,7 +251,13 @@ READ_NOTHING = {
     },
     "ModelPruning.on_save_checkpoint(checkpoint)": "is a dict",
     "WeightAveraging.on_save_checkpoint(checkpoint)": "is a dict",
-    **{f"{kind}Logger.after_save_checkpoint(checkpoint_callback)": "is a callback" for kind in ("", "MLFlow", "Wandb")},
+    **{
+        f"{kind}Logger.after_save_checkpoint(checkpoint_callback)": "is a callback"
+        for kind in ("", "MLFlow", "Service", "Wandb")
+    },
+    **{f"SwanLabLogger.__init__({name})": "writes" for name in ("save_dir", "log_dir")},
+    "RayTrainReportCallback.__init__(checkpoint_upload_mode)": "is given to ray",
+    "TuneReportCheckpointCallback.__init__(filename)": "writes",
 }
 
 
