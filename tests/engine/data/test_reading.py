@@ -96,7 +96,9 @@ def read_an_epoch(folder, kinds):
     words, results = [], {}
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())
-    logging.getLogger("treadle").addHandler(handler)
+    logger = logging.getLogger("treadle")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)  # a logger that has a handler before Treadle is imported keeps its own level
     for kind in kinds:
         accelerator = treadle.Accelerator(cpu=True)
         loader = accelerator.prepare_data_loader(streams(kind, folder))
