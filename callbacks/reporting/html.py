@@ -75,17 +75,15 @@ class Page:
     def render(self) -> str:
         """The file's content."""
         charts = [Chart(title, lines) for title, lines in self.charts.items()]
-        data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
         body = [
             *self._render_head(),
             *self._render_failures(),
-            *self._render_curves(charts),
+            *render_charts(charts),
             *self._render_times(),
             *(render_section(name, f"<pre>{escape(text)}</pre>") for name, text in self.texts.items()),
             *self._render_tables(),
         ]
-        script = f'<script type="application/json" id="data">{data}</script><script>{_SCRIPT}</script>'
-        return render_document(self.title, body, script)
+        return render_document(self.title, body, make_chart_script(charts))
 
     def _render_head(self) -> Iterator[str]:
         mood = {True: "good", False: "bad", None: "open"}[self.ended_well]
@@ -103,11 +101,6 @@ class Page:
             yield render_section(
                 f"What ended {failure.stage}", f'<p class="error">{escape(failure.message)}</p>{frames}{full_trace}'
             )
-
-    def _render_curves(self, charts: Sequence[Chart]) -> Iterator[str]:
-        if charts:
-            drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
-            yield render_section("Curves", f'<div class="charts">{drawn}</div>')
 
     def _render_times(self) -> Iterator[str]:
         total_seconds = sum(seconds for seconds, _ in self.times.values())
@@ -145,6 +138,7 @@ class Chart:
     Args:
         title: what they show.
         lines: by name, the steps and values of each.
+        styles: How to draw the lines, SVG attributes by name. Default: those of `choose_styles`.
 
     Attributes:
         lines: what is drawn; lines that are the same are one, with both names.
@@ -152,7 +146,7 @@ class Chart:
         logarithmic: values of two orders of magnitude or more are drawn on a logarithmic axis.
     """
 
-    def __init__(self, title: str, lines: Mapping[str, Points]) -> None:
+    def __init__(self, title: str, lines: Mapping[str, Points], styles: Mapping[str, str] | None = None) -> None:
         self.title = title
         drawn: list[tuple[list[str], tuple[list[int], list[float]]]] = []  # names, and the line they have in common
         self.missing = 0
@@ -166,6 +160,7 @@ class Chart:
                 drawn.append((names, line))
             names.append(name)
         self.lines = {_join_names(names): line for names, line in drawn}
+        self._styles = choose_styles(self.lines) if styles is None else [styles[names[0]] for names, _ in drawn]
         all_values = [value for _, values in self.lines.values() for value in values]
         steps = [step for steps, _ in self.lines.values() for step in steps]
         self.logarithmic = bool(all_values) and min(all_values) > 0 and max(all_values) / min(all_values) >= 100
@@ -215,7 +210,7 @@ class Chart:
                 text = f"{int(step):,}"
                 marks.append(f'<text x="{self.x(step):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{text}</text>')
         drawn, keys = [], []
-        for (name, (steps, values)), style in zip(self.lines.items(), choose_styles(self.lines), strict=True):
+        for (name, (steps, values)), style in zip(self.lines.items(), self._styles, strict=True):
             points = [f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in zip(steps, values, strict=True)]
             if len(points) == 1:
                 left, _, top = points[0].partition(",")
@@ -234,6 +229,19 @@ class Chart:
             f'<g class="axis">{"".join(marks)}</g>{"".join(drawn)}<line class="pointer"/></svg>'
             f'<div class="keys">{"".join(keys)}</div>{missing}</figure>'
         )
+
+
+def render_charts(charts: Sequence[Chart]) -> Iterator[str]:
+    """Yield the section with a page's charts, nothing where there are none."""
+    if charts:
+        drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
+        yield render_section("Curves", f'<div class="charts">{drawn}</div>')
+
+
+def make_chart_script(charts: Sequence[Chart]) -> str:
+    """Return the elements that show the numbers of a page's charts under the pointer."""
+    data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
+    return f'<script type="application/json" id="data">{data}</script><script>{_SCRIPT}</script>'
 
 
 def _join_names(names: Sequence[str]) -> str:

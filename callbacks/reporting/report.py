@@ -69,8 +69,8 @@ class RunReport(BestEffortCallback):
         """From here on there is something to show."""
         self._begun = True
         self._hyperparameters = {
-            "Hyperparameters": _collect_hyperparameters(pl_module),
-            "Data module's hyperparameters": _collect_hyperparameters(trainer.datamodule),
+            "Hyperparameters": collect_hyperparameters(pl_module),
+            "Data module's hyperparameters": collect_hyperparameters(trainer.datamodule),
         }
         self._samples = trainer.progress.samples  # with those of the checkpoint that fit goes on from
         self._written = time.monotonic()
@@ -138,8 +138,7 @@ class RunReport(BestEffortCallback):
 
         history, task = trainer.history, trainer.task
         history.tick()
-        settings = _flatten_settings(trainer.settings)
-        defaults = {name: text for name, text in settings.items() if name not in trainer.changed_settings}
+        changed, defaults = split_settings(trainer)
         texts = {}
         if ended_well is not None and isinstance(trainer.profiler, SimpleProfiler):
             texts["Profile"] = trainer.profiler.summary()
@@ -154,7 +153,7 @@ class RunReport(BestEffortCallback):
             tables={
                 "Checkpoints": _list_checkpoints(trainer),
                 **self._hyperparameters,
-                "Settings": {name: text for name, text in settings.items() if name in trainer.changed_settings},
+                "Settings": changed,
                 "Environment": environment(),
             },
             folded={"Settings": (f"{len(defaults)} as they are by default", defaults)},
@@ -248,20 +247,27 @@ def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
     return rows
 
 
-def _collect_hyperparameters(owner: Any) -> dict[str, str]:
+def collect_hyperparameters(owner: Any) -> dict[str, str]:
     """Those that loggers may have: ``save_hyperparameters(logger=False)`` keeps them from files for people."""
     if owner is None or not owner.log_hyperparameters:
         return {}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}
-    return {**_flatten_settings(owner.plain_hparams()), **left_out}
+    return {**flatten_settings(owner.plain_hparams()), **left_out}
 
 
-def _flatten_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
+def split_settings(trainer: Trainer) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the Trainer's flags that were set, and those that have their default, a text for each."""
+    settings = flatten_settings(trainer.settings)
+    changed = {name: text for name, text in settings.items() if name in trainer.changed_settings}
+    return changed, {name: text for name, text in settings.items() if name not in changed}
+
+
+def flatten_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
     """Nested settings, one line each; what is long is cut."""
     lines: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            lines |= _flatten_settings(value, f"{before}{name}.")
+            lines |= flatten_settings(value, f"{before}{name}.")
         else:
             text = value if isinstance(value, str) else repr(value)
             lines[f"{before}{name}"] = text if len(text) <= 1000 else f"{text[:1000]}... ({len(text):,} characters)"

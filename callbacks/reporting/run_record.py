@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..best_effort import BestEffortCallback
 from .html import Points
-from .report import build_charts, describe_ending, find_best
+from .report import build_charts, collect_hyperparameters, describe_ending, find_best, split_settings
 
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
@@ -56,9 +56,16 @@ class RunRecord(BestEffortCallback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """From here on there is something to tell."""
+        """Tell the hyperparameters and the flags that were set; from here on there is something to tell."""
         if trainer.is_global_zero:
-            self._safely(self._tell, trainer, {})
+            changed, _ = split_settings(trainer)
+            owners = {"task": pl_module, "data": trainer.datamodule}
+            hyperparameters = {
+                f"{owner}.{name}": text
+                for owner, module in owners.items()
+                for name, text in collect_hyperparameters(module).items()
+            }
+            self._safely(self._tell, trainer, {"hyperparameters": hyperparameters, "flags": changed})
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """There is something left to train."""

@@ -1,15 +1,17 @@
-"""`treadle runs`: which runs there are, how they stand, and a look at one of them."""
+"""`treadle runs`: list runs, open one of them, compare several."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ...callbacks.reporting import format_duration, format_number
@@ -17,6 +19,7 @@ from ...common.messages import nearest
 from ...common.remote_path import as_path
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, make_printable
+from ..run_comparison import Comparison, write_page
 from ..sweep import format_parameters
 from .terminal_plot import plot
 
@@ -28,6 +31,7 @@ List the runs in a folder, the newest last, or open one of them here, with its c
     treadle runs show                   the newest
     treadle runs show 3                 the one with this number; NAME/3 where several names have it, or its path
     treadle runs show 3 --metric val_loss
+    treadle runs compare 3 4            what differs between them, and a page with the curves of both
 
 A run is running, finished, failed, interrupted (Ctrl-C), killed (its process is gone and could not say why) or
 unreadable; a trial of a sweep may also be waiting or pruned. Nothing in the folders is changed, and nothing in them is
@@ -36,6 +40,7 @@ run."""
 STATES = ("running", "waiting", "finished", "pruned", "failed", "interrupted", "killed", "unreadable")
 _NARROWEST, _WIDEST = 24, 120  # letters in a row
 _LONGEST = 2000  # letters of a line that is shown
+_WIDEST_CELL = 40  # letters of a value in a comparison; the page has all of them
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,6 +79,23 @@ def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentPa
     return parser
 
 
+def build_compare_parser(program: str = "treadle runs compare") -> argparse.ArgumentParser:
+    """Return the parser of a comparison's options."""
+    parser = _make_parser(
+        program,
+        "Compare runs: state, last values, and the configuration keys, hyperparameters and versions that differ.\n"
+        "A page with the curves of all of them is written into the working directory; any browser opens it, without\n"
+        "a server or a network.",
+    )
+    parser.add_argument("runs", nargs="*", metavar="N|PATH", help="two or more: number, NAME/NUMBER or path")
+    parser.add_argument("--dir", default="runs", help="where the runs are (default: runs)")
+    parser.add_argument("--name", help="only those of this name")
+    parser.add_argument("--output", metavar="FILE", help="the page's file (default: compare-NAME-N-NAME-N.html)")
+    parser.add_argument("--no-page", action="store_true", help="print the differences only")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON, an object; write no page")
+    return parser
+
+
 def _make_parser(program: str, description: str) -> argparse.ArgumentParser:
     return _Parser(
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -85,6 +107,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if arguments and arguments[0] == "show":
             output = _show(build_show_parser().parse_args(arguments[1:]))
+        elif arguments and arguments[0] == "compare":
+            output = _compare(build_compare_parser().parse_args(arguments[1:]))
         else:
             output = _list(build_parser().parse_args(arguments))
     except (ValueError, OSError) as error:
@@ -112,13 +136,23 @@ def _list(options: argparse.Namespace) -> str:
     rows = [("run", "state", "began", "took", "steps", "epochs", "best", "parameters"), *map(_format_row, runs)]
     if not any(run.parameters for run in runs):  # no trials of a sweep
         rows = [row[:-1] for row in rows]
+    return _format_columns(rows, right={3, 4, 5})
+
+
+def _format_columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
+    """Return a table.
+
+    Args:
+        rows: The cells of each row. A row of fewer cells than the first is a line of text.
+        right: The columns that are aligned to the right.
+    """
     rows = [tuple(map(make_printable, row)) for row in rows]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    right = {3, 4, 5}
+    columns = len(rows[0])
+    widths = [max(len(row[place]) for row in rows if len(row) == columns) for place in range(columns)]
     return "\n".join(
         "  ".join(
             f"{cell:>{width}}" if place in right else f"{cell:<{width}}"
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for place, (cell, width) in enumerate(zip(row, widths, strict=False))
         ).rstrip()
         for row in rows
     )
@@ -262,6 +296,57 @@ def _format_section(title: str, lines: list[str]) -> list[str]:
 def _format_table(rows: Mapping[str, str]) -> list[str]:
     width = min(max(map(len, rows), default=0), 40)
     return [f"  {name:<{width}}  {value}" for name, value in rows.items()]
+
+
+# -- several of them ---------------------------------------------------------------------------------------------------
+
+
+def _compare(options: argparse.Namespace) -> str:
+    if len(options.runs) < 2:
+        raise ValueError(
+            f"compare needs two or more runs, {len(options.runs)} given. Name them by number, NAME/NUMBER or path: "
+            "treadle runs compare 1 2."
+        )
+    directory = as_path(options.dir)
+    if options.name is not None:
+        _filter_by_name(index.find(directory), options.name)  # a name that no run has
+    paths = [index.holding(index.locate(reference, directory, options.name)) for reference in options.runs]
+    if repeated := [str(path) for path in paths if paths.count(path) > 1]:
+        raise ValueError(f"{repeated[0]} is given twice. Name each run once.")
+    comparison = Comparison([index.read(path) for path in paths])
+    if options.json:
+        return json.dumps(comparison.to_json(), indent=2)
+    lines = [f"can't be compared: {make_printable(problem)}" for problem in comparison.problems]
+    lines.append(_format_columns(list(_tabulate_comparison(comparison))))
+    if not options.no_page:
+        name = "-".join(re.sub(r"[^\w.-]+", "-", label).strip("-") for label in comparison.labels)
+        path = Path(options.output or f"compare-{name}.html")
+        write_page(comparison, path)
+        lines += ["", f"page with the curves: {path}"]
+    return "\n".join(lines)
+
+
+def _tabulate_comparison(comparison: Comparison) -> Iterator[list[str]]:
+    """Yield the rows of a comparison, below the runs' labels."""
+    empty = [""] * (1 + len(comparison.labels))
+    yield ["run", *comparison.labels]
+    yield from ([name, *cells] for name, cells in comparison.facts.items())
+    tables = {
+        "Last values": comparison.metrics,
+        "Configuration": comparison.config,
+        "Hyperparameters": comparison.hyperparameters,
+        "Environment": comparison.environment,
+    }
+    for title, rows in tables.items():
+        if rows:
+            yield from (empty, [title, *empty[1:]])
+            yield from ([f"  {name}", *map(_cut_cell, cells)] for name, cells in rows.items())
+    if comparison.shared_config:
+        yield from (empty, [f"{comparison.shared_config:,} further configuration values are the same"])
+
+
+def _cut_cell(text: str) -> str:
+    return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 3]}..."
 
 
 # -- words ---------------------------------------------------------------------------------------------------------

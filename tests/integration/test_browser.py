@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.cli.commands.runs import main as runs
 from treadle.loggers import TensorBoardLogger
+from treadle.trainer.runs import RunFolder
 
 import treadle
 
@@ -103,6 +105,23 @@ def test_the_report(ran, tmp_path, size):
     assert [seen[6], float(seen[7])] == [title, float(last)]
     assert int(seen[8]) == 4  # two losses, the rate, the throughput
     assert seen[9] == "true"  # nothing sticks out of the window
+
+
+@pytest.mark.parametrize("size", ["1250,900", "500,900"])
+def test_the_comparison(ran, tmp_path, size):
+    points = {"loss": {"train_loss": ([1, 2, 50], [3.0, 2.0, 1.0])}}
+    for _ in range(2):
+        folder = RunFolder.create(tmp_path / "runs", "base")
+        folder.record({"state": "finished", "metrics": {"a_metric_with_a_name_that_takes_some_room": 1.0}}, points)
+        folder.release()
+    page = tmp_path / "page.html"
+    assert runs(["compare", "1", "2", "--dir", str(tmp_path / "runs"), "--output", str(page)]) == 0
+    page.write_text(page.read_text(encoding="utf-8").replace("</body>", POINTS + "</body>"), encoding="utf-8")
+    dom, console = opened(f"file://{page}", tmp_path / "profile", f"--window-size={size}")
+    assert console == []
+    seen = re.search(r'<div id="seen">(.*?)</div>', dom)[1].split("|")
+    assert seen[:6] == ["train_loss", "1", "train_loss, step 1", "3", "train_loss, step 50", "1"]
+    assert seen[8:] == ["1", "true"]  # two lines that are the same are one; nothing sticks out of the window
 
 
 @contextlib.contextmanager

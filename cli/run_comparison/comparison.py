@@ -1,0 +1,153 @@
+"""The differences between runs, read from their folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...callbacks.reporting import Points, format_duration, format_number, group_names
+from ...trainer.runs import Run, index
+from ..config import ConfigError, format_path, iterate_values, parse
+
+_OWN_FOLDER = "trainer.default_root_dir"  # differs between any two runs
+
+Rows = dict[str, list[str]]
+"""A table: a name, and a cell for each run; "" where a run has nothing of that name."""
+
+
+class Comparison:
+    """Two or more runs, side by side.
+
+    Args:
+        runs: The runs, in the order of their columns.
+
+    Attributes:
+        labels: Name and number of each run; its path where two runs have the same.
+        facts: State, duration, counts and best value of each run.
+        config: Configuration keys whose values differ; of a run without a configuration, the Trainer's flags.
+        shared_config: Number of configuration keys whose values are the same in all runs.
+        hyperparameters: Hyperparameters of the task and the data module whose values differ.
+        environment: Versions, revision and hardware that differ.
+        metrics: Last value of each metric, of any run.
+        charts: A chart by metric: the points of each run that logged it, by the run's label.
+        problems: A sentence for each file that can't be read; its run counts as having nothing in it.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = list(runs)
+        self.labels = _label_runs(self.runs)
+        self.problems = [
+            f"{label}: {run.problem}" for label, run in zip(self.labels, self.runs, strict=True) if run.problem
+        ]
+        self.facts = _drop_empty({name: [get(run) for run in self.runs] for name, get in _FACTS.items()})
+        configs = _tabulate(self._read_each(_flatten_config))
+        self.config = {name: cells for name, cells in configs.items() if _differ(cells)}
+        self.shared_config = len(configs) - len(self.config)
+        hyperparameters = _tabulate([run.facts.get("hyperparameters", {}) for run in self.runs])
+        self.hyperparameters = {name: cells for name, cells in hyperparameters.items() if _differ(cells)}
+        environments = _tabulate(self._read_each(index.environment))
+        self.environment = {name: cells for name, cells in environments.items() if _differ(cells)}
+        self.metrics = _tabulate(
+            [{name: _format_value(value) for name, value in sorted(run.metrics.items())} for run in self.runs]
+        )
+        self.charts = self._collect_charts()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as plain data."""
+        return {
+            "runs": [run.summary() for run in self.runs],
+            "labels": self.labels,
+            "config": self.config,
+            "hyperparameters": self.hyperparameters,
+            "environment": self.environment,
+            "metrics": self.metrics,
+            "charts": {
+                metric: {
+                    label: {"steps": list(steps), "values": list(values)} for label, (steps, values) in lines.items()
+                }
+                for metric, lines in self.charts.items()
+            },
+            "problems": self.problems,
+        }
+
+    def _read_each(self, read: Callable[[Run], Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return what ``read`` finds in each run's folder, nothing where it can't be read."""
+        contents: list[Mapping[str, Any]] = []
+        for label, run in zip(self.labels, self.runs, strict=True):
+            try:
+                contents.append(read(run))
+            except (ValueError, OSError) as error:
+                self.problems.append(f"{label}: {error}")
+                contents.append({})
+        return contents
+
+    def _collect_charts(self) -> dict[str, dict[str, Points]]:
+        charts: dict[str, dict[str, Points]] = {}
+        for label, saved in zip(self.labels, self._read_each(index.charts), strict=True):
+            for title, lines in saved.items():
+                for metric, (points, _) in lines.items():
+                    is_named = group_names([metric]).keys() == {title}
+                    charts.setdefault(metric if is_named else f"{title}: {metric}", {})[label] = points
+        return charts
+
+
+def _label_runs(runs: Sequence[Run]) -> list[str]:
+    labels = [run.label for run in runs]
+    return [str(run.path) if labels.count(run.label) > 1 else run.label for run in runs]
+
+
+def _format_value(value: Any) -> str:
+    return value if isinstance(value, str) else format_number(value)
+
+
+def _format_count(run: Run, name: str) -> str:
+    return "" if (count := run.facts.get(name)) is None else f"{int(count):,}"
+
+
+_FACTS: dict[str, Callable[[Run], str]] = {
+    "state": lambda run: run.state,
+    "took": lambda run: "" if run.seconds is None else format_duration(run.seconds),
+    "steps": lambda run: _format_count(run, "steps"),
+    "epochs": lambda run: _format_count(run, "epochs"),
+    "samples": lambda run: _format_count(run, "samples"),
+    "processes": lambda run: _format_count(run, "processes"),
+    "best": lambda run: "" if run.best is None else f"{run.best['metric']} {_format_value(run.best['value'])}",
+}
+
+
+def _flatten_config(run: Run) -> dict[str, str]:
+    """Return a run's configuration, a line for each single value, by dotted key; of a script's run, the flags set."""
+    text = index.config(run)
+    if not text:
+        flags = {f"trainer.{name}": value for name, value in run.facts.get("flags", {}).items()}
+        return {name: value for name, value in flags.items() if name != _OWN_FOLDER}
+    try:
+        root = parse(text, "config.yaml")
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    if root is None:
+        return {}
+    return {
+        format_path(path): _format_scalar(value.data)
+        for path, value in iterate_values(root)
+        if path and not (isinstance(value.data, dict | list) and value.data) and format_path(path) != _OWN_FOLDER
+    }
+
+
+def _format_scalar(data: Any) -> str:
+    return data if isinstance(data, str) else json.dumps(data)
+
+
+def _tabulate(columns: Sequence[Mapping[str, Any]]) -> Rows:
+    """Return one row for each name in any of the columns, in the order in which the names appear."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return {name: [str(column.get(name, "")) for column in columns] for name in names}
+
+
+def _differ(cells: Sequence[str]) -> bool:
+    return len(set(cells)) > 1
+
+
+def _drop_empty(rows: Rows) -> Rows:
+    return {name: cells for name, cells in rows.items() if any(cells)}

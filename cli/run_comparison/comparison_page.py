@@ -1,0 +1,96 @@
+"""A page that compares runs, as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...callbacks.reporting import (
+    Chart,
+    choose_styles,
+    escape,
+    make_chart_script,
+    render_charts,
+    render_document,
+    render_section,
+)
+from .comparison import Comparison, Rows
+
+_MARK = "<!-- written by treadle runs compare -->"
+_STYLE = """
+.compared { overflow-x: auto; } .compared td, .compared th { white-space: pre-wrap; }
+.compared th { font-weight: 600; color: var(--ink); } .compared .key { margin-left: 6px; }
+"""
+
+
+def write_page(comparison: Comparison, path: Path) -> None:
+    """Write the page to a file, in one move.
+
+    Args:
+        comparison: The runs.
+        path: The file. One that an earlier comparison wrote is replaced.
+
+    Raises:
+        ValueError: Another file is there.
+        OSError: The file can't be written.
+    """
+    if path.exists() and not _is_comparison(path):
+        raise ValueError(f"{path} exists and is not a comparison of runs, so it is not replaced. Pass --output FILE.")
+    part = path.with_name(f".{path.name}.tmp")
+    try:
+        part.write_text(render_page(comparison), encoding="utf-8", errors="replace")
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _is_comparison(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_MARK)) == _MARK.encode()
+
+
+def render_page(comparison: Comparison) -> str:
+    """Return the page: facts, curves, last values, and what differs between configurations and environments."""
+    line_styles = dict(zip(comparison.labels, choose_styles(comparison.labels), strict=True))
+    charts = [Chart(metric, lines, line_styles) for metric, lines in comparison.charts.items()]
+    title = " and ".join(comparison.labels) if len(comparison.labels) == 2 else f"{len(comparison.labels)} runs"
+    same = f"{comparison.shared_config:,} values are the same in all."
+    sections = {
+        "Last values": (comparison.metrics, ""),
+        "Configuration": (comparison.config, same if comparison.shared_config else ""),
+        "Hyperparameters": (comparison.hyperparameters, ""),
+        "Environment": (comparison.environment, ""),
+    }
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p>written {time.strftime('%Y-%m-%d %H:%M:%S')}</p>",
+        *(f'<p class="error">{escape(problem)}</p>' for problem in comparison.problems),
+        _render_rows(comparison.facts, line_styles),
+        *render_charts(charts),
+    ]
+    for name, (rows, note) in sections.items():
+        content = (
+            _render_rows(rows, line_styles) if rows else "<p>No differences.</p>"
+        ) + f"<p>{escape(note)}</p>" * bool(note)
+        body.append(render_section(name if name == "Last values" else f"{name}: differences", content))
+    return f"{_MARK}\n{render_document(title, body, make_chart_script(charts), _STYLE)}"
+
+
+def _render_rows(rows: Rows, line_styles: dict[str, str]) -> str:
+    """Return a table with a column for each run, headed by its label and the line that it has in the charts."""
+    return f'<div class="compared"><table class="numbers">{"".join(_iterate_rows(rows, line_styles))}</table></div>'
+
+
+def _iterate_rows(rows: Rows, line_styles: dict[str, str]) -> Iterator[str]:
+    heads = (
+        f'<th>{escape(label)}<svg class="key" viewBox="0 0 18 4"><line x2="18" y1="2" y2="2" {style}/></svg></th>'
+        for label, style in line_styles.items()
+    )
+    yield f"<tr><th></th>{''.join(heads)}</tr>"
+    for name, cells in rows.items():
+        yield f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"

@@ -1,0 +1,166 @@
+"""`treadle runs compare`: what differs between runs, and a page with the curves of all of them."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.cli.commands.runs import main
+
+import treadle
+from treadle.runs import RunFolder
+
+STEPS = list(range(1, 101))
+
+
+def make_run(directory, config="", charts=None, name="base", **facts):
+    folder = RunFolder.create(directory, name)
+    if config:
+        (folder.path / "config.yaml").write_text(config)
+    folder.record({"state": "finished", **facts}, charts)
+    folder.release()
+    return folder.path
+
+
+def loss(rate):
+    return {"loss": {"train_loss": (STEPS, [rate**step for step in STEPS])}}
+
+
+def compare(capsys, *arguments, status=0):
+    assert main(["compare", *map(str, arguments)]) == status
+    printed = capsys.readouterr()
+    return printed.err if status else printed.out
+
+
+def rows_of(text):
+    """The printed cells by the first of their row."""
+    return {cells[0]: cells[1:] for line in text.splitlines() if (cells := re.split(r"\s{2,}", line.strip()))}
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    common = "data:\n  batch_size: 32\ntrainer:\n  default_root_dir: {}\n"
+    make_run(
+        "runs", common.format(1) + "optimizer:\n  class: SGD\n  lr: 0.1\n", loss(0.9), steps=100, metrics={"acc": 0.5}
+    )
+    make_run(
+        "runs", common.format(2) + "optimizer:\n  class: AdamW\n  lr: 0.1\n  betas: [0.9, 0.99]\n", loss(0.95),
+        steps=90, metrics={"acc": 0.75, "val_loss": "nan"},
+    )  # fmt: skip
+    return tmp_path
+
+
+def test_what_differs_is_printed_and_what_does_not_is_counted(runs, capsys):
+    printed = compare(capsys, 1, 2)
+    rows = rows_of(printed)
+    assert rows["run"] == ["base/1", "base/2"]
+    assert rows["steps"] == ["100", "90"]
+    assert rows["acc"] == ["0.5", "0.75"]
+    assert rows["val_loss"] == ["nan"]  # of the second alone
+    assert rows["optimizer.class"] == ["SGD", "AdamW"]
+    assert rows["optimizer.betas.0"] == ["0.9"]
+    assert not {"optimizer.lr", "data.batch_size", "trainer.default_root_dir"} & set(rows)
+    assert "2 further configuration values are the same" in printed
+
+
+def test_the_page_has_a_chart_per_metric_with_a_line_per_run(runs, capsys):
+    assert "page with the curves: compare-base-1-base-2.html" in compare(capsys, 1, 2)
+    page = (runs / "compare-base-1-base-2.html").read_text()
+    assert page.count("<figure") == 1
+    assert page.count("<polyline") == 2
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    assert [line["name"] for line in data[0]["lines"]] == ["base/1", "base/2"]
+    assert data[0]["lines"][1]["values"][0] == 0.95
+    assert "AdamW" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_a_run_has_one_colour_on_the_whole_page(runs, capsys):
+    make_run("runs", "", {"f1": {"f1": (STEPS, [0.5] * 100)}})
+    compare(capsys, 1, 2, 3)
+    page = (runs / "compare-base-1-base-2-base-3.html").read_text()
+    head = dict(re.findall(r"<th>(base/\d).*?stroke=\"(#\w+)\"", page))
+    assert len(set(head.values())) == 3
+    drawn = re.search(r"<figcaption>f1.*?<polyline points=\"[^\"]*\" stroke=\"(#\w+)\"", page, re.DOTALL)
+    assert drawn[1] == head["base/3"]  # the only line of its chart
+
+
+def test_json_has_all_of_it_and_writes_no_page(runs, capsys):
+    found = json.loads(compare(capsys, "base/1", "runs/base/2", "--json"))
+    assert found["config"]["optimizer.class"] == ["SGD", "AdamW"]
+    assert found["charts"]["train_loss"]["base/2"]["steps"] == STEPS
+    assert found["problems"] == []
+    assert not list(runs.glob("*.html"))
+
+
+def test_a_comparison_is_written_anew_and_nothing_else_is_replaced(runs, capsys):
+    compare(capsys, 1, 2, "--output", "page.html")
+    compare(capsys, 2, 1, "--output", "page.html")
+    assert (runs / "page.html").read_text().index("base/2") < (runs / "page.html").read_text().index("base/1")
+    (runs / "notes.html").write_text("mine")
+    assert "notes.html exists and is not a comparison" in compare(capsys, 1, 2, "--output", "notes.html", status=2)
+    assert (runs / "notes.html").read_text() == "mine"
+    assert "page" not in compare(capsys, 1, 2, "--no-page")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "needs two or more runs, 0 given"),
+        ([1], "needs two or more runs, 1 given"),
+        ([1, 1], "given twice"),
+        ([1, 9], "no run 9"),
+        ([1, 2, "--name", "bse"], "Did you mean 'base'"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(arguments, words, runs, capsys):
+    assert words in compare(capsys, *arguments, status=2)
+
+
+def test_damaged_files_are_named_and_the_rest_is_compared(runs, capsys):
+    (runs / "runs/base/1/curves.json").write_text("{")
+    (runs / "runs/base/2/config.yaml").write_text("a: !!python/object:os.system {}\n")
+    printed = compare(capsys, 1, 2)
+    assert "can't be compared: base/1: curves.json can't be read" in printed
+    assert "can't be compared: base/2: config.yaml:1: the tag" in printed
+    assert rows_of(printed)["acc"] == ["0.5", "0.75"]
+
+
+def test_what_a_folder_holds_is_shown_and_not_obeyed(runs, capsys):
+    script = "<script>alert(1)</script>"
+    make_run("runs", "", {script: {script: (STEPS, STEPS)}}, metrics={script: 1.0, "\x1b[2J": 2.0})
+    printed = compare(capsys, 1, 3)
+    assert "\x1b" not in printed
+    page = (runs / "compare-base-1-base-3.html").read_text()
+    assert script not in page.replace("\\u003c", "<").split("<main>")[1].split('<script type="application/json"')[0]
+    assert page.count("<script") == 2
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, lr):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def test_hyperparameters_and_flags_of_a_scripts_runs_differ(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for lr, steps in ((0.1, 2), (0.2, 4)):
+        flags = {"max_steps": steps, "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+        with RunFolder.create("runs", "base", flags) as folder:
+            treadle.Trainer(**folder.flags(flags)).fit(Task(lr), DataLoader(TensorDataset(torch.ones(8, 2)), 2))
+    rows = rows_of(compare(capsys, 1, 2))
+    assert rows["task.lr"] == ["0.1", "0.2"]
+    assert rows["trainer.max_steps"] == ["2", "4"]
+    assert rows["steps"] == ["2", "4"]
+    assert "trainer.accelerator" not in rows
