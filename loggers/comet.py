@@ -102,6 +102,11 @@ class CometLogger(ServiceLogger):
 
         config = self._config or comet_ml.ExperimentConfig(**self._config_options)
         key = str(self._version or "") or secrets.token_hex(16)
+        running = comet_ml.get_running_experiment()
+        if running is not None and running.get_key() != key:
+            # A process has one experiment at a time. Comet would end the other without waiting for its writing thread
+            # (`_on_end(wait=False)`), which loses what that thread has not written yet.
+            running.end()
         experiment = comet_ml.start(
             project_name=self._name, experiment_key=key, mode=self._mode, experiment_config=config, **self._start
         )
@@ -130,9 +135,11 @@ class CometLogger(ServiceLogger):
             run.flush()
 
     def _close(self, run: Any, failed: bool) -> None:
-        run.log_other("status", "failed" if failed else "finished")
         if failed:
             run.add_tag("failed")
+        run.log_other("status", "failed" if failed else "finished")
+        # Offline, `end` drops the newest message if the writing thread has taken it and not yet written it.
+        run.log_other("Created from", "treadle")
         run.end()
 
 

@@ -128,10 +128,7 @@ def test_a_run_is_continued_by_its_id(service, make, tmp_path):
     assert service.failed(tmp_path, first.version) is (service.package == "trackio")  # whose alerts stay
 
 
-def test_runs_of_one_process_are_apart(service, make, tmp_path, request):
-    if service.package == "comet_ml":
-        reason = "on a busy machine Comet loses rows of runs that are written in turns: 6 of 8 tries at four at once"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+def test_runs_of_one_process_are_apart(service, make, tmp_path):
     one, two = make(), make()
     for step in range(2):
         one.log_metrics({"x": step}, step)
