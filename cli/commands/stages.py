@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...common.messages import announce
 from ...common.remote_path import RemotePath, as_path
 from ...trainer.checkpointing import WORDS_FOR_CHECKPOINTS
 from ...trainer.runs import CONFIG
@@ -152,7 +153,26 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
             raise
         if trial is not None:
             trial.conclude()
+        elif folder is not None and not trainer.interrupted:
+            announce(_describe_next_steps(trainer, model, str(place), program))
     return Session(trainer, model, data, result)
+
+
+def _describe_next_steps(trainer: Trainer, model: TaskModule, place: str, program: str) -> str:
+    """Return the commands that a finished fit leads to: look at it, evaluate it, train longer."""
+    from ...trainer import TaskModule
+
+    commands = {f"treadle runs show {place}": "see its curves"}
+    saved = [callback for callback in trainer.checkpoint_callbacks if callback.best_model_path]
+    if saved:
+        if type(model).validation_step is not TaskModule.validation_step:
+            which = "best" if any(callback.monitor for callback in saved) else "last"
+            commands[f"{program.removesuffix(' fit')} validate --from-run {place}"] = f"evaluate its {which} checkpoint"
+        limit = "max_steps" if trainer.max_steps != -1 else "max_epochs"
+        if (value := getattr(trainer, limit)) > 0:
+            commands[f"{program} --from-run {place} ckpt_path=last trainer.{limit}={2 * value}"] = "train longer"
+    width = max(map(len, commands))
+    return "\n".join(["next:", *(f"  {command:<{width}}  {purpose}" for command, purpose in commands.items())])
 
 
 def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | DataModule | None]) -> None:

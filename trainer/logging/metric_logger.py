@@ -206,7 +206,11 @@ class Logbook:
     def places(self) -> list[str]:
         """Where rank zero's loggers have written metrics: a directory, or the run of a service."""
         # Not of others: to ask a logger that has written nothing for its directory claims one.
-        written = [logger for logger in self.loggers if id(logger) in self._written - self._failed]
+        written = [
+            logger
+            for logger in self.loggers
+            if id(logger) in self._written - self._failed and not isinstance(logger, SilentLogger)
+        ]
         places = (logger.log_dir or f"{type(logger).__name__}, {logger.name}/{logger.version}" for logger in written)
         return list(dict.fromkeys(map(str, places)))
 
