@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -26,8 +29,14 @@ ATTEMPTS = 4
 """How often a request is made, on top of what the store's own package repeats."""
 _PAUSES = (0.5, 2.0, 8.0)  # seconds before each further attempt
 
-_PART_BYTES = 16 * 2**20
-"""Bytes of a request of a large upload to S3 or GCS; their packages' 50 MiB leave too few requests to send at once."""
+_FILE_PART_BYTES = 16 * 2**20
+"""Bytes of a request of a large upload of a file to S3 or GCS; their packages' 50 MiB leave too few to send at once."""
+_PART_BYTES = 8 * 2**20
+"""Bytes of a part that is uploaded by itself, those of boto3."""
+_MOST_PARTS = 10_000
+"""Parts that S3 makes one object of."""
+_PARTS_AT_ONCE = 8
+"""Parts of one object that are on their way; as many are kept in memory."""
 
 # What a further attempt can't change. A missing bucket is a FileNotFoundError.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
@@ -255,8 +264,67 @@ class RemotePath:
 
     def upload(self, file: Path) -> None:
         """Put a local file's content into an object, a large one in several requests at once."""
-        options = {"chunksize": _PART_BYTES} if self.scheme in _EXTRAS else {}
+        options = {"chunksize": _FILE_PART_BYTES} if self.scheme in _EXTRAS else {}
         self._write("upload it", lambda: self._store.put_file(str(file), self._key, **options))
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the store's package uploads parts by themselves, as that of S3 does, and not files alone."""
+        return self.scheme in ("s3", "s3a") and hasattr(self._store, "call_s3")
+
+    def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
+        """Put content into an object while it is being made, several parts at once; see `takes_parts`.
+
+        Args:
+            pieces: The content. Each piece must stay as it is until a few more are asked for.
+            size: Its size in bytes.
+
+        Raises:
+            StoreError: The store refused. No object is there then.
+        """
+        if size <= _PART_BYTES:
+            self.write_bytes(b"".join(pieces))
+            return
+        part_bytes = max(_PART_BYTES, -(-size // _MOST_PARTS))
+        bucket, key, _ = self._store.split_path(self._key)
+        place = {"Bucket": bucket, "Key": key}
+        place["UploadId"] = self._call_s3("create_multipart_upload", **place)["UploadId"]
+        slots = threading.Semaphore(_PARTS_AT_ONCE)
+
+        def upload(number: int, body: bytes) -> dict[str, Any]:
+            try:
+                answer = self._call_s3("upload_part", **place, PartNumber=number, Body=body)
+                return {"PartNumber": number, "ETag": answer["ETag"]}
+            finally:
+                slots.release()
+
+        try:
+            with ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="treadle-part") as pool:
+                futures: list[Future[dict[str, Any]]] = []
+                for number, body in enumerate(_join_pieces(pieces, part_bytes), start=1):
+                    slots.acquire()
+                    if failed := [future for future in futures if future.done() and future.exception()]:
+                        failed[0].result()
+                    futures.append(pool.submit(upload, number, body))
+                parts = {"Parts": [future.result() for future in futures]}
+            self._complete(place, parts, size)
+        except BaseException:
+            with suppress(OSError):  # a store removes parts that belong to no object, as its bucket says
+                self._call_s3("abort_multipart_upload", **place)
+            raise
+
+    def _complete(self, place: dict[str, Any], parts: dict[str, Any], size: int) -> None:
+        """Make an object of its parts. Where the answer to a request was lost, the next one finds no upload."""
+        try:
+            self._call_s3("complete_multipart_upload", **place, MultipartUpload=parts)
+        except OSError:
+            if not self.is_file() or int(self._ask("look", lambda: self._store.size(self._key)) or 0) != size:
+                raise
+
+    def _call_s3(self, method: str, **options: Any) -> Any:
+        answers: list[Any] = []
+        self._write("upload it", lambda: answers.append(self._store.call_s3(method, **options)))
+        return answers[-1]
 
     def download(self, file: Path) -> None:
         """Put an object's content into a local file.
@@ -273,6 +341,22 @@ class RemotePath:
         except FileNotFoundError:
             if not missing_ok:
                 raise
+
+
+def _join_pieces(pieces: Iterable[bytes | memoryview], size: int) -> Iterator[bytes]:
+    """Yield the content of pieces again, ``size`` bytes at a time; the last ones may be fewer."""
+    waiting: list[bytes | memoryview] = []
+    missing = size
+    for piece in pieces:
+        start = 0
+        while len(piece) - start >= missing:
+            yield b"".join([*waiting, piece[start : start + missing]])
+            start, waiting, missing = start + missing, [], size
+        if start < len(piece):
+            waiting.append(piece[start:])
+            missing -= len(piece) - start
+    if waiting:
+        yield b"".join(waiting)
 
 
 AnyPath = Path | RemotePath

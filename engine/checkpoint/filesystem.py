@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -80,9 +80,6 @@ def write_bytes(path: Path, data: bytes) -> Entry:
 def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str]) -> Entry:
     """Write a safetensors file from tensors on any device and of any layout; returns its entry for a manifest.
 
-    One tensor after the other comes to the host, and the digest is taken of what goes out: safetensors' own writer
-    wants all of them there at once, and the file to be read once more. The bytes are those it writes.
-
     Args:
         path: The file.
         tensors: The tensors by name, of plain types, or what reads one when it is indexed.
@@ -90,6 +87,27 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
 
     Raises:
         OSError: The disk refused, a full one too.
+    """
+    size, pieces = serialize_tensors(tensors, notes)
+    digested = Digested(pieces)
+    with _name_file_in_errors(path), path.open("wb", buffering=2**20) as file:
+        for piece in digested:
+            file.write(piece)
+    return digested.make_entry(size)
+
+
+Piece = bytes | memoryview
+
+
+def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tuple[int, Iterator[Piece]]:
+    """Return the size of a safetensors file in bytes, and its content, piece by piece.
+
+    One tensor after the other comes to the host: safetensors' own writer wants all of them there at once, and the file
+    to be read once more for its digest. The bytes are those it writes.
+
+    Args:
+        tensors: See `write_tensors`.
+        notes: See `write_tensors`.
 
     Source: https://huggingface.co/docs/safetensors (the format)
     """
@@ -104,16 +122,40 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     text = len(text).to_bytes(8, "little") + text
-    digest = xxh3_128(text)
-    with _name_file_in_errors(path), path.open("wb", buffering=2**20) as file:
-        file.write(text)
+
+    def iterate() -> Iterator[Piece]:
+        yield text
         for name in names:
             data = _view_bytes(tensors[name][...])
             for start in range(0, len(data), _PIECE):
-                piece = data[start : start + _PIECE]
-                digest.update(piece)
-                file.write(piece)
-    return {"bytes": len(text) + end, DIGEST: digest.hexdigest()}
+                yield data[start : start + _PIECE]
+
+    return len(text) + end, iterate()
+
+
+class Digested:
+    """Pieces of a file, digested as they pass, while they are in the processor's cache.
+
+    Args:
+        pieces: The file's content.
+    """
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces = pieces
+        self._digest = xxh3_128()
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece in self._pieces:
+            self._digest.update(piece)
+            yield piece
+
+    def make_entry(self, size: int) -> Entry:
+        """Return the file's entry for a manifest, once all pieces have passed.
+
+        Args:
+            size: The file's size in bytes.
+        """
+        return {"bytes": size, DIGEST: self._digest.hexdigest()}
 
 
 @contextmanager

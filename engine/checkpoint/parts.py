@@ -127,6 +127,13 @@ def write_file(path: Path, content: bytes | TensorFile) -> filesystem.Entry:
     return filesystem.write_tensors(path, content.tensors, content.notes)
 
 
+def serialize(content: bytes | TensorFile) -> tuple[int, Iterable[filesystem.Piece]]:
+    """Return the size of one file of a checkpoint in bytes, and its content, piece by piece."""
+    if isinstance(content, bytes):
+        return len(content), [content]
+    return filesystem.serialize_tensors(content.tensors, content.notes)
+
+
 def has_part(files: Iterable[str], name: str) -> bool:
     """Whether a part is among a checkpoint's files."""
     return bool(list_part_files(name, files))

@@ -150,3 +150,122 @@ def test_what_another_attempt_can_not_change_fails_at_once(flaky, error):
     with pytest.raises(OSError, match=r"flaky://.*can't write it"):
         flaky.write_bytes(b"1")
     assert len(Flaky.failures) == 1
+
+
+# -- in parts ----------------------------------------------------------------------------------------------------------
+
+
+class Parts(MemoryFileSystem):
+    """A store in memory that takes parts, as S3 does. A request fails as often as `failures` says, by its name."""
+
+    protocol = "s3a"
+    failures: list[str] = []
+    requests: list[str] = []
+    uploads: dict[str, dict[int, bytes]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.partition("://")[2] if "://" in path else path
+
+    def split_path(self, path):
+        bucket, _, key = path.lstrip("/").partition("/")
+        return bucket, key, None
+
+    def call_s3(self, method, **options):
+        self.requests.append(method)
+        return getattr(self, f"_{method}")(**options)
+
+    def _fail(self, name):
+        if name in self.failures:
+            self.failures.remove(name)
+            raise OSError(f"{name} failed")
+
+    def _create_multipart_upload(self, **place):
+        name = f"upload-{len(self.requests)}"
+        self.uploads[name] = {}
+        return {"UploadId": name}
+
+    def _upload_part(self, UploadId, PartNumber, Body, **place):
+        self._fail(f"part {PartNumber}")
+        self.uploads[UploadId][PartNumber] = Body
+        return {"ETag": str(hash(Body))}
+
+    def _complete_multipart_upload(self, Bucket, Key, UploadId, MultipartUpload):
+        parts = self.uploads.pop(UploadId)  # an error for one that was completed before
+        wanted = [{"PartNumber": number, "ETag": str(hash(parts[number]))} for number in sorted(parts)]
+        assert MultipartUpload == {"Parts": wanted}
+        self.pipe_file(f"/{Bucket}/{Key}", b"".join(parts[number] for number in sorted(parts)))
+        self._fail("complete")
+
+    def _abort_multipart_upload(self, UploadId, **place):
+        del self.uploads[UploadId]
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    known = Parts(skip_instance_cache=True)
+    for name in ("failures", "requests", "uploads"):
+        monkeypatch.setattr(Parts, name, type(getattr(Parts, name))())
+    monkeypatch.setattr(remote_path, "_PAUSES", (0.0,))
+    monkeypatch.setattr(remote_path, "_PART_BYTES", 100)
+    path = RemotePath(f"s3a://{uuid.uuid4().hex}/file")
+    path.__dict__["_store"] = known
+    return path
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 200, 1234, 5000])
+@pytest.mark.parametrize("piece", [7, 100, 150, 10_000])
+def test_parts_make_the_object(size, piece, parts):
+    content = bytes(number % 251 for number in range(size))
+    view = memoryview(content)
+    assert parts.takes_parts
+    parts.upload_parts((view[start : start + piece] for start in range(0, size, piece)), size)
+    assert parts.read_bytes() == content
+    assert Parts.requests.count("upload_part") == (-(-size // 100) if size > 100 else 0)
+    assert Parts.uploads == {}
+
+
+def test_there_are_no_more_parts_than_an_object_may_have(parts, monkeypatch):
+    monkeypatch.setattr(remote_path, "_MOST_PARTS", 7)
+    parts.upload_parts([b"x" * 1000], 1000)
+    assert Parts.requests.count("upload_part") == 7
+    assert parts.read_bytes() == b"x" * 1000
+
+
+def test_a_part_that_fails_is_sent_again(parts):
+    Parts.failures += ["part 2", "part 5", "part 5"]
+    parts.upload_parts([b"x" * 1000], 1000)
+    assert parts.read_bytes() == b"x" * 1000
+
+
+def test_a_part_that_can_not_be_sent_is_an_error_and_leaves_nothing(parts):
+    Parts.failures += ["part 3"] * remote_path.ATTEMPTS
+    made = []
+
+    def pieces():
+        for number in range(1000):
+            made.append(number)
+            yield b"x" * 100
+
+    with pytest.raises(StoreError, match="tried 4 times: part 3 failed"):
+        parts.upload_parts(pieces(), 100_000)
+    assert not parts.exists()
+    assert Parts.uploads == {}
+    assert len(made) < 100  # no more is made once one has failed
+
+
+def test_content_that_can_not_be_made_leaves_nothing(parts):
+    def pieces():
+        yield b"x" * 500
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        parts.upload_parts(pieces(), 1000)
+    assert not parts.exists()
+    assert Parts.uploads == {}
+
+
+def test_a_lost_answer_to_the_last_request_is_no_failure(parts):
+    Parts.failures += ["complete"]  # which is done first
+    parts.upload_parts([b"x" * 1000], 1000)
+    assert parts.read_bytes() == b"x" * 1000

@@ -26,7 +26,7 @@ import treadle
 
 pytestmark = pytest.mark.guarantee
 
-WRITES = ("upload", "write_bytes", "unlink")
+WRITES = ("upload", "write_bytes", "unlink", "_call_s3")
 """The requests that change a store."""
 
 
@@ -105,6 +105,7 @@ def fit_and_die(root, steps, ckpt_path, number, moment):
 
     for name in WRITES:
         watch(name)
+    remote_path._PART_BYTES, remote_path._PARTS_AT_ONCE = 200, 1
     fit(root, steps, ckpt_path)
     return made
 
@@ -187,6 +188,7 @@ def save_through_a_cut(root, port, after, mended):
     wire = Wire(port)
     os.environ["AWS_ENDPOINT_URL"] = wire.url
     remote_path._PAUSES = (0.05,)
+    remote_path._PART_BYTES = 100_000
     accelerator = treadle.Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(300, 300))
     accelerator.save_state(f"{root}/last")

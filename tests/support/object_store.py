@@ -24,7 +24,8 @@ class S3Server:
     """moto's server in a process of its own, which ends with this one. Buckets are in its memory."""
 
     def __init__(self):
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        # S3 itself wants 5 MiB of each part but the last; with smaller ones, small checkpoints have several.
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "S3_UPLOAD_PART_MIN_SIZE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVER],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True,

@@ -14,7 +14,7 @@ from ....common.temporary import temporary_folder
 from ....strategies.processes import forget_unfinished, note_unfinished
 from .. import filesystem
 from ..manifest import MANIFEST, Manifest, read_source
-from ..parts import Files, write_file
+from ..parts import Files, serialize, write_file
 from .folder import check_target, compare_sizes, delete, delete_superseded, find_next_sequence
 
 _AT_ONCE = 4  # files that are uploaded; a large one takes several requests at once by itself
@@ -23,8 +23,8 @@ _AT_ONCE = 4  # files that are uploaded; a large one takes several requests at o
 class Upload:
     """One save to a checkpoint's URL. Every process uploads its own files; one of them commits.
 
-    Files are written to a folder of this process first, as a store's package uploads parts of a file at once, and
-    again where a request fails. Each is deleted as soon as it is in the store.
+    To S3, files are uploaded as they are put together, part by part. For other stores, whose packages upload files
+    alone, they are written to a folder of this process first; each is deleted as soon as it is in the store.
 
     Args:
         target: the checkpoint's URL.
@@ -52,8 +52,14 @@ class Upload:
         """
 
         def transfer(name: str) -> filesystem.Entry:
+            target = self._target / self._folder / name
+            if target.takes_parts:
+                size, pieces = serialize(files[name])
+                digested = filesystem.Digested(pieces)
+                target.upload_parts(digested, size)
+                return digested.make_entry(size)
             entry = write_file(self.staging / name, files[name])
-            (self._target / self._folder / name).upload(self.staging / name)
+            target.upload(self.staging / name)
             (self.staging / name).unlink()
             return entry
 
