@@ -10,6 +10,8 @@ from typing import Any
 from ...common.validation import check_int
 from ._refresh import DrawnBar
 
+_SHORTEST = 4  # letters of the bar itself, before values beside it are left out
+
 
 def __getattr__(name: str) -> Any:
     """Return tqdm's class under Lightning's name ``Tqdm``, imported when it is asked for."""
@@ -121,6 +123,7 @@ class TQDMProgressBar(DrawnBar):
     def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
         if (bar := self.train_progress_bar) is not None:
             bar.set_postfix(values, refresh=False)
+            _fit_postfix(bar)
             if not bar.update(done - bar.n):
                 bar.refresh()
 
@@ -162,3 +165,16 @@ class TQDMProgressBar(DrawnBar):
         for bar in bars:
             with contextlib.suppress(Exception):  # the other one is closed all the same
                 bar.close()
+
+
+def _fit_postfix(bar: Any) -> None:
+    """Leave out the values beside a bar that the terminal has no room for: tqdm would cut a number in the middle."""
+    facts = bar.format_dict
+    if not facts["ncols"] or not bar.postfix:  # a notebook
+        return
+    widest = {"n": facts["total"] or facts["n"], "rate": 999.99}
+    others = len(bar.format_meter(**{**facts, **widest, "ncols": None, "postfix": ""}))  # with a bar of ten letters
+    room = facts["ncols"] - (others - 10 + _SHORTEST) - len(", ")
+    if len(bar.postfix) > room:
+        whole, _, _ = bar.postfix[: max(0, room - len(", ..") + 1)].rpartition(", ")
+        bar.postfix = f"{whole}, ..." if whole else "..."

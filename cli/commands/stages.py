@@ -162,17 +162,16 @@ def _describe_next_steps(trainer: Trainer, model: TaskModule, place: str, progra
     """Return the commands that a finished fit leads to: look at it, evaluate it, train longer."""
     from ...trainer import TaskModule
 
-    commands = {f"treadle runs show {place}": "see its curves"}
-    saved = [callback for callback in trainer.checkpoint_callbacks if callback.best_model_path]
-    if saved:
+    run = place.removeprefix("runs/") if place.count("/") == 2 else place  # as commands find it in runs/
+    commands = {"curves": f"treadle runs show {run}"}
+    if any(callback.best_model_path for callback in trainer.checkpoint_callbacks):
         if type(model).validation_step is not TaskModule.validation_step:
-            which = "best" if any(callback.monitor for callback in saved) else "last"
-            commands[f"{program.removesuffix(' fit')} validate --from-run {place}"] = f"evaluate its {which} checkpoint"
+            commands["evaluate"] = f"{program.removesuffix(' fit')} validate --from-run {run}"
         limit = "max_steps" if trainer.max_steps != -1 else "max_epochs"
         if (value := getattr(trainer, limit)) > 0:
-            commands[f"{program} --from-run {place} ckpt_path=last trainer.{limit}={2 * value}"] = "train longer"
+            commands["continue"] = f"{program} --from-run {run} ckpt_path=last trainer.{limit}={2 * value}"
     width = max(map(len, commands))
-    return "\n".join(["next:", *(f"  {command:<{width}}  {purpose}" for command, purpose in commands.items())])
+    return "\n".join(["next:", *(f"  {purpose:<{width}}  {command}" for purpose, command in commands.items())])
 
 
 def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | DataModule | None]) -> None:

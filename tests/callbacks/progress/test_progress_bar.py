@@ -106,6 +106,29 @@ made.test(made.task, loader(6))
     assert [line for line in lines if line and not line.startswith(clean)] == []
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_value_is_shown_whole_or_not_at_all(columns):
+    source = """
+from tqdm import tqdm
+from treadle.callbacks.progress.tqdm_progress import _fit_postfix
+bar = tqdm(desc="epoch 12", total=4321, dynamic_ncols=True, mininterval=0.0, miniters=1)
+for step in range(1, 200):
+    bar.set_postfix({"val_loss": 0.123456, "train_loss": 0.7654321, "accuracy": 0.5}, refresh=False)
+    _fit_postfix(bar)
+    bar.update(1)
+"""
+    code, written = on_a_terminal(source, columns=columns)
+    assert code == 0, written
+    frames = [frame for frame in re.split(r"[\r\n]", written) if "it/s" in frame]
+    assert len(frames) > 5
+    for frame in frames[1:]:
+        values = frame.rpartition("it/s")[2].rstrip("]").split(", ")[1:]
+        assert set(values) <= {"val_loss=0.123", "train_loss=0.765", "accuracy=0.5", "..."}, frame
+        assert frame.endswith("]"), frame
+    shown = {60: 0, 80: 1, 120: 3}[columns]
+    assert sum("=" in value for value in values) == shown
+
+
 def test_leave_resume_and_no_length(tmp_path):
     code, text = on_a_terminal(f"""
 class Stream(torch.utils.data.IterableDataset):

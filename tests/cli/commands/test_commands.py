@@ -62,11 +62,13 @@ def test_fit_and_its_folder(here):
 def test_fit_ends_with_commands_that_work(here, capsys):
     assert main(["fit", "--config", "run.yaml"]) == 0
     printed = capsys.readouterr().err
-    commands = [line.split("  ")[1] for line in printed.partition("next:\n")[2].splitlines()]
+    lines = printed.partition("next:\n")[2].splitlines()
+    assert max(map(len, lines)) <= 80
+    commands = [line[line.index("treadle") :] for line in lines]
     assert commands == [
-        "treadle runs show runs/default/1",
-        "treadle validate --from-run runs/default/1",
-        "treadle fit --from-run runs/default/1 ckpt_path=last trainer.max_epochs=4",
+        "treadle runs show default/1",
+        "treadle validate --from-run default/1",
+        "treadle fit --from-run default/1 ckpt_path=last trainer.max_epochs=4",
     ]
     for command in commands:
         assert main(command.split()[1:]) == 0, command
@@ -79,7 +81,7 @@ def test_fit_ends_with_commands_that_work(here, capsys):
 def test_a_run_that_saves_nothing_is_not_said_to_go_on(here, capsys):
     assert main(["fit", "--config", "run.yaml", "trainer.enable_checkpointing=false"]) == 0
     shown = capsys.readouterr().err.partition("next:\n")[2]
-    assert shown == "  treadle runs show runs/default/1  see its curves\n"
+    assert shown == "  curves  treadle runs show default/1\n"
     assert main(["fit", "--config", "run.yaml", "trainer.fast_dev_run=true"]) == 0
     assert "next:" not in (printed := capsys.readouterr().err)
     assert "logs:" not in printed  # in whose place nothing is kept
