@@ -1,4 +1,4 @@
-"""The command line: `treadle COMMAND ...`, or `python -m treadle COMMAND ...`."""
+"""Entry point of `treadle COMMAND ...` and `python -m treadle COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ COMMANDS = {
 
 
 def format_usage() -> str:
-    """What `treadle --help` prints."""
+    """Return the text of `treadle --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {words}" for name, (_, words) in COMMANDS.items()]
     return "\n".join(["usage: treadle COMMAND ...", "", *lines, "", "`treadle COMMAND --help` tells more of each."])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status.
+    """Run the command line and return its exit status.
 
     Args:
-        arguments: What follows `treadle`. Default: the command line.
+        arguments: The words after `treadle`. Default: those of the command line.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not remaining_arguments or remaining_arguments[0] in ("-h", "--help"):

@@ -1,4 +1,4 @@
-"""`treadle doctor`: check the machines, libraries and connections a run would use."""
+"""`treadle doctor`: checks of the machines, libraries and connections of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
-    """Return the options of the command."""
+    """Return the parser of the command's options."""
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -51,7 +51,11 @@ def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 if anything is at fault, 2 for a wrong command."""
+    """Run the command and return its exit status: 1 after a fault, 2 for a wrong command line.
+
+    Args:
+        arguments: The words after `treadle doctor`.
+    """
     try:
         options = _parse(arguments)
     except ValueError as error:
@@ -89,10 +93,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the options.
+    """Parse the options.
 
     Raises:
-        ValueError: an option is unknown, with the nearest name, or its value can't be used.
+        ValueError: An option is unknown, which names the closest one, or has an unusable value.
     """
     parser = build_parser()
     names = [name for name in parser._option_string_actions if name not in ("--report", "-h")]

@@ -1,4 +1,4 @@
-"""`treadle export`: turn a checkpoint's model into files that other programs load."""
+"""`treadle export`: conversion of a checkpoint's model into files that other programs load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -46,7 +46,11 @@ def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit status."""
+    """Run the command and return its exit status.
+
+    Args:
+        arguments: The words after `treadle export`.
+    """
     try:
         options = build_parser().parse_args(arguments)
         summary = export(options.checkpoint, options.output, options.dtype, options.max_shard_size, options.model)
@@ -64,24 +68,24 @@ def export(
     max_shard_size: int | str = "5GB",
     model: int = 0,
 ) -> str:
-    """Write a checkpoint's model as safetensors, one tensor in memory at a time.
+    """Write a checkpoint's model as safetensors, with one tensor in memory at a time.
 
     Args:
-        checkpoint: A committed checkpoint, of any strategy and number of processes; a folder or a URL.
-        output: A file whose name ends in ``.safetensors``, or a folder: one that is there, or a name with a slash at
-            its end, or without the ending of a file of weights; a path or a URL. What stands there is replaced once
-            the new files are complete.
-        dtype: What to convert floating-point weights to; others are left as they are.
-        max_shard_size: The most bytes of a file in a folder, a number or ``"500MB"``, ``"2GiB"``.
-        model: Which model, where the run prepared several.
+        checkpoint: A committed checkpoint, of any strategy and world size; a folder or a URL.
+        output: A file whose name ends in ``.safetensors``, or a folder; a path or a URL. A name is a folder if the
+            folder exists, the name ends with a slash, or it does not have the suffix of a file of weights. Existing
+            files are replaced once the new ones are complete.
+        dtype: The dtype to convert floating-point weights to. Default: None, no conversion.
+        max_shard_size: The maximum size of a file in a folder, in bytes or as ``"500MB"``, ``"2GiB"``.
+        model: The index of the model, if the run prepared several.
 
     Returns:
-        What was written and what was left out, in words.
+        A sentence about what was written and what was left out.
 
     Raises:
-        ValueError: It is no checkpoint, is damaged, or an argument is none of those above; or the output is in the
+        ValueError: The checkpoint is damaged or is not a checkpoint, an argument is invalid, or the output is in the
             folder of a checkpoint, which it would destroy.
-        OSError: The disk refused.
+        OSError: The files can't be written.
     """
     # torch, for which --help need not wait
     from ...engine.checkpoint import OpenCheckpoint, extra_part, model_part
@@ -117,7 +121,7 @@ def export(
 
 
 def _is_folder(output: str | Path) -> bool:
-    """Whether the name is that of a folder: those of models have dots in them too (Qwen2.5-7B)."""
+    """Return whether an output names a folder. Names of models contain dots, too (Qwen2.5-7B)."""
     target = as_path(output)
     if target.is_dir() or str(output).endswith(("/", os.sep)):
         return True
@@ -143,7 +147,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 class _Converted:
-    """A stored tensor in another format."""
+    """Stored tensor that is converted to another dtype when it is read."""
 
     def __init__(self, stored: Any, dtype: torch.dtype | None) -> None:
         self._stored = stored

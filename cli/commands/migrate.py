@@ -1,4 +1,4 @@
-"""`treadle migrate`: rewrite the imports of a project that uses Lightning, Fabric or Accelerate."""
+"""`treadle migrate`: rewriting of the imports of a project that uses Lightning, Fabric or Accelerate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -45,7 +45,11 @@ def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 if something needs a change by hand, 2 for a wrong command."""
+    """Run the command and return its exit status: 1 if something needs a change by hand, 2 for a wrong command line.
+
+    Args:
+        arguments: The words after `treadle migrate`.
+    """
     try:
         options = build_parser().parse_args(arguments)
         path = Path(options.path)
@@ -69,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def format_summary(migration: Migration, is_written: bool) -> str:
-    """Return the lists of findings and a last line with the numbers."""
+    """Return the lists of findings and a last line with the counts."""
     by_hand = [finding for finding in migration.findings if finding.by_hand]
     differs = [finding for finding in migration.findings if not finding.by_hand]
     count = len(migration.changes)
@@ -92,7 +96,7 @@ def _print(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
 
 
 def _print_bytes(raw: bytes) -> None:
-    """Print a diff byte by byte as the files are, so that it can be applied to them."""
+    """Print a diff with the bytes of the files, so that it can be applied to them."""
     sys.stdout.flush()
     if hasattr(sys.stdout, "buffer"):
         sys.stdout.buffer.write(raw)

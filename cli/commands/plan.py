@@ -1,4 +1,4 @@
-"""`treadle plan`: what a run would do and need, before anything trains and without its machines."""
+"""`treadle plan`: the steps, memory, traffic and time of a run, computed before it starts and without its machines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -92,13 +92,10 @@ def _parse_positive(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Run the command and return its exit status: 1 if the run would not fit, 2 if it can't be planned.
 
     Args:
-        arguments: What follows `treadle plan`. Default: the command line.
-
-    Returns:
-        The exit status: 1 where the run would not fit, 2 where it can not be planned.
+        arguments: The words after `treadle plan`. Default: those of the command line.
     """
     try:
         options = _parse_options(sys.argv[1:] if arguments is None else arguments)
@@ -116,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_treadle_error(error: Exception) -> bool:
-    """Whether Treadle says what is wrong, rather than the code of a task, its data or torch."""
+    """Return whether the error was raised by Treadle, not by the code of a task, its data or torch."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -145,10 +142,13 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[str, bool]:
-    """Plan what the options ask for.
+    """Plan the run that the options describe.
+
+    Args:
+        options: The parsed command line.
 
     Returns:
-        The screen, and whether the run would fit.
+        The plan as text, and whether the run would fit.
     """
     from ...engine.planning import Plan, advise, screen, simulate
     from ...strategies import simulation
@@ -175,7 +175,7 @@ def _choose_width() -> int:
 
 
 def _choose_gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[GPU, str]:
-    """What each process has, and how that is known where it was not asked for."""
+    """Return the GPU of each process, and the origin of that choice if no option made it."""
     from ...engine.planning import detect_gpu, find_gpu
 
     local_gpu = detect_gpu() if options.gpu is None else None
@@ -199,7 +199,7 @@ def _build_subject(options: argparse.Namespace) -> Subject:
 
 
 def _merge_settings(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    """What `simulate` is given beside the subject; options win over what the subject says."""
+    """Return the arguments of `simulate` beyond the subject's functions. Options override the subject."""
     requested = {
         "world_size": options.world_size,
         "micro_batch": options.micro_batch,

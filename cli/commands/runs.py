@@ -1,4 +1,4 @@
-"""`treadle runs`: which runs there are, how they stand, and a look at one of them."""
+"""`treadle runs`: a list of runs and their states, and the details of one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
-    """The options of the list."""
+    """Return the parser of `treadle runs`."""
     parser = _make_parser(program, DESCRIPTION)
     parser.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="where the runs are (default: runs)")
     parser.add_argument("--name", help="only those of this name")
@@ -54,7 +54,7 @@ def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
 
 
 def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentParser:
-    """The options of a look at one."""
+    """Return the parser of `treadle runs show`."""
     parser = _make_parser(program, "Open one run: facts, configuration, environment, last values, curves.")
     parser.add_argument(
         "run",
@@ -81,7 +81,11 @@ def _make_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit status."""
+    """Run the command and return its exit status.
+
+    Args:
+        arguments: The words after `treadle runs`.
+    """
     try:
         if arguments and arguments[0] == "show":
             output = _show(build_show_parser().parse_args(arguments[1:]))
@@ -193,7 +197,7 @@ def _show(options: argparse.Namespace) -> str:
 
 
 def _drop_defaults(lines: Sequence[str]) -> Iterator[str]:
-    """What somebody has written of a configuration, as `printed.dump_yaml` marks it, and what it stands in."""
+    """Yield the lines of a configuration that do not come from defaults, with the sections that contain them."""
     written = [line for line in lines if f"  # {DEFAULT}" not in line]
     for line, after in pairwise([*written, ""]):
         if not line.endswith(":") or _count_indent(after) > _count_indent(line):
@@ -287,7 +291,7 @@ def _format_time(moment: float) -> str:
 
 
 def _format_age(moment: float) -> str:
-    """How long ago that was, in the unit that fits."""
+    """Return the time since a moment as text, in the largest unit of which at least one has passed."""
     seconds = max(0.0, time.time() - moment)
     for unit, length in (("day", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

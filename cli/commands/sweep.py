@@ -1,4 +1,4 @@
-"""`treadle sweep`: many runs of one configuration, each with other values."""
+"""`treadle sweep`: many runs of one configuration, each with different values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = {
 
 
 def format_usage(program: str = "treadle sweep") -> str:
-    """Return the help of the command."""
+    """Return the help text of the command."""
     from ..sweep import KEYS
 
     lines = [f"usage: {program} --config FILE [KEY=VALUE ...]", "", *_DESCRIPTION, "", "options:"]
@@ -43,7 +43,11 @@ _DESCRIPTION = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`treadle sweep`; returns the exit status."""
+    """Run `treadle sweep` and return the exit status.
+
+    Args:
+        arguments: The words after `treadle sweep`.
+    """
     return run(arguments, "treadle sweep", [sys.executable, "-m", "treadle"])
 
 
@@ -55,14 +59,15 @@ def run(
     data: type[DataModule] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> int:
-    """Do what a command line asks for, and return the exit status.
+    """Run the sweep that a command line asks for and return the exit status.
 
     Args:
-        arguments: what stands behind ``sweep``.
-        program: the name of the command, for messages.
-        command: what ``fit`` is added to, to run a trial.
-        model, data: classes that the configuration need not name.
-        defaults: a configuration that the sweep's wins over.
+        arguments: The words after ``sweep``.
+        program: The name of the command, for messages.
+        command: The words before ``fit`` in the command of a trial.
+        model: The task's class, if the configuration need not name one.
+        data: The data module's class, if the configuration need not name one.
+        defaults: A configuration that the sweep's takes precedence over.
     """
     try:
         file, overrides, dry = _parse(arguments)
@@ -85,7 +90,7 @@ def run(
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
-    """Return the sweep file, None where help is wanted, the overrides, and whether to run nothing."""
+    """Return the sweep file (None if help is requested), the overrides, and whether it is a dry run."""
     files: list[str] = []
     overrides: list[str] = []
     dry, rest = False, list(arguments)

@@ -1,4 +1,4 @@
-"""The values of a configuration. Each knows where it came from."""
+"""Values of a configuration. Each has a source."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DEFAULT = "default"
 
 
 class ConfigError(ValueError):
-    """Something is wrong with a configuration; the message is for the person who wrote it.
+    """Error in a configuration. The message is for the author of the configuration.
 
     Attributes:
-        problems: what is wrong, one by one.
+        problems: The problems, one by one.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -29,12 +29,12 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value and its source.
+    """Value with its source.
 
     Attributes:
-        data: a dict or list of values, or None, a bool, a number or a string.
-        source: where it was written: ``"run.yaml:3"``, ``"command line"``, ``"default"``.
-        text: a plain scalar as it was written, for an argument that wants text.
+        data: A dict or list of values, or None, a bool, a number or a string.
+        source: The place where it was written: ``"run.yaml:3"``, ``"command line"``, ``"default"``.
+        text: A plain scalar as it was written, for an argument of type str.
     """
 
     data: Any
@@ -43,25 +43,25 @@ class Value:
 
 
 def make_printable(text: str) -> str:
-    """A text for the terminal. What stands in a file may hold a terminal's commands; they are shown, not obeyed."""
+    """Return a text that is safe to print: a terminal's control characters, which files may contain, are replaced."""
     return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\t", "    "))
 
 
 def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The parts of a text between the secrets in it, each with the reference for the one behind it; "" at the end."""
+    """Yield the parts of a text between secrets, each with the reference to the secret after it; "" at the end."""
     longest_first = sorted(secrets, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if secrets else [text]
     return zip(parts[::2], [*(secrets[part] for part in parts[1::2]), ""], strict=True)
 
 
 def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """A message with each secret in it, as it is or as Python writes it, as the reference that stands for it."""
+    """Return a message with each secret, also in the form of its ``repr``, replaced by its reference."""
     forms = {form: name for secret, name in secrets.items() for form in (secret, repr(secret)[1:-1])}
     return "".join(before + reference for before, reference in split_at_secrets(text, forms))
 
 
 def make_value(data: Any, source: str) -> Value:
-    """Values of plain data, all from one source."""
+    """Return plain data as values, all with the same source."""
     if isinstance(data, dict):
         return Value({key: make_value(item, source) for key, item in data.items()}, source)
     if isinstance(data, list | tuple):
@@ -70,7 +70,7 @@ def make_value(data: Any, source: str) -> Value:
 
 
 def to_plain(value: Value) -> Any:
-    """The data alone."""
+    """Return a value as plain data."""
     if isinstance(value.data, dict):
         return {key: to_plain(item) for key, item in value.data.items()}
     if isinstance(value.data, list):
@@ -79,7 +79,7 @@ def to_plain(value: Value) -> Any:
 
 
 def iterate_values(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]]:
-    """Each value below ``value``, and itself, with the way there."""
+    """Iterate over a value and all values below it, each with its path."""
     yield path, value
     entries: Iterable[tuple[Key, Value]] = ()
     if isinstance(value.data, dict):
@@ -91,15 +91,15 @@ def iterate_values(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]
 
 
 def format_path(path: Path) -> str:
-    """A path as it is written on the command line."""
+    """Return a path as it is written on the command line."""
     return ".".join(map(str, path))
 
 
 def normalize(value: Value) -> Value:
-    """The same in one form: ``class_path`` and ``init_args``, as LightningCLI has them, become ``class`` and arguments.
+    """Return the values with LightningCLI's ``class_path`` and ``init_args`` rewritten to ``class`` and arguments.
 
     Raises:
-        ConfigError: both forms at once.
+        ConfigError: A mapping uses both forms.
     """
     if isinstance(value.data, list):
         return replace(value, data=[normalize(item) for item in value.data])
@@ -121,9 +121,9 @@ def normalize(value: Value) -> Value:
 
 
 def merge(before: Value, later: Value) -> Value:
-    """What both say, the later where they differ: mappings are merged, everything else is replaced.
+    """Merge two values: mappings key by key, otherwise the later one replaces the earlier one.
 
-    A mapping that names another class takes the place of the whole, as the arguments were another's.
+    A mapping that names another class replaces the earlier mapping entirely: its arguments belonged to the other class.
     """
     before = expand_class_name(before) if isinstance(later.data, dict) else before
     if not (isinstance(before.data, dict) and isinstance(later.data, dict)):
@@ -138,7 +138,7 @@ def merge(before: Value, later: Value) -> Value:
 
 
 def expand_class_name(value: Value) -> Value:
-    """The mapping that a class's bare name stands for; anything else as it is."""
+    """Return the mapping for a bare class name; any other value unchanged."""
     parts = value.data.split(".") if isinstance(value.data, str) else [""]
     if all(part.isidentifier() for part in parts) and parts[-1][0].isupper():
         return Value({"class": value}, value.source)
@@ -146,16 +146,16 @@ def expand_class_name(value: Value) -> Value:
 
 
 def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -> Value:
-    """The values with another one at ``path``; without what is there, for None.
+    """Return the values with a new one at ``path``, or without the one at ``path`` for None.
 
     Args:
-        root: the values so far, which stay as they are.
-        path: the way, with numbers in lists.
-        new: what is put there; mappings on the way that are missing are made.
-        add: append it to the list there.
+        root: The values, which are not changed.
+        path: The path, with numbers in lists.
+        new: The new value. Missing mappings on the path are created.
+        add: Whether to append it to the list at the path.
 
     Raises:
-        ConfigError: there is no such place.
+        ConfigError: There is no such place.
     """
 
     def place(value: Value | None, done: int) -> Value | None:

@@ -1,4 +1,4 @@
-"""YAML files as values with their lines. Only data comes out of them, however they are written."""
+"""YAML files as values with line numbers. Loading never creates anything but plain data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS: dict[str, Any] = {"null": type(None), "bool": bool, "int": int, "float":
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves plain words as they are; what they stand for is decided by `parse_scalar`."""
+    """YAML loader that leaves plain scalars as text; `parse_scalar` converts them."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
         if kind is yaml.ScalarNode and implicit[0]:
@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_scalar(text: str) -> Any:
-    """What a plain word stands for, as of YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and a date are text."""
+    """Convert a plain scalar by YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and a date are text."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
@@ -49,10 +49,10 @@ def parse_scalar(text: str) -> Any:
 
 
 def read(file: str | Path) -> Value:
-    """The values of a file.
+    """Return the values of a file.
 
     Raises:
-        ConfigError: it is no such file, or is damaged or harmful; with the line.
+        ConfigError: The file does not exist, is damaged or is harmful; names the line.
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
@@ -61,10 +61,10 @@ def read(file: str | Path) -> Value:
 
 
 def read_text(file: str | Path) -> str:
-    """What stands in a file.
+    """Return the text of a file.
 
     Raises:
-        ConfigError: it is no such file, or too long, or not in UTF-8.
+        ConfigError: The file does not exist, is too long, or is not UTF-8.
     """
     path = Path(file)
     try:
@@ -82,15 +82,15 @@ def read_text(file: str | Path) -> str:
 
 
 def parse(text: str, name: str, lines: bool = True) -> Value | None:
-    """The values of a text; None where there are none.
+    """Return the values of a text; None if it is empty.
 
     Args:
-        text: YAML; sections, unless it has no lines.
-        name: its file's, for sources and errors.
-        lines: whether sources have a line number.
+        text: YAML: sections, unless ``lines`` is False.
+        name: The file's name, for sources and errors.
+        lines: Whether sources have a line number.
 
     Raises:
-        ConfigError: it is damaged or harmful; with the line.
+        ConfigError: The text is damaged or harmful; names the line.
     """
     try:
         node = yaml.compose(text, _Loader)  # the tree of what is written: no tag is followed
@@ -112,12 +112,13 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
 
 
 class _NodeReader:
-    """Reads the nodes of one text."""
+    """Reader of the nodes of one text."""
 
     def __init__(self, name: str, lines: bool) -> None:
         self.name, self.lines, self.count = name, lines, 0
 
     def read_value(self, node: yaml.Node, line: yaml.Mark | None = None) -> Value:
+        """Return the value of a node."""
         source = _format_place(self.name, line or node.start_mark, self.lines)
         self.count += 1
         if self.count > MOST_VALUES:

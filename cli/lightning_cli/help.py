@@ -1,4 +1,4 @@
-"""Help of a parser: its options, with types, defaults and the words of docstrings."""
+"""Help of a parser: its options with types, defaults and descriptions from docstrings."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def format_help(
     """Return the help of a parser.
 
     Args:
-        usage: what to say instead of the usual first line.
-        prog: the program.
-        description: what it does.
-        declared: its options.
-        subcommands: its subcommands' parsers, by name.
+        usage: The first line. Default: None, the standard line.
+        prog: The name of the program.
+        description: The program's description.
+        declared: The parser's options.
+        subcommands: The subcommands' parsers by name.
     """
     words = "SUBCOMMAND [options]" if subcommands else "[options]"
     lines = [usage or f"usage: {prog} {words}", "", *textwrap.wrap(description or "", 100), "", "options:"]

@@ -1,4 +1,4 @@
-"""Parsed settings: nested namespaces whose values are reached by attribute, by key and by dotted key."""
+"""Parsed settings: nested namespaces with access by attribute, by key and by dotted key."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Namespace(argparse.Namespace):
     """Nested settings; ``config.model.lr``, ``config["model"]["lr"]`` and ``config["model.lr"]`` are the same value.
 
     Args:
-        entries: values by name or dotted name; mappings stay mappings.
-        named: further values.
+        entries: Values by name or dotted name. Mappings are kept as mappings.
+        named: Further values.
     """
 
     def __init__(self, entries: Mapping[str, Any] | argparse.Namespace | None = None, **named: Any) -> None:
@@ -67,7 +67,7 @@ class Namespace(argparse.Namespace):
         """Remove a dotted key and return its value.
 
         Raises:
-            KeyError: if there is no such key and no default.
+            KeyError: There is no such key and no default.
         """
         value = self.get(key, default)
         if value is _MISSING:
@@ -77,7 +77,7 @@ class Namespace(argparse.Namespace):
         return value
 
     def update(self, value: Any, key: str | None = None) -> Namespace:
-        """Set the value of ``key``; without a key, all values of another namespace."""
+        """Set the value of ``key``; without a key, set all values of another namespace."""
         if key is not None:
             self[key] = value
         else:
@@ -89,7 +89,7 @@ class Namespace(argparse.Namespace):
         """Iterate over dotted keys and values.
 
         Args:
-            branches: whether to include the nested namespaces themselves.
+            branches: Whether to include the nested namespaces themselves.
         """
         for name, value in vars(self).items():
             if isinstance(value, Namespace):
@@ -117,7 +117,7 @@ class Namespace(argparse.Namespace):
         return argparse.Namespace(**dict(self.items()))
 
     def clone(self) -> Namespace:
-        """Return a copy whose nested namespaces, dicts and lists are copies too."""
+        """Return a copy in which nested namespaces, dicts and lists are copied as well."""
         copied = Namespace()
         vars(copied).update({name: _copy(value) for name, value in vars(self).items()})
         return copied

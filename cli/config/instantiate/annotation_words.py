@@ -1,4 +1,4 @@
-"""Annotations and values in words, for people."""
+"""Annotations and values described in words."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ WRITTEN = (*PATHS, torch.dtype, torch.device)
 
 
 def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
+    """Return the message about an argument that a class does not have, with the closest one."""
     hint = nearest(key, valid_names)
     has = f" It has {', '.join(valid_names)}." if 0 < len(valid_names) <= 12 else "" if valid_names else " It has none."
     return f": {name} has no argument {key!r}.{hint}{has}"
 
 
 def describe_type(argument: Argument) -> str:
+    """Return an argument's annotation in parentheses; empty without one."""
     return "" if argument.type is Any else f" ({describe_annotation(argument.type)})"
 
 
 def simplify(annotation: Any) -> Any:
-    """The annotation behind ``Annotated``, ``NewType``, ``Final`` and type variables."""
+    """Return the annotation inside ``Annotated``, ``NewType``, ``Final`` and type variables."""
     while True:
         if typing.get_origin(annotation) is typing.Annotated:
             annotation = typing.get_args(annotation)[0]
@@ -61,6 +63,7 @@ def simplify(annotation: Any) -> Any:
 
 
 def has_shape(value: Value, member: Any) -> bool:
+    """Return whether the kind of a value (list, mapping, text) fits a member of a union."""
     kind = typing.get_origin(member) or member
     if isinstance(value.data, list):
         return kind in LISTS or kind is tuple
@@ -73,7 +76,7 @@ def has_shape(value: Value, member: Any) -> bool:
 
 
 def describe_annotation(annotation: Any) -> str:
-    """An annotation in words: ``int or null``, ``list of float``, ``'min' or 'max'``."""
+    """Return an annotation in words: ``int or null``, ``list of float``, ``'min' or 'max'``."""
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (None, type(None)):
@@ -115,11 +118,13 @@ def describe_annotation(annotation: Any) -> str:
 
 
 def join_words(words: list[str]) -> str:
+    """Return words joined by commas and "or", each once."""
     words = list(dict.fromkeys(words))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def format_value(value: Value, secrets: Mapping[str, str]) -> str:
+    """Return a value as it is shown in messages, with secrets hidden."""
     data = to_plain(value)
     if data is None or isinstance(data, bool):
         return {None: "null", True: "true", False: "false"}[data]

@@ -1,4 +1,4 @@
-"""Classes by name: a short one where it is plain what is meant, else an import path."""
+"""Lookup of classes by name: by a short name if it is unambiguous, otherwise by an import path."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _ROOMS = [home for _, home in _SHELVES]
 
 
 def list_shelved() -> list[type]:
-    """The classes whose extensions have short names."""
+    """Return the base classes whose subclasses have short names."""
     return [kind for kind, _ in _SHELVES]
 
 
 def is_shelved(base: Any) -> bool:
-    """Whether ``base`` only stands for others: a configuration has to say which of them."""
+    """Return whether ``base`` can't be used itself, so that a configuration must name a subclass."""
     return base in (TaskModule, DataModule, *(kind for kind, _ in _SHELVES)) or inspect.isabstract(base)
 
 
 def list_short_names(base: Any) -> dict[str, str]:
-    """What can be named without a path where a ``base`` is expected: bare names and where they are."""
+    """Return the short names of subclasses of ``base``, each with the module that has it."""
     if base is object:
         return {name: home for kind in list_shelved() for name, home in list_short_names(kind).items()}
     homes: dict[str, str] = {}
@@ -61,10 +61,14 @@ def list_short_names(base: Any) -> dict[str, str]:
 
 
 def find(name: str, base: Any) -> Any:
-    """What a name stands for where a ``base`` (``object`` for anything) is expected.
+    """Return the class or function that a name refers to.
+
+    Args:
+        name: A short name or an import path.
+        base: The class that the result must extend; ``object`` for any.
 
     Raises:
-        ConfigError: there is nothing of this name, with the nearest that is.
+        ConfigError: Nothing has this name, which names the closest one; or several classes do.
     """
     homes = list_short_names(base)
     if name in homes:
@@ -93,10 +97,13 @@ def find(name: str, base: Any) -> Any:
 
 
 def import_target(name: str) -> Any:
-    """What an import path leads to.
+    """Return the object at an import path.
+
+    Args:
+        name: The import path.
 
     Raises:
-        ConfigError: it leads nowhere, with the nearest name where it ends.
+        ConfigError: There is no such object, which names the closest one.
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
@@ -133,7 +140,7 @@ def import_target(name: str) -> Any:
 
 
 def suggest_short_name(name: str, base: type = object) -> str:
-    """A sentence for those who bring the path of another program's class where there is one of that name here."""
+    """Return a hint if a class of another library has a counterpart with the same short name; empty otherwise."""
     return f" {name!r} alone, without a path, is known here." if name in list_short_names(base) else ""
 
 
@@ -153,7 +160,7 @@ def _is_subclass(candidate: Any, base: type) -> bool:
 
 
 def _iterate_loaded_classes(base: Any) -> Iterator[type]:
-    """The classes of users and their libraries that extend ``base``, as far as they are imported."""
+    """Iterate over imported subclasses of ``base`` that belong neither to torch nor to Treadle."""
     cls: type
     for cls in type.__subclasses__(base) if isinstance(base, type) else ():
         if not cls.__module__.startswith(("torch.", "treadle.")) and "<" not in cls.__qualname__:
