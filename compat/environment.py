@@ -66,10 +66,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage and return a None for each argument: ``a, b = release_memory(a, b)``.
+    """Collect garbage and return a None for each argument.
 
     The caller's names refer to the objects during the call. Their memory is freed when the names are bound to the
-    result.
+    result: ``a, b = release_memory(a, b)``.
 
     Args:
         *objects: The objects to release.

@@ -1,4 +1,4 @@
-"""Questions to an error: did memory run out, and where."""
+"""Queries whether an error reports too little memory, and on which device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_cuda_out_of_memory(exception: BaseException) -> bool:
 
 
 def is_cudnn_snafu(exception: BaseException) -> bool:
-    """Return whether cuDNN says that it does not support something: its word for a workspace it could not get."""
+    """Return whether cuDNN reports "not supported", as it does if it can't allocate a workspace."""
     return isinstance(exception, RuntimeError) and "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED" in str(exception)
 
 
@@ -40,5 +40,5 @@ def is_out_of_cpu_memory(exception: BaseException) -> bool:
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Return nested data with its tensors detached, and with ``to_cpu`` in host memory."""
+    """Return nested data with its tensors detached, and with ``to_cpu`` moved to the CPU."""
     return apply_to_collection(in_dict, Tensor, lambda t: t.detach().cpu() if to_cpu else t.detach())

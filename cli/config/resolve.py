@@ -41,7 +41,7 @@ SECTIONS = {
     "run": "{name: default, dir: runs}: where the run's folder is",
     "vars": "whatever you like, to refer to as ${vars.name}",
 }
-"""What a configuration may hold."""
+"""Sections of a configuration, with their descriptions."""
 
 COMMAND_LINE = "command line"
 MOST_EXPANDED = 100_000

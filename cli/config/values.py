@@ -12,7 +12,7 @@ from ...common.messages import nearest
 Key = str | int
 Path = tuple[Key, ...]
 DEFAULT = "default"
-"""The source of a value that nobody has set."""
+"""Source of a default value."""
 
 
 class ConfigError(ValueError):

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import sys
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NoReturn
@@ -45,6 +44,7 @@ from .settings import (
     read_settings,
     remove_value,
 )
+from .subcommands import Subcommands, signature_of_return
 from .writing import drop_equal, drop_none, dump_yaml, escape_references, to_plain
 
 _FLAG_ACTIONS = {"store_true": (True, False), "store_false": (False, True)}
@@ -54,12 +54,7 @@ _PEER_FLAGS = frozenset({"model_registry"})
 
 
 class ActionConfigFile(argparse.Action):
-    """Marker of the option that reads configuration files.
-
-    Example:
-        >>> parser = LightningArgumentParser()
-        >>> parser.add_argument("--config", action=ActionConfigFile)
-    """
+    """Marker of the option that reads files: ``parser.add_argument("--config", action=ActionConfigFile)``."""
 
 
 class LightningArgumentParser:
@@ -455,22 +450,11 @@ class LightningArgumentParser:
         return self.get_defaults().get(key)
 
     def add_subcommands(self, required: bool = True, dest: str = "subcommand", **unused: Any) -> Subcommands:
-        """Return the object whose ``add_subcommand`` adds a subcommand with its own parser.
-
-        Args:
-            required: Accepted and ignored.
-            dest: Accepted and ignored.
-            **unused: Accepted and ignored.
-        """
+        """Return the object whose ``add_subcommand`` adds a subcommand with its own parser; arguments are ignored."""
         return Subcommands(self)
 
     def add_argument_group(self, *unused: Any, **also_unused: Any) -> LightningArgumentParser:
-        """Return this parser: argparse's groups only order the help.
-
-        Args:
-            *unused: Accepted and ignored.
-            **also_unused: Accepted and ignored.
-        """
+        """Return this parser and ignore the arguments: groups only order argparse's help."""
         return self
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -498,19 +482,11 @@ class LightningArgumentParser:
         return self._guard(lambda: self._parse_object(cfg_obj, cfg_base))
 
     def parse_path(self, cfg_path: str | FilePath) -> Namespace:
-        """Return the configuration that a file asks for.
-
-        Args:
-            cfg_path: Path of a YAML or JSON file.
-        """
+        """Return the configuration that a YAML or JSON file, ``cfg_path``, asks for."""
         return self._guard(lambda: self._finish_any(merge(self.start(), read_settings(cfg_path))))
 
     def parse_string(self, cfg_str: str) -> Namespace:
-        """Return the configuration that a text asks for.
-
-        Args:
-            cfg_str: The text, in YAML.
-        """
+        """Return the configuration that a text in YAML, ``cfg_str``, asks for."""
         parsed = parse(cfg_str, "text")
         return self._guard(lambda: self._finish_any(merge(self.start(), normalize(parsed or Value({}, "text")))))
 
@@ -551,11 +527,7 @@ class LightningArgumentParser:
             self.error(error)
 
     def error(self, message: str | ConfigError) -> NoReturn:
-        """Print an error and exit with status 2.
-
-        Args:
-            message: The error.
-        """
+        """Print an error and exit with status 2."""
         error = message if isinstance(message, ConfigError) else ConfigError(message)
         *others, last = error.problems
         sys.exit(report_error(self.prog, ConfigError(*others, f"{last}\n`{self.prog} --help` lists the options.")))
@@ -585,27 +557,14 @@ class LightningArgumentParser:
             yield key, f"{self.env_prefix}_{key}".upper().replace(".", "__")
 
     def merge_file(self, root: Value, file: str | FilePath) -> Value:
-        """Return the settings with those of a file merged into them.
-
-        Args:
-            root: The settings.
-            file: Path of the file.
-        """
+        """Return the settings with those of a file merged into them."""
         settings = read_settings(file)
         for key, value in settings.data.items():
             root = self.place(root, str(key), value, merging=True)
         return root
 
     def place(self, root: Value, key: str, value: Value, add: bool = False, merging: bool = False) -> Value:
-        """Return the settings with one dotted key set, extended, or merged into.
-
-        Args:
-            root: The settings.
-            key: The dotted key.
-            value: The new value.
-            add: Whether to append the value to the list at the key.
-            merging: Whether to merge a mapping into the one at the key.
-        """
+        """Return the settings with one dotted key set, its list extended (``add``) or its mapping merged."""
         path: Path = tuple("class" if part == "class_path" else part for part in key.split(".") if part != "init_args")
         if key in self.declared and isinstance(self.declared[key], ClassGroup):
             value = read_named_file(value)
@@ -637,12 +596,7 @@ class LightningArgumentParser:
     # -- checking ----------------------------------------------------------------------------------------------------
 
     def finish(self, root: Value, partial: bool = False) -> Namespace:
-        """Return the checked configuration with all defaults and links applied.
-
-        Args:
-            root: The settings.
-            partial: Whether required values may be missing.
-        """
+        """Return the checked configuration with all defaults and links; ``partial`` allows missing values."""
         recipes = self._check(root, partial=partial)
         config = Namespace(dict.fromkeys(self.config_keys))
         for key in self.declared:
@@ -841,35 +795,3 @@ class LightningArgumentParser:
             file: The stream to print to. Default: standard output.
         """
         print(self.format_help(), file=file)
-
-
-class Subcommands:
-    """Subcommands of a parser, each with its own parser."""
-
-    def __init__(self, parser: LightningArgumentParser) -> None:
-        self.parser = parser
-
-    def add_subcommand(self, name: str, parser: LightningArgumentParser, help: str | None = None) -> None:
-        """Add a subcommand.
-
-        Args:
-            name: The subcommand.
-            parser: Its parser.
-            help: Its description in the help.
-        """
-        parser.prog = f"{self.parser.prog} {name}"
-        parser.env_prefix = f"{self.parser.env_prefix}_{name.upper()}_"
-        parser.default_env = parser.default_env or self.parser.default_env
-        parser.exit_on_error = self.parser.exit_on_error
-        parser.parser_mode = self.parser.parser_mode if parser.parser_mode == "yaml" else parser.parser_mode
-        if help:
-            parser.description = help
-        self.parser.subcommands[name] = parser
-
-
-def signature_of_return(function: Callable[..., Any]) -> Any:
-    """Return the annotation of a function's return value; None without one."""
-    try:
-        return typing.get_type_hints(function).get("return")
-    except NameError:  # imported for type checkers only
-        return None

@@ -22,7 +22,7 @@ from ..config.instantiate import catalog
 
 Path = tuple[str | int, ...]
 VARIABLE = "environment variable"
-"""What the source of a variable's value begins with."""
+"""Prefix of the source of an environment variable's value."""
 PLAIN = (type(None), bool, int, float, str)
 _PEER_PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning.")
 _CONFIG_FILES = (".yaml", ".yml", ".json")

@@ -29,9 +29,9 @@ _ROOTS = {
 }
 _OURS = ("treadle", "treadle.compat")
 PEER_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
-"""The top-level packages that are replaced."""
+"""Top-level packages that are replaced."""
 MISSING = object()
-"""What `look_up` returns where there is nothing."""
+"""Return value of `look_up` for a missing name."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from ...strategies.processes import die_with_parent
 
 VARIABLE = "TREADLE_TRIAL"
-"""The environment variable by which a sweep tells a process which trial it runs."""
+"""Environment variable that passes the assignment."""
 
 
 @dataclass(frozen=True)

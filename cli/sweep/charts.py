@@ -46,7 +46,7 @@ for (const part of parts) {
   part.addEventListener("mouseleave", () => show(false));
 }
 """
-"""What is under the pointer is shown in every chart and in the table."""
+"""Highlights the trial under the pointer in every chart and in the table."""
 
 
 @dataclass(frozen=True)

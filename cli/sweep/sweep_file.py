@@ -26,7 +26,7 @@ KEYS = {
     "storage": "an Optuna storage URL, or journal; by default an SQLite file in the sweep's folder",
     "max_failures": "stop when so many trials have failed and none has not, 3 by default; null never stops",
 }
-"""What a sweep file may hold."""
+"""Keys of a sweep file, with their descriptions."""
 
 METHODS = ("grid", "random", "tpe")
 PRUNERS = ("hyperband", "asha", "median", "percentile", "threshold")
@@ -54,7 +54,7 @@ _ELSEWHERE = {
     "direction": "write metric: {name: ..., goal: ...}",
 }
 _CONTINUABLE = ("trials", "processes", "max_failures")
-"""What may change between two sessions of one sweep."""
+"""Keys whose values may change between two sessions of one sweep."""
 
 
 Goal = Literal["minimize", "maximize"]

@@ -1,4 +1,4 @@
-"""Layers that see the samples of all processes."""
+"""Layers that use the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LayerSync", "TorchSyncBatchNorm"]
 
 
 class LayerSync(ABC):
-    """Base of what puts such layers into a model. A Trainer takes `TorchSyncBatchNorm` only."""
+    """Base of classes that add such layers to a model. A Trainer accepts `TorchSyncBatchNorm` only."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
@@ -20,7 +20,7 @@ class LayerSync(ABC):
 
     @abstractmethod
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model without them."""
+        """Return the model without such layers."""
 
 
 LayerSync.register(TorchSyncBatchNorm)

@@ -33,7 +33,7 @@ DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 PLAIN = (type(None), bool, int, float, str)
 PATHS = (FilePath, os.PathLike)
 WRITTEN = (*PATHS, torch.dtype, torch.device)
-"""What is made of one word of text."""
+"""Types that are written as one word of text."""
 
 
 def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:

@@ -27,7 +27,7 @@ _SHELVES: tuple[tuple[type, str], ...] = (
     (torch.optim.lr_scheduler.LRScheduler, "torch.optim.lr_scheduler"),
     (torch.nn.Module, "torch.nn"),
 )
-"""Where classes that extend the first are looked for under their bare names."""
+"""Modules in which subclasses of the first are looked up by their short names."""
 _ROOMS = [home for _, home in _SHELVES]
 
 

@@ -1,4 +1,4 @@
-"""tqdm as Lightning's progress bar draws it."""
+"""tqdm with the number format of Lightning's progress bar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TQDMProgressBar", "Tqdm", "convert_inf"]
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """A bar whose metrics are all equally wide, so that the line doesn't jump."""
+    """Progress bar whose metrics have equal widths, so that the line does not jump."""
 
     @staticmethod
     def format_num(n: int | float | str) -> str:
@@ -25,5 +25,5 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
 
 def convert_inf(x: Any) -> Any:
-    """Return None for an infinite or missing length, which tqdm shows without a total, and others as they are."""
+    """Return None for an infinite, NaN or missing length, and any other length unchanged."""
     return None if x is None or math.isinf(x) or math.isnan(x) else x
