@@ -466,9 +466,6 @@ def prepare_data_loader(
         use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
         torch_device_mesh: Ranks that differ only in its dimensions ``"tp"`` and ``"cp"`` read the same batches.
 
-    Returns:
-        A `DataLoaderShard` or `DataLoaderDispatcher`.
-
     Raises:
         ValueError: The batch size can't be split, or ``dispatch_batches`` is set without ``put_on_device``.
     """

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .parser import LightningArgumentParser
+from typing import Any
 
 
 class Subcommands:
-    """Subcommands of a parser, each with its own parser."""
+    """Subcommands of a `LightningArgumentParser`, each with its own parser."""
 
-    def __init__(self, parser: LightningArgumentParser) -> None:
+    def __init__(self, parser: Any) -> None:
         self.parser = parser
 
-    def add_subcommand(self, name: str, parser: LightningArgumentParser, help: str | None = None) -> None:
+    def add_subcommand(self, name: str, parser: Any, help: str | None = None) -> None:
         """Add a subcommand.
 
         Args:
