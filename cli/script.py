@@ -51,12 +51,12 @@ def run(
     if not remaining_arguments or remaining_arguments[0] not in _STAGES:
         usage = f"usage: python {program} {'|'.join((*_STAGES, 'sweep'))} [--config FILE ...] [KEY=VALUE ...]"
         if remaining_arguments and remaining_arguments[0] in ("-h", "--help"):
-            print(f"{usage}\n\n`python {program} fit --help` tells more.")
+            print(f"{usage}\n\n`python {program} fit --help` lists the options.")
             sys.exit(0)
         complaint = (
-            f"{remaining_arguments[0]!r} is none of {', '.join((*_STAGES, 'sweep'))}."
+            f"{remaining_arguments[0]!r} is not one of {', '.join((*_STAGES, 'sweep'))}."
             if remaining_arguments
-            else "say what to do."
+            else "a command is missing."
         )
         print(f"{program}: {complaint}\n{usage}", file=sys.stderr)
         sys.exit(2)

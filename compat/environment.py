@@ -97,7 +97,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     from tqdm.auto import tqdm as bar
 
     if args and isinstance(args[0], bool):
-        raise TypeError("tqdm's first argument is what to go through; give main_process_only by its name.")
+        raise TypeError("tqdm's first argument is the iterable; pass main_process_only as a keyword.")
     if main_process_only and current_place()[2] != 0:
         kwargs["disable"] = True
     return bar(*args, **kwargs)
@@ -114,8 +114,8 @@ def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
         RuntimeError: Always.
     """
     raise RuntimeError(
-        "Treadle reads no configuration file of the machine, so write_basic_config has nothing to write. Give the "
-        "settings to Accelerator(...), and the number of processes to torchrun or `treadle launch`."
+        "write_basic_config is not supported: Treadle reads no configuration file of the machine. Pass the settings "
+        "to Accelerator(...), and the number of processes to torchrun or `treadle launch`."
     )
 
 
@@ -170,7 +170,9 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         if key and value and not set(";\n<> ") & set(key + value):
             lines.append(f"{key}={value}\n")
         else:
-            warn(f"{key}={value!r} is left out: a variable may not be empty, nor hold ';', '<', '>', spaces or breaks.")
+            warn(
+                f"{key}={value!r} is left out: a variable must not be empty or contain ';', '<', '>', spaces or breaks."
+            )
     return lines
 
 

@@ -290,8 +290,8 @@ def _merge_distributed(folder: Path) -> dict[str, Any]:
 def _check_sharded(accelerator: Any) -> None:
     if not accelerator.is_fsdp2:
         raise ValueError(
-            "the accelerator shards no models. Make it with fsdp_plugin=FullyShardedDataParallelPlugin(), on several "
-            "processes."
+            "the accelerator does not shard models. Create it with fsdp_plugin=FullyShardedDataParallelPlugin(), on "
+            "several processes."
         )
 
 

@@ -108,7 +108,7 @@ def _get_holders(model: Any, attribute: str) -> list[Any]:
     holders = _find_holders(model, attribute)
     if not holders:
         raise AttributeError(
-            f"{attribute!r} is an attribute neither of the task, nor of its data module, nor a hyperparameter of one."
+            f"{attribute!r} is not an attribute of the task or its data module, nor a hyperparameter of either."
         )
     return holders
 

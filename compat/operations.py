@@ -145,9 +145,9 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         torch.set_rng_state(world.broadcast(torch.get_rng_state()))
     elif name == "cuda":
         if world.device.type != "cuda":
-            raise ValueError("rng_type='cuda', but this process computes on the CPU.")
+            raise ValueError("rng_type='cuda' needs a CUDA device, but this process computes on the CPU.")
         torch.cuda.set_rng_state(world.broadcast(torch.cuda.get_rng_state()))
     else:
         if generator is None:
-            raise ValueError("rng_type='generator' needs generator=.")
+            raise ValueError("rng_type='generator' needs the argument generator.")
         generator.set_state(world.broadcast(generator.get_state()))

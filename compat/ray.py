@@ -32,8 +32,8 @@ def RayLightningEnvironment() -> LaunchEnvironment:
     launched = LaunchEnvironment.read()
     if launched is None or launched.launcher != "ray":
         raise RuntimeError(
-            "this is not a worker of Ray Train: make the Trainer in the function that ray.train.torch.TorchTrainer "
-            "gets, or leave RayLightningEnvironment() out."
+            "this is not a worker of Ray Train: create the Trainer in the function passed to "
+            "ray.train.torch.TorchTrainer, or leave RayLightningEnvironment() out."
         )
     return launched
 

@@ -55,7 +55,7 @@ _REFUSED = {
     "deepspeed": "use strategy='fsdp'",
     "parallelism_config": "use FSDP(tensor_parallel_size=...)",
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
-    "ignore_data_skip": "a resume goes on with the next batch always",
+    "ignore_data_skip": "a resume always continues with the next batch",
     "group_by_length": "give the DataLoader a batch sampler that groups by length",
     "label_smoothing_factor": "override training_step of the task",
     "neftune_noise_alpha": "add the noise in a forward hook of the embeddings",
@@ -183,13 +183,13 @@ def _refuse(args: Any) -> None:
     if _read(args, "logging_strategy") == "epoch":
         lines.append("logging_strategy='epoch': log with on_step=False, on_epoch=True in the task")
     if lines:
-        raise ValueError("TrainingArguments that are said in another way here:\n  " + "\n  ".join(lines))
+        raise ValueError("TrainingArguments without a direct translation:\n  " + "\n  ".join(lines))
     changed = [name for name, default in defaults.items() if default is not MISSING and _read(args, name) != default]
     if idle := [name for name in changed if name in _WITHOUT_EFFECT]:
-        announce(f"TrainingArguments that change nothing in Treadle: {', '.join(idle)}; see docs/from_hf_trainer.md")
+        announce(f"TrainingArguments without effect in Treadle: {', '.join(idle)}; see docs/from_hf_trainer.md")
     known = {*_BY_THE_SCRIPT, *_WITHOUT_EFFECT, *_REFUSED, *_TRANSLATED}
     if newer := [name for name in changed if name not in known]:
-        warn(f"training_arguments does not know {', '.join(newer)} of this version of transformers; left out.")
+        warn(f"training_arguments does not know {', '.join(newer)} of this version of transformers; ignored.")
 
 
 _TRANSLATED = (

@@ -20,18 +20,18 @@ GRACE = 3.0  # seconds; launchers look after their processes several times a sec
 
 WORDS = {
     "fit": "train a task",
-    "validate": "measure a task with its validation steps",
-    "test": "measure a task with its test steps",
+    "validate": "evaluate a task with its validation steps",
+    "test": "evaluate a task with its test steps",
     "predict": "run a task's predict steps",
 }
 OPTIONS = {
-    "-c, --config FILE": "a YAML file; give several, and a later one wins",
+    "-c, --config FILE": "a YAML file; may be repeated, later files take precedence",
     "KEY=VALUE": "set one value: trainer.max_epochs=3, model.lr=3e-4, trainer.callbacks.0.monitor=val_loss",
     "KEY+=VALUE": "add to a list: trainer.callbacks+=LearningRateMonitor",
-    "~KEY": "take a key out",
-    "--from-run RUN": "begin with an earlier run's configuration: its number, NAME/NUMBER, folder, or a checkpoint",
-    "--print-config": "print the whole configuration, with defaults and where each value came from, and run nothing",
-    "-h, --help [NAME]": "this, or what a section or class takes: --help model, --help EarlyStopping, --help my.Task",
+    "~KEY": "remove a key",
+    "--from-run RUN": "start from an earlier run's configuration: its number, NAME/NUMBER, folder, or a checkpoint",
+    "--print-config": "print the whole configuration with defaults and the source of each value, and run nothing",
+    "-h, --help [NAME]": "this, or help of a section or class: --help model, --help EarlyStopping, --help my.Task",
 }
 
 
@@ -54,7 +54,7 @@ def format_usage(stage: str, program: str) -> str:
     lines += [f"  {name:<20}  {words}" for name, words in SECTIONS.items()]
     lines += [
         "",
-        f"`{program} --help trainer` lists the Trainer's flags, `--help EarlyStopping` what that callback takes.",
+        f"`{program} --help trainer` lists the Trainer's flags, `--help EarlyStopping` that callback's arguments.",
     ]
     return "\n".join(lines)
 
@@ -116,9 +116,9 @@ def parse_options(arguments: Sequence[str]) -> Options:
         elif equals or word.startswith("~"):
             options.overrides.append(word)
         elif word.endswith((".yaml", ".yml")):
-            raise ConfigError(f"{COMMAND_LINE}: {word}: a file stands behind --config.")
+            raise ConfigError(f"{COMMAND_LINE}: {word}: write a file after --config, as in --config {word}.")
         else:
-            raise ConfigError(f"{COMMAND_LINE}: {word}: write it as key.path=value, or a file behind --config.")
+            raise ConfigError(f"{COMMAND_LINE}: {word}: write it as key.path=value, or a file after --config.")
     if options.from_run is not None:
         options.from_run = _locate_run(options.from_run, options.overrides)
     return options
@@ -141,7 +141,7 @@ def _take_value(name: str, equals: str, value: str, rest: list[str], value_kind:
     if equals:
         return value
     if not rest:
-        raise ConfigError(f"{COMMAND_LINE}: {name} needs {value_kind} behind it.")
+        raise ConfigError(f"{COMMAND_LINE}: {name} needs {value_kind} after it.")
     return rest.pop(0)
 
 
@@ -176,7 +176,7 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
         return str(folder), _read_checkpoint_config(folder)
     file = folder / CONFIG if folder.is_dir() else folder
     if not file.is_file():
-        problem = f"has no {CONFIG} and is no checkpoint" if folder.is_dir() else "there is no such folder"
+        problem = f"has no {CONFIG} and is not a checkpoint" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"--from-run {place}: {problem}.")
     return str(file), read_text(local_folder(folder) / CONFIG if isinstance(file, RemotePath) else file)
 

@@ -40,7 +40,7 @@ def describe_target(target: Any, title: str = "") -> str:
         lines.append(f"  {name}: {kind}; {default}")
         lines += _wrap_text(words.get(name, "").replace("``", ""), "      ")
     if takes.open and target is not Trainer:
-        lines += ["", "  and other arguments, which it does not say."]
+        lines += ["", "  and other arguments, which its signature does not name."]
     return "\n".join(lines)
 
 
@@ -66,7 +66,7 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
             raise ConfigError(f"{name}: {SECTIONS[name]}.")
         if not isinstance(named, str):
             raise ConfigError(
-                f"the configuration names no class for {name!r}: --config FILE, or --help my_module.MyClass."
+                f"the configuration names no class for {name!r}. Use --config FILE, or --help my_module.MyClass."
             )
         name = named
     if "." in name:
@@ -76,7 +76,7 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
             return catalog.find(name, base)
     all_names = [short_name for base in catalog.list_shelved() for short_name in catalog.list_short_names(base)]
     hint = nearest(name, [*SECTIONS, *all_names])
-    raise ConfigError(f"there is no section and no class {name!r}.{hint} A class of yours needs its import path.")
+    raise ConfigError(f"there is no section and no class {name!r}.{hint} A user-defined class needs its import path.")
 
 
 def _format_default(default: Any) -> str:

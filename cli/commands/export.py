@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import torch
 
 DESCRIPTION = """\
-Write the model of a checkpoint, whole and without its optimizer, as safetensors. Shards are put together one tensor
-after the other, so a model that fits into no memory can be exported too.
+Write the full model of a checkpoint, without its optimizer, as safetensors. Shards are merged one tensor at a time, so
+a model that is larger than memory can be exported, too.
 
     treadle export runs/last.ckpt model.safetensors                     one file
-    treadle export runs/last.ckpt weights/                              a folder, as Hugging Face's loaders want it
+    treadle export runs/last.ckpt weights/                              a folder in Hugging Face's format
     treadle export runs/last.ckpt weights/ --max-shard-size 2GB --dtype bfloat16
 
 The files load with safetensors.torch.load_file, from_pretrained, or treadle.load_weights."""
@@ -40,8 +40,10 @@ def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", help="the checkpoint's folder")
     parser.add_argument("output", help="a file whose name ends in .safetensors, or a folder")
     parser.add_argument("--dtype", help="convert floating-point weights: float32, bfloat16, float16, float64")
-    parser.add_argument("--max-shard-size", default="5GB", help="the most bytes of a file in a folder (default: 5GB)")
-    parser.add_argument("--model", type=int, default=0, help="which model, where the run prepared several (default: 0)")
+    parser.add_argument("--max-shard-size", default="5GB", help="maximum size of a file in a folder (default: 5GB)")
+    parser.add_argument(
+        "--model", type=int, default=0, help="index of the model, if the run prepared several (default: 0)"
+    )
     return parser
 
 
@@ -116,7 +118,7 @@ def export(
         make_parent(target)
         write_atomically(target, lambda beside: write_file(Path(beside), tensors, aliases))
     size = sum(nbytes(tensor) for tensor in tensors.values())
-    without = f", without what is no tensor: {', '.join(left_out)}" if left_out else ""
+    without = f", without values that are not tensors: {', '.join(left_out)}" if left_out else ""
     return f"{target}: {len(stored)} tensors, {size:,} bytes{without}"
 
 
@@ -128,8 +130,8 @@ def _is_folder(output: str | Path) -> bool:
     suffix = PurePosixPath(target.name).suffix
     if suffix in _OTHER_ENDINGS:
         raise ValueError(
-            f"{target}: weights are written as safetensors, so a file's name must end in .safetensors; a folder that "
-            "is not there yet and is to have this name needs a slash at its end."
+            f"{target}: weights are written as safetensors, so a file's name must end in .safetensors. For a "
+            "new folder of this name add a slash at its end."
         )
     return suffix != ".safetensors"
 

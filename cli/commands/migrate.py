@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Rewrite a project's imports of lightning, pytorch_lightning, lightning_fabric and accelerate, and what uses them:
-lightning.pytorch.X becomes treadle.X, or treadle.compat.X. Everything else in the files stays as it is.
+lightning.pytorch.X becomes treadle.X, or treadle.compat.X. Everything else in the files is unchanged.
 
     treadle migrate .                   print what would change, as a diff
-    treadle migrate src/train.py        the same of a single file
+    treadle migrate src/train.py        the same for a single file
     treadle migrate . --write           change the files
 
 Looks at Python files, code cells of notebooks, and class paths in configurations. Hidden folders, virtual
 environments and symbolic links are left out. Lists, by file and line, what has no counterpart and what behaves
-otherwise. Ends with status 1 if something needs a change by hand."""
+differently. Ends with status 1 if something needs a change by hand."""
 
 NEEDS_A_HAND = "Needs a change by hand"
-DIFFERS = "Runs, and behaves otherwise (docs/differences.md)"
+DIFFERS = "Runs, but behaves differently (docs/differences.md)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         path = Path(options.path)
         if not path.is_dir() and not path.is_file():
             state = "is neither a folder nor a file" if path.exists() else "does not exist"
-            raise ValueError(f"{options.path!r} {state}; name a project's folder or a file of it.")
+            raise ValueError(f"{options.path!r} {state}. Name a project's folder or a file in it.")
         require("treadle migrate", "libcst", extra="migrate")
         from ..migrate import migrate_project
 

@@ -126,7 +126,7 @@ class _PlannedRun:
 
     def _read_placement(self, flags: dict[str, Any]) -> None:
         if flags.get("sync_batchnorm"):
-            raise ValueError("a plan does not know what sync_batchnorm=True sends; set it to false to plan the rest.")
+            raise ValueError("sync_batchnorm=True can't be planned: its traffic is unknown. Set it to false.")
         devices, nodes = flags.get("devices", 1), flags.get("num_nodes", 1)
         count = len(devices) if isinstance(devices, list) else devices
         count = max(1, int(count)) if isinstance(count, int) or str(count).isdecimal() else 1
@@ -145,7 +145,7 @@ class _PlannedRun:
         trainer, data = self.trainer, self.checked.build_datamodule()
         task = self._make_task()
         if not task.automatic_optimization:
-            raise ValueError("a task with automatic_optimization=False decides about its steps itself: no plan of it.")
+            raise ValueError("automatic_optimization=False can't be planned: the task controls its own steps.")
         trainer.task, trainer.datamodule = task, data
         if data is not None:
             data.trainer = trainer
@@ -159,7 +159,7 @@ class _PlannedRun:
         self.batch = next(iter(loader), None)
         trainer.accelerator.close_loaders()
         if self.batch is None:
-            raise ValueError(f"{type(self.source).__name__} yields no batch: a plan needs one to know its form.")
+            raise ValueError(f"{type(self.source).__name__} yields no batch: a plan needs one to know its shapes.")
         self.size = _count_samples(self.source, self.batch)
 
     def _count_batches(self) -> int | None:
@@ -221,7 +221,7 @@ class _PlannedRun:
         value = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(value, Tensor) or not value.requires_grad:
             description = "a tensor without a graph" if isinstance(value, Tensor) else type(output).__name__
-            raise ValueError(f"training_step returned {description}, and a plan needs a loss to go backward from.")
+            raise ValueError(f"training_step returned {description}, but a plan needs a loss that requires gradients.")
         return value
 
     def make_optimizer(self, _: Iterable[nn.Parameter]) -> Optimizer:
@@ -279,9 +279,9 @@ class _PlannedRun:
         if not schedulers:
             words = f"learning rate {first} throughout"
         elif by_value is not None:
-            words = f"learning rate {first} at first, then as {by_value.monitor} goes"
+            words = f"learning rate {first} at first, then depending on {by_value.monitor}"
         elif per_epoch is None and any(config.interval == "epoch" for config in schedulers):
-            words = f"learning rate {first} at first; it changes with epochs, and their length is not known"
+            words = f"learning rate {first} at first; it changes with epochs of unknown length"
         elif total is None or total > _MOST_STEPS:
             words = f"learning rate {first} at first; drawn for runs of up to {_MOST_STEPS:,} steps"
         else:
@@ -345,7 +345,10 @@ def _read_leading_size(batch: Any) -> int:
             pending[:0] = value.values()
         elif isinstance(value, list | tuple):
             pending[:0] = value
-    raise ValueError(f"a plan can't tell how many samples a {type(batch).__name__} holds: there is no tensor in it.")
+    raise ValueError(
+        f"the number of samples in a {type(batch).__name__} is unknown, because it contains no tensor. Give the "
+        "DataLoader a batch_size."
+    )
 
 
 def _is_plain_loader(source: Any) -> bool:

@@ -89,7 +89,7 @@ def run(
     from .printed import dump_yaml
 
     checked = check(config, model, data)
-    text = dump_yaml(checked.resolve_defaults(), config.secrets, f"{program}, with everything filled in")
+    text = dump_yaml(checked.resolve_defaults(), config.secrets, f"{program}, with all defaults")
     if options.show:
         say(text.rstrip("\n"))
         return None
@@ -144,7 +144,7 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
         if stage == "fit":
             stage_options["schedule"] = checked.schedule
         elif checked.config.find_source("schedule") == COMMAND_LINE:
-            raise ConfigError(f"{COMMAND_LINE}: schedule is for fit, which resumes; {stage} has none. Leave it out.")
+            raise ConfigError(f"{COMMAND_LINE}: schedule applies to fit only, not to {stage}. Leave it out.")
         if stage == "predict" and not keep:
             stage_options["return_predictions"] = False
         try:
@@ -167,9 +167,9 @@ def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | Data
                 value.data
             ):
                 raise ConfigError(
-                    f"{config.find_source(format_path(path))}: {format_path(path)} holds a secret, and "
-                    f"save_hyperparameters() would put it into checkpoints and logs: leave it out "
-                    f"there, with ignore={[path[1]]!r}."
+                    f"{config.find_source(format_path(path))}: {format_path(path)} holds a secret, "
+                    "which save_hyperparameters() would write to checkpoints and logs. Exclude it "
+                    f"with ignore={[path[1]]!r}."
                 )
 
 
@@ -208,7 +208,7 @@ def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) 
         return earlier
     if earlier is not None and (as_path(earlier) / CONFIG).is_file():
         return "best" if any(callback.monitor is not None for callback in trainer.checkpoint_callbacks) else "last"
-    warn("no ckpt_path: the weights are those that the task is built with.")
+    warn("ckpt_path is not set: the task's initial weights are used.")
     return None
 
 
@@ -240,15 +240,15 @@ def _open_run_folder(
     file = as_path(earlier) / CONFIG
     if not file.is_file():
         raise ConfigError(
-            f"--from-run {earlier} is not a run's folder, in which ckpt_path={word} could look. Name the folder, to go "
-            "on in it; or give ckpt_path=CHECKPOINT, to begin a new run."
+            f"--from-run {earlier} is not the folder of a run, which ckpt_path={word} needs. Name the run's folder to "
+            "resume it, or set ckpt_path=CHECKPOINT to start a new run."
         )
     for key in ("run.name", "run.dir"):
         source = checked.config.find_source(key)
         if source != "defaults" and f"{file}:" not in source:
             raise ConfigError(
-                f"{source}: {key} is for a new run, but with ckpt_path={word} the one in {earlier} goes on where it "
-                f"is. Leave {key} out; or give ckpt_path=CHECKPOINT, to begin a new run."
+                f"{source}: {key} is for a new run, but ckpt_path={word} resumes the run in {earlier}. Leave {key} "
+                "out, or set ckpt_path=CHECKPOINT to start a new run."
             )
     return RunFolder.open(earlier, flags)
 

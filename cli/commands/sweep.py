@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 OPTIONS = {
     "-c, --config FILE": "the sweep file, YAML",
-    "KEY=VALUE": "set one value: trials=40, processes=4; or one of the configuration: trainer.max_epochs=3",
-    "--dry-run": "check everything, say what would be run, and run nothing",
-    "-h, --help": "this",
+    "KEY=VALUE": "set one value: trials=40, processes=4; or a value of the configuration: trainer.max_epochs=3",
+    "--dry-run": "check everything, print the plan, and run nothing",
+    "-h, --help": "this help",
 }
 
 
@@ -36,9 +36,9 @@ def format_usage(program: str = "treadle sweep") -> str:
 
 
 _DESCRIPTION = (
-    "Run many trials of one configuration, each with other values for some of its keys. Each trial is a run, NAME/1,",
-    "NAME/2, ... The same command continues a sweep that was interrupted; on several machines with one file system it",
-    "shares the trials out among them.",
+    "Run many trials of one configuration, each with different values for some of its keys. Each trial is a run,",
+    "NAME/1, NAME/2, ... The same command continues an interrupted sweep. Run on several machines with a shared file",
+    "system, it distributes the trials over them.",
 )
 
 
@@ -101,7 +101,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
             return None, [], False
         if name in ("-c", "--config"):
             if not equals and not rest:
-                raise ConfigError(f"command line: {name} needs a file behind it.")
+                raise ConfigError(f"command line: {name} needs a file after it.")
             files.append(value if equals else rest.pop(0))
         elif word == "--dry-run":
             dry = True
@@ -112,9 +112,9 @@ def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
         elif word.endswith((".yaml", ".yml")):
             files.append(word)
         else:
-            raise ConfigError(f"command line: {word}: write it as key.path=value, or a file behind --config.")
+            raise ConfigError(f"command line: {word}: write it as key.path=value, or a file after --config.")
     if len(files) != 1:
-        raise ConfigError(f"command line: give one sweep file: --config sweep.yaml; here are {len(files)}.")
+        raise ConfigError(f"command line: expected one sweep file, got {len(files)}: give --config sweep.yaml.")
     return files[0], overrides, dry
 
 

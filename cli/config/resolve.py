@@ -35,11 +35,11 @@ SECTIONS = {
     "data": "the data module, likewise",
     "optimizer": "AdamW or {class: AdamW, lr: 1e-3}, in place of the task's configure_optimizers",
     "lr_scheduler": "{class: CosineAnnealingLR, T_max: 10, interval: step}, likewise",
-    "seed": "of all random numbers; null leaves them alone",
-    "ckpt_path": "a checkpoint to go on from, or to evaluate",
-    "schedule": "with ckpt_path in fit: whose learning rates and schedule hold, saved or script",
+    "seed": "the seed of all random number generators; null sets none",
+    "ckpt_path": "a checkpoint to resume from or to evaluate",
+    "schedule": "with ckpt_path in fit: whose learning rates and schedule apply, saved or script",
     "run": "{name: default, dir: runs}: where the run's folder is",
-    "vars": "whatever you like, to refer to as ${vars.name}",
+    "vars": "user-defined values, which ${vars.name} refers to",
 }
 """Sections of a configuration, with their descriptions."""
 
@@ -193,8 +193,8 @@ def _apply_override(root: Value, override: str) -> Value:
         path = parse_path(key)
         if not text:
             raise ConfigError(
-                f"nothing stands behind '='. Write {key}=null for none, {key}='\"\"' for empty text, or ~{key} to take "
-                "it out."
+                f"there is no value after '='. Write {key}=null for none, {key}='\"\"' for empty text, or ~{key} to "
+                "remove it."
             )
         return normalize(place_value(root, path, parse_override_value(text), add))
     except ConfigError as error:
@@ -232,7 +232,7 @@ def parse_path(key: str) -> Path:
     """
     parts = key.split(".")
     if not all(re.fullmatch(r"[\w-]+", part) for part in parts):
-        raise ConfigError(f"{key!r} is no key: words with dots between them, as in trainer.max_epochs.")
+        raise ConfigError(f"{key!r} is not a key: a key is words joined by dots, such as trainer.max_epochs.")
     return tuple("class" if part == "class_path" else part for part in parts if part != "init_args")
 
 
@@ -266,16 +266,16 @@ def _find_reference_error(text: str) -> str | None:
         resolver = _RESOLVER.match(text, opened.start())
         if resolver is None and _REFERENCE.match(text, opened.start()) is None:
             if "${" in text[opened.end() :].partition("}")[0]:
-                return ": no ${...} inside the key of another."
-            return f" is no reference. {_REFERENCE_HINT}"
+                return ": a ${...} can't be inside another's key."
+            return f" is not a reference. {_REFERENCE_HINT}"
         if resolver is not None and _REFUSED.match(resolver[1]):
-            return f": {resolver[1]!r} is not taken; use ${{section.key}} or ${{oc.env:NAME,default}}."
+            return f": {resolver[1]!r} is not supported; use ${{section.key}} or ${{oc.env:NAME,default}}."
         if resolver is not None and resolver[1] == "oc.env" and not _VARIABLE.match(text, opened.end() - 2):
             return ": write the variable's own name: ${oc.env:NAME} or ${oc.env:NAME,default}."
     try:
         OmegaConf.create([text])
     except OmegaConfBaseException as error:
-        return f" is no reference: {_get_first_line(error)}. {_REFERENCE_HINT}"
+        return f" is not a reference: {_get_first_line(error)}. {_REFERENCE_HINT}"
     return None
 
 
@@ -287,9 +287,9 @@ def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> N
         if alone and not any(path[: len(target)] == target for target in targets):
             valid_targets = [format_path(target) for target in targets if target[:1] == ("vars",)]
             raise ConfigError(
-                f"{value.source}: {format_path(path)}={value.data!r}: nothing refers to it."
+                f"{value.source}: {format_path(path)}={value.data!r}: no reference uses it."
                 f"{nearest(format_path(path), valid_targets)} "
-                "In the configuration of an earlier run references have become values: set those."
+                "In an earlier run's configuration references are replaced by values: set those."
             )
 
 
@@ -349,7 +349,7 @@ class _References:
                 raise ConfigError(f"{value.source}: {format_path(path)}: too many references in a row.") from error
             if extent > MOST_EXPANDED:
                 raise ConfigError(
-                    f"{value.source}: {format_path(path)}={value.data!r:.100} has no end: written out, more than "
+                    f"{value.source}: {format_path(path)}={value.data!r:.100} expands to more than "
                     f"{MOST_EXPANDED:,} values."
                 )
 
@@ -360,7 +360,7 @@ class _References:
         value = self.values[path]
         if path in self.open:
             circle = " -> ".join(format_path(step) for step in [*self.open[self.open.index(path) :], path])
-            raise ConfigError(f"{value.source}: {format_path(path)}: references in a circle: {circle}.")
+            raise ConfigError(f"{value.source}: {format_path(path)}: circular references: {circle}.")
         self.open.append(path)
         extent = 1 + sum(self.measure_extent((*path, key)) for key in _list_keys(value.data))
         if isinstance(value.data, str):

@@ -115,7 +115,7 @@ def normalize(value: Value) -> Value:
         del entries["init_args"]
         for key, item in (arguments.data or {}).items():
             if key in entries:
-                raise ConfigError(f"{item.source}: {key!r} stands in 'init_args' and beside it; keep one.")
+                raise ConfigError(f"{item.source}: {key!r} is set both inside and outside 'init_args'; keep one.")
             entries[key] = item
     return replace(value, data=entries)
 
@@ -164,7 +164,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         key, parent = path[done], format_path(path[:done])
         if value is None or value.data is None:
             if new is None:
-                raise ConfigError(f"there is no {format_path(path)!r} to take out: {parent!r} is empty.")
+                raise ConfigError(f"there is no {format_path(path)!r} to remove: {parent!r} is empty.")
             value = Value({}, new.source)
         value = expand_class_name(value)
         if isinstance(value.data, list):
@@ -175,7 +175,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
             )
         if not isinstance(value.data, dict):
             raise ConfigError(
-                f"{format_path(path)!r} goes into {parent!r}, which is {value.data!r} ({value.source}) and holds "
+                f"{format_path(path)!r} leads into {parent!r}, which is {value.data!r} ({value.source}) and has "
                 "no keys."
             )
         # A number may be a key too, as of {0: 8, 4: 4}.
@@ -183,7 +183,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         if new is None and key not in value.data:
             valid_keys = [str(valid_key) for valid_key in value.data]
             raise ConfigError(
-                f"there is no {format_path(path[: done + 1])!r} to take out.{nearest(str(key), valid_keys)}"
+                f"there is no {format_path(path[: done + 1])!r} to remove.{nearest(str(key), valid_keys)}"
             )
         entries = dict(value.data)
         item = place(entries.get(key), done + 1)
@@ -201,7 +201,7 @@ def _append_value(value: Value | None, path: Path, new: Value) -> Value:
         return Value([new], new.source)
     if not isinstance(value.data, list):
         raise ConfigError(
-            f"'{format_path(path)}+=' adds to a list, but {format_path(path)!r} is none ({value.source})."
+            f"'{format_path(path)}+=' adds to a list, but {format_path(path)!r} is not a list ({value.source})."
         )
     return replace(value, data=[*value.data, new])
 
@@ -209,9 +209,7 @@ def _append_value(value: Value | None, path: Path, new: Value) -> Value:
 def _parse_index(value: Value, key: Key, parent: str) -> int:
     size = len(value.data)
     if not str(key).isdecimal():
-        raise ConfigError(
-            f"{parent!r} is a list ({value.source}): {key!r} must be a number from 0 on, as in {parent}.0."
-        )
+        raise ConfigError(f"{parent!r} is a list ({value.source}): {key!r} must be an index, such as {parent}.0.")
     if int(key) >= size:
         contents = f"holds {size}, numbered from 0" if size else "is empty"
         raise ConfigError(f"{parent}.{key}: the list ({value.source}) {contents}; '{parent}+=...' adds one.")

@@ -56,7 +56,7 @@ def read(file: str | Path) -> Value:
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
-        raise ConfigError(f"{file}: the file is empty; it needs sections, as `trainer:`.")
+        raise ConfigError(f"{file}: the file is empty; it needs sections, such as `trainer:`.")
     return value
 
 
@@ -73,10 +73,10 @@ def read_text(file: str | Path) -> str:
         with path.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{file}: longer than {MOST_BYTES:,} bytes, which is no configuration.")
+            raise ConfigError(f"{file}: longer than {MOST_BYTES:,} bytes, the limit of a configuration.")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: no text in UTF-8 (byte {error.start}).") from error
+        raise ConfigError(f"{file}: not text in UTF-8 (byte {error.start}).") from error
     except OSError as error:
         raise ConfigError(f"{file!s:.200}: can't be read: {error.strerror}.") from error
 
@@ -100,14 +100,14 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
         raise ConfigError(f"{_format_place(name, mark, lines)}: {_explain_error(error, text)}") from error
     except yaml.reader.ReaderError as error:
         place = f"{name}:{text.count(chr(10), 0, error.position) + 1}" if lines else name
-        raise ConfigError(f"{place}: the character #x{error.character:04x} may not stand in YAML.") from error
+        raise ConfigError(f"{place}: the character #x{error.character:04x} is not allowed in YAML.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: {' '.join(str(error).split())}.") from error
     except RecursionError as error:
-        raise ConfigError(f"{name}: nested too deeply, or an alias stands within its own anchor.") from error
+        raise ConfigError(f"{name}: nested too deeply, or an alias is inside its own anchor.") from error
     if lines and value is not None and not isinstance(value.data, dict | None):
         kind = "list" if isinstance(value.data, list) else "single value"
-        raise ConfigError(f"{name}:1: holds a {kind}, but needs sections with keys, as `trainer:`.")
+        raise ConfigError(f"{name}:1: holds a {kind}, but needs sections with keys, such as `trainer:`.")
     return value
 
 
@@ -145,9 +145,9 @@ class _NodeReader:
                 raise ConfigError(f"{place}: a key must be a word or a whole number, not {shown}.")
             absent = isinstance(item, yaml.ScalarNode) and item.tag == _PLAIN and not item.value
             if node.flow_style and absent and ":" in str(key):
-                raise ConfigError(f"{place}: {key!r} is a key without a value: put a space behind its ':'.")
+                raise ConfigError(f"{place}: {key!r} is a key without a value: put a space after its ':'.")
             if key in pairs:
-                raise ConfigError(f"{place}: the key {key!r} is there twice, first in {pairs[key].source}; keep one.")
+                raise ConfigError(f"{place}: the key {key!r} appears twice, first in {pairs[key].source}; keep one.")
             pairs[key] = self.read_value(item, key_node.start_mark)
         return merged_pairs | pairs
 
@@ -171,13 +171,13 @@ class _NodeReader:
         if kind != _PLAIN:
             self._check_tag(node, tuple(_KINDS), source)
             if not isinstance(data, _KINDS[kind]):
-                raise ConfigError(f"{source}: {text[:40]!r} is not what its tag '!!{kind}' says.")
+                raise ConfigError(f"{source}: {text[:40]!r} does not match its tag '!!{kind}'.")
         return Value(data, source, text if not isinstance(data, str) else None)
 
     def _check_tag(self, node: yaml.Node, allowed: tuple[str, ...], source: str) -> None:
         if node.tag not in [_CORE + name for name in allowed]:
             short = node.tag.replace(_CORE, "!!")
-            raise ConfigError(f"{source}: the tag {short!r} is refused: a configuration is plain data. Take it out.")
+            raise ConfigError(f"{source}: the tag {short!r} is refused: a configuration is plain data. Remove it.")
 
 
 def _format_place(name: str, mark: yaml.Mark | None, lines: bool) -> str:
@@ -187,23 +187,23 @@ def _format_place(name: str, mark: yaml.Mark | None, lines: bool) -> str:
 def _explain_error(error: yaml.MarkedYAMLError, text: str) -> str:
     problem, mark = str(error.problem), error.problem_mark
     if mark is not None and "but got '{'" in problem and text[mark.index - 1 : mark.index] == "$":
-        return 'within [ ] and { } a reference must stand in quotes: "${section.key}".'
+        return 'within [ ] and { } a reference must be quoted: "${section.key}".'
     if "'\\t'" in problem:
-        return "a tab stands here; YAML is indented with spaces."
+        return "a tab is not allowed here; indent YAML with spaces."
     if "but found '<scalar>'" in problem:
-        return "text stands behind the end of a value: put all of it into quotes; or the indentation is wrong."
+        return "text follows the end of a value: quote all of it, or fix the indentation."
     if "scanning an alias" in str(error.context):
-        return "text that begins with '*' must stand in quotes."
+        return "text that begins with '*' must be quoted."
     if "cannot start any token" in problem:
-        return f"{problem}: put the text into quotes."
+        return f"{problem}: quote the text."
     if "expected <block end>" in problem:
-        return "the indentation does not fit the lines above."
+        return "the indentation does not match the lines above."
     if "single document" in str(error.context):
         return "a second document begins ('---'); one file is one configuration."
     if "undefined alias" in problem:
         return f"{problem}: an anchor '&name' must come before its alias '*name'."
     if "mapping values are not allowed" in problem:
-        return "a ':' too many, or wrong indentation: put text that holds ': ' into quotes."
+        return "one ':' too many, or wrong indentation: quote text that contains ': '."
     context = f"{error.context}: " if error.context else ""
     return f"{context}{problem}."
 

@@ -246,5 +246,5 @@ def look_up(configs: Namespace, key: str) -> Any:
         elif not isinstance(value, Namespace | dict) and hasattr(value, part):
             value = getattr(value, part)
         else:
-            raise ConfigError(f"a link takes --{key}, but there is no {part!r} in {type(value).__name__}.")
+            raise ConfigError(f"a link uses --{key}, but {type(value).__name__} has no {part!r}.")
     return value

@@ -158,7 +158,7 @@ class LightningCLI:
             "--seed_everything",
             type=bool | int,
             default=self.seed_everything_default,
-            help="the seed of all random numbers; true for the usual one, false to leave them alone",
+            help="the seed of all random number generators; true for the default one, false to set none",
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -239,8 +239,7 @@ class LightningCLI:
         """
         if args is not None and len(sys.argv) > 1:
             warn(
-                f"LightningCLI(args=...) takes the place of the command line, so {sys.argv[1:]} is not read. Leave out "
-                "one of them."
+                f"LightningCLI(args=...) replaces the command line, so {sys.argv[1:]} is ignored. Use only one of them."
             )
         if isinstance(args, Mapping | argparse.Namespace):
             self.config = parser.parse_object(args)
@@ -313,7 +312,7 @@ class LightningCLI:
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Trainer:
         if "callbacks" not in config:
-            warn(f"{self.trainer_class.__qualname__} takes no callbacks, so those of the settings are left out.")
+            warn(f"{self.trainer_class.__qualname__} does not accept callbacks, so those of the settings are ignored.")
             return self.trainer_class(**config)
         config["callbacks"] = [
             *_make_list(config["callbacks"]),
@@ -366,7 +365,7 @@ class LightningCLI:
             scheduler = self._get_class_settings(parser._lr_schedulers[schedulers[0]][0], schedulers[0])
         if type(self.model).configure_optimizers is not TaskModule.configure_optimizers:
             warn(
-                f"{type(self.model).__name__}.configure_optimizers is not used: --{optimizers[0]} takes its place. "
+                f"{type(self.model).__name__}.configure_optimizers is not used: --{optimizers[0]} replaces it. "
                 "Leave that option out, or pass LightningCLI(auto_configure_optimizers=False)."
             )
         configure = self.configure_optimizers

@@ -113,7 +113,7 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
         return str(chosen)
     commands = ", ".join(parser.subcommands)
     if chosen is None:
-        raise ConfigError(f"a subcommand is missing: {parser.prog} SUBCOMMAND ..., which is one of {commands}.")
+        raise ConfigError(f"a subcommand is missing: {parser.prog} SUBCOMMAND ..., one of {commands}.")
     raise ConfigError(f"there is no subcommand {chosen!r}.{nearest(chosen, parser.subcommands)} There are {commands}.")
 
 
@@ -154,7 +154,11 @@ class _Reader:
     def _refuse_word(self, word: str) -> NoReturn:
         valid = self.parser.subcommands
         hint = nearest(word, valid)
-        rule = f"expected a subcommand, one of {', '.join(valid)}" if valid else "options begin with --, as --key=value"
+        rule = (
+            f"expected a subcommand, one of {', '.join(valid)}"
+            if valid
+            else "options begin with --, such as --key=value"
+        )
         raise ConfigError(f"{COMMAND_LINE}: unexpected {word!r}: {rule}.{hint}")
 
     def _read_print_options(self, text: str) -> set[str]:

@@ -230,7 +230,7 @@ def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[
         ready = next((key for key in declared if key not in ordered and needs[key] <= {*ordered}), None)
         if ready is None:
             waiting = ", ".join(key for key in declared if key not in ordered and needs[key])
-            raise ValueError(f"links between {waiting} form a circle: each needs a value of another. Remove one link.")
+            raise ValueError(f"links between {waiting} are circular: each needs another's value. Remove one link.")
         ordered.append(ready)
     return ordered
 

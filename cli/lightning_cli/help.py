@@ -13,7 +13,7 @@ from .settings import describe_import_path
 
 _GENERAL = {
     "-h, --help": "print this help",
-    "--config FILE": "read settings from a YAML or JSON file; of several, a later one overrides",
+    "--config FILE": "read settings from a YAML or JSON file; may be repeated, later files take precedence",
     "--print_config[=skip_null,skip_default]": "print the settings as YAML and run nothing",
 }
 
@@ -57,7 +57,7 @@ def _format_group(key: str, group: ClassGroup) -> Iterator[str]:
     if group.subclass_mode:
         yield f"{key}: an object of a class that extends {names}"
         yield from _format_entry(f"--{key} CLASS", group.help or f"its class; then --{key}.ARGUMENT VALUE")
-        yield from _format_entry(f"--{key}.help CLASS", "print what that class takes")
+        yield from _format_entry(f"--{key}.help CLASS", "print the arguments of that class")
         return
     yield f"{key}: arguments of {names}"
     yield from _format_entry(f"--{key} FILE", "read all of them from a file")

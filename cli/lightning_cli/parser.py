@@ -408,7 +408,7 @@ class LightningArgumentParser:
         if apply_on not in ("parse", "instantiate"):
             raise ValueError(f"link_arguments(apply_on={apply_on!r}) must be 'parse' or 'instantiate'.")
         if len(sources) > 1 and compute_fn is None:
-            raise ValueError(f"link_arguments({sources}, {target!r}) needs compute_fn to make one value of several.")
+            raise ValueError(f"link_arguments({sources}, {target!r}) needs compute_fn to combine several values.")
         for key in (*sources, target):
             find_owner(self.declared, key)
         if any(link.target == target for link in self.links):
@@ -659,7 +659,7 @@ class LightningArgumentParser:
         given = None if section is None else find_value(section, path)
         sources = " and ".join(f"--{source}" for source in link.sources)
         if given is not None and path and given.source not in ("linked", "configuration", "default"):
-            checker.report(given, link.path, f" follows from {sources}: set that instead.")
+            checker.report(given, link.path, f" is set by a link from {sources}: set that instead.")
             return section
         if path and isinstance(declared, ClassGroup) and declared.subclass_mode:
             if section is None or section.data is None:

@@ -85,7 +85,7 @@ def translate_class_path(name: str) -> str:
     if prefix is None:
         return name
     translated = f"treadle.compat.{name.removeprefix(prefix)}"
-    announce(f"class_path {name}: read as {translated}.")
+    announce(f"class_path {name}: replaced by {translated}.")
     return translated
 
 
@@ -145,7 +145,7 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
     accepted = signature(target).arguments
     dropped = [str(key) for key in entries if key != "class" and key not in accepted]
     if dropped:
-        announce(f"{named.data} takes no {', '.join(dropped)}: dropped from the settings.")
+        announce(f"{named.data} does not accept {', '.join(dropped)}: removed from the settings.")
     return {_CLASS: named} | {key: item for key, item in entries.items() if key in accepted}
 
 

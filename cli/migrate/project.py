@@ -22,7 +22,7 @@ from .python_source import mentions_peer, migrate_source
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "__pypackages__")
 _RECORDS = ("lightning_logs", "mlruns", "wandb")  # what runs have written is a record of them
 _LARGEST_TEXT = 1 << 20  # bytes of a configuration; larger JSON is data
-_UNREADABLE = "cannot be read, and is left as it is"
+_UNREADABLE = "cannot be read and is unchanged"
 _PYTHON = (".py", ".pyi", ".pyw")
 
 
@@ -98,7 +98,7 @@ def migrate_project(path: str | Path) -> Migration:
         try:
             change, findings = _migrate_file(file, shown)
         except SyntaxError as error:
-            text = f"does not parse, and is left as it is: {error.msg}"
+            text = f"does not parse and is unchanged: {error.msg}"
             migration.findings.append(Finding(shown, error.lineno or 0, text))
             continue
         except (ValueError, RecursionError, MemoryError, OSError) as error:

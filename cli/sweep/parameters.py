@@ -193,7 +193,7 @@ def _read_words(entries: Mapping[Any, Value]) -> dict[str, Value]:
                 f"a parameter has no {word!r}.{hint} It has values, or min, max, step, log, distribution."
             )
         if known in words:
-            raise ConfigError(f"{word} and {known} say the same; keep one.")
+            raise ConfigError(f"{word} and {known} mean the same; keep one.")
         words[known] = item
     return words
 
@@ -212,7 +212,7 @@ def _parse_choices(value: Value) -> Choices:
     labels: list[Any] = []
     for label in Choices(tuple(value.data)).labels:
         if label in labels:  # 1, 1.0 and true are one value to a study
-            raise ConfigError(f"the value {label!r} is there twice; keep one.")
+            raise ConfigError(f"the value {label!r} appears twice; keep one.")
         labels.append(label)
     return Choices(tuple(value.data))
 

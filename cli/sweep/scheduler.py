@@ -94,7 +94,7 @@ class Scheduler:
         if not trials and self.folder.has_runs():
             raise ConfigError(
                 f"{self.sweep.file}: {self.folder.path} has runs of the sweep, but its study is not in the storage. "
-                "Name the storage that it began with, or give the sweep another name."
+                "Name the storage that it was started with, or give the sweep another name."
             )
         ended = sum(trial.state.is_finished() for trial in trials)
         begun = f"; {ended} have ended, {len(trials) - ended} are to be continued" if trials else ""
@@ -137,7 +137,7 @@ class Scheduler:
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:
                 self._signal = signal.Signals(number)
-                _say_at_once(f"{self._signal.name}: the running trials save and end; once more ends them at once")
+                _say_at_once(f"{self._signal.name}: the running trials save and end; a second signal ends them at once")
             else:
                 self._kills = True
             self.workers.wake()
@@ -248,7 +248,7 @@ class Scheduler:
             error = f"{outcome.error} {count} times at the same place; memory may be short"
             outcome = Outcome(End.FAILED, error=error, steps=outcome.steps)
         if outcome.end is End.ELSEWHERE:
-            _say(f"{label}: another process works at it")
+            _say(f"{label}: another process runs it")
             return
         seconds = time.monotonic() - worker.began
         self._tell(worker.trial, label, outcome, f", after {format_duration(seconds)}")

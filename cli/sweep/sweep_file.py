@@ -15,16 +15,16 @@ from .parameters import Parameter, parse_parameters
 
 KEYS = {
     "config": "the configuration of every trial: a file, a mapping, or a list of these",
-    "name": "of the sweep; its trials are the runs NAME/1, NAME/2, ... (default: the file's name)",
+    "name": "the name of the sweep; its trials are the runs NAME/1, NAME/2, ... (default: the file's name)",
     "method": "grid, random or tpe; or a mapping, {type: tpe, n_startup_trials: 5}",
     "metric": "{name: val_loss, goal: minimize, take: best}: the logged value that counts; take its best or last value",
-    "parameters": "keys of the configuration, and the values that each may take",
-    "trials": "how many to run; a grid has as many as there are combinations",
-    "processes": "how many trials run at a time, 1 by default",
+    "parameters": "keys of the configuration with their values",
+    "trials": "number of trials; a grid has one per combination",
+    "processes": "number of trials at a time, 1 by default",
     "prune": "hyperband, asha, median, percentile, threshold or none; or a mapping, {type: hyperband, min_resource: 1}",
-    "seed": "of the values that are drawn, 0 by default",
+    "seed": "the seed of the values that are drawn, 0 by default",
     "storage": "an Optuna storage URL, or journal; by default an SQLite file in the sweep's folder",
-    "max_failures": "stop when so many trials have failed and none has not, 3 by default; null never stops",
+    "max_failures": "number of failed trials that ends the sweep if none succeeded, 3 by default; null for no limit",
 }
 """Keys of a sweep file, with their descriptions."""
 
@@ -201,7 +201,7 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
     problems: list[str] = []
     for synonym in [key for key in entries if key in _SYNONYMS]:
         if _SYNONYMS[synonym] in entries:
-            problems.append(f"{entries[synonym].source}: {synonym} and {_SYNONYMS[synonym]} say the same; keep one.")
+            problems.append(f"{entries[synonym].source}: {synonym} and {_SYNONYMS[synonym]} mean the same; keep one.")
         entries[_SYNONYMS[synonym]] = entries.pop(synonym)
     for key in [key for key in entries if key not in KEYS]:
         hint = f": {_ELSEWHERE[key]}. Leave it out." if key in _ELSEWHERE else f".{nearest(key, KEYS)}"
@@ -324,7 +324,7 @@ class _Reader:
         if number is None and key == "max_failures":
             return None
         if isinstance(number, bool) or not isinstance(number, int) or not low <= number < 2**32:
-            self._report(key, f"={number!r} must be a whole number from {low} on.")
+            self._report(key, f"={number!r} must be a whole number of at least {low}.")
             return default
         return number
 

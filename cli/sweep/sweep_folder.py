@@ -104,7 +104,7 @@ class SweepFolder:
         """
         file, description = self.path / DESCRIPTION, self.sweep.describe()
         anew = (
-            f"To begin anew, give the sweep another name (name: ..., or name=... on the command line), or delete "
+            f"To start again, give the sweep another name (name: ..., or name=... on the command line), or delete "
             f"{os.path.relpath(self.path)}."
         )
         is_new = not file.is_file()
@@ -116,14 +116,14 @@ class SweepFolder:
                 raise ConfigError(f"{file} can't be read: {error}. {anew}") from error
             if changes:
                 raise ConfigError(
-                    f"{self.sweep.file}: the sweep {self.sweep.name!r} has begun with other settings:\n  "
+                    f"{self.sweep.file}: the sweep {self.sweep.name!r} was started with other settings:\n  "
                     + "\n  ".join(changes)
                     + f"\n{anew}"
                 )
         elif self.has_runs():
             raise ConfigError(
-                f"{self.sweep.file}: {os.path.relpath(self.path)} has runs that are no trials of a sweep. Give the "
-                "sweep a name of its own: name: ..., or name=... on the command line."
+                f"{self.sweep.file}: {os.path.relpath(self.path)} has runs that are not trials of a sweep. Give "
+                "the sweep another name: name: ..., or name=... on the command line."
             )
         self.write(DESCRIPTION, json.dumps(description, indent=2, ensure_ascii=False))
         return is_new

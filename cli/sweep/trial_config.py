@@ -72,7 +72,7 @@ class TrialConfigs:
         settings = {parameter.key: parameter.to_value(stored[parameter.key]) for parameter in self.sweep.parameters}
         config = resolve(self.sweep.base, {**settings, "ckpt_path": Value("auto", COMMAND_LINE)})
         filled = check(config, self.model, self.data).resolve_defaults()
-        return dump_yaml(filled, config.secrets, f"{self.program}, with everything filled in")
+        return dump_yaml(filled, config.secrets, f"{self.program}, with all defaults")
 
     def _get_flags(self) -> dict[str, Any]:
         trainer = self.sweep.base.data.get("trainer")

@@ -217,7 +217,7 @@ class AlignDevicesHook(ModelHook):
         if isinstance(self.execution_device, torch.device):
             return self.execution_device
         if self.execution_device is None:
-            raise ValueError("a hook with offload=True needs execution_device, where the weights are brought.")
+            raise ValueError("a hook with offload=True needs execution_device, to which the weights are moved.")
         return resolve(self.execution_device)
 
     def _get_skip_keys(self) -> Collection[str]:

@@ -422,7 +422,7 @@ class Fabric:
             return None
         norm = accelerator.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(f"the gradients' norm is {norm.item()}; error_if_nonfinite=False goes on with it.")
+            raise RuntimeError(f"the gradients' norm is {norm.item()}; error_if_nonfinite=False continues with it.")
         return norm
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -502,7 +502,7 @@ class Fabric:
         if not isinstance(filters, Mapping) or not all(map(callable, filters.values())):
             raise TypeError(f"filter={filter!r} must be a dict of functions.")
         if unknown := sorted(set(filters) - set(state)):
-            raise ValueError(f"filter has {unknown}, which state has not; state has {sorted(state)}.")
+            raise ValueError(f"filter names {unknown}, which are not in state; state has {sorted(state)}.")
         with self._accelerator.world.together():
             plain = {name: self._to_state(name, value) for name, value in state.items()}
             for name, keeps in filters.items():
@@ -611,7 +611,8 @@ class Fabric:
                 continue
             if not callable(method):
                 warn(
-                    f"{type(callback).__name__}.{hook_name} is a {type(method).__name__}, no method: it is not called."
+                    f"{type(callback).__name__}.{hook_name} is a {type(method).__name__}, not a method: it is not "
+                    "called."
                 )
                 continue
             parameters = inspect.signature(method).parameters.values()

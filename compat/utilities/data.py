@@ -31,7 +31,7 @@ def extract_batch_size(batch: Any) -> int:
         first = next(sizes, None)
         differs = first is not None and any(size != first for size in sizes)
     except RecursionError:
-        raise RecursionError(f"the batch holds itself, so its size is unknown: {_GIVE}") from None
+        raise RecursionError(f"the batch contains itself, so its size is unknown: {_GIVE}") from None
     if first is None:
         raise ValueError(f"the batch is a {type(batch).__name__} without tensors, so its size is unknown: {_GIVE}")
     if differs:
@@ -75,7 +75,9 @@ def _warn_of_claimed_length(dataloader: object) -> bool:
     """Warn if a stream has a length, and return True."""
     if has_iterable_dataset(dataloader):
         name = type(dataloader).__name__
-        warn(f"the IterableDataset of {name} has a length; with workers it is right only if each knows its share.")
+        warn(
+            f"the IterableDataset of {name} has a length; with workers it is correct only if each reads its own share."
+        )
     return True
 
 

@@ -29,7 +29,9 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     if parent is None:
         parent = next((base for base in (TaskModule, DataModule, Callback) if isinstance(instance, base)), None)
     if parent is None:
-        raise ValueError(f"is_overridden needs parent=...: a {type(instance).__name__} is no task, data or callback.")
+        raise ValueError(
+            f"is_overridden needs parent=...: a {type(instance).__name__} is not a TaskModule, DataModule or Callback."
+        )
     return bool(has_other_method(method_name, instance, parent))
 
 

@@ -78,14 +78,12 @@ class Fault:
         if len(parts) < (3 if parts[0] in ("callback", "disk") else 2):
             object.__setattr__(self, "point", f"{self.point}:before")
         if not self.places:
-            raise ValueError(f"{self.point!r} is no point of a run.{nearest(self.point, POINTS)} See faults.POINTS.")
+            raise ValueError(f"{self.point!r} is not a point of a run.{nearest(self.point, POINTS)} See faults.POINTS.")
         on_disk = all(place.startswith("disk:") for place in self.places)
         if self.match is not None and not (on_disk and isinstance(self.match, str)):
-            raise ValueError(
-                f"match={self.match!r} must be a pattern for paths, as '*/model*', and at disk points only."
-            )
+            raise ValueError(f"match={self.match!r} must be a pattern for paths, such as '*/model*', of a disk point.")
         if _parse(self.action)[0] == "oserror" and not on_disk:
-            raise ValueError(f"action={self.action!r} is for disk points, and {self.point!r} is none.")
+            raise ValueError(f"action={self.action!r} is for disk points, and {self.point!r} is not one.")
 
     @functools.cached_property
     def places(self) -> frozenset[str]:

@@ -95,9 +95,9 @@ class FaultPlan:
             if not isinstance(fault, Fault):
                 raise TypeError(f"a plan consists of Faults, not of {fault!r}.")
             if self.faults.count(fault) > 1:
-                raise ValueError(f"{fault} is planned twice: say which occurrence each is.")
+                raise ValueError(f"{fault} is planned twice: give each its own occurrence.")
         if not self.faults:
-            raise ValueError("a plan without faults proves nothing.")
+            raise ValueError("a plan needs at least one fault.")
         self.record = None if record is None else Path(os.path.abspath(record))
         self._places = Places(
             self._collect_due, self._happen, (place for fault in self.faults for place in fault.places)
@@ -119,7 +119,7 @@ class FaultPlan:
         firings = [Firing(**json.loads(line)) for line in lines if line.endswith("\n")]
         for firing in firings:
             if firing.fault >= len(self.faults) or firing.point not in self.faults[firing.fault].places:
-                raise ValueError(f"{self.record} holds another plan's {firing}. Give each plan a file of its own.")
+                raise ValueError(f"{self.record} holds another plan's {firing}. Give each plan its own file.")
         return firings
 
     def check(self, world_size: int = 1) -> None:
@@ -216,7 +216,7 @@ class FaultPlan:
         """
         for fault in self.faults:
             if not isinstance(fault.action, str):
-                raise TypeError(f"{fault}: only actions in words can travel, such as 'raise:ValueError'.")
+                raise TypeError(f"{fault}: only actions given as text can be passed on, such as 'raise:ValueError'.")
         plan = {"faults": [dataclasses.asdict(f) for f in self.faults], "record": self.record and str(self.record)}
         return {_VARIABLE: json.dumps(plan)}
 

@@ -129,7 +129,7 @@ class Checker:
 
     def _suggest_remedy(self, data: Any, expected_type: Any) -> str:
         if expected_type is str and isinstance(data, bool | int | float):
-            return ": put it into quotes"
+            return ": quote it"
         if expected_type is int and isinstance(data, float) and data.is_integer():
             return f": write {int(data)}"
         if (
@@ -137,7 +137,7 @@ class Checker:
             and isinstance(data, str)
             and type(_parse_scalar(data)) in (int, expected_type)
         ):
-            return ": take it out of its quotes"
+            return ": remove its quotes"
         return ""
 
     def _check_literal(self, value: Value, allowed: tuple[Any, ...], path: Path) -> Recipe | None:
@@ -312,12 +312,12 @@ class Checker:
         short = () if needs_user_class else catalog.list_short_names(base)
         example = next((name for name in (*_USUAL, *sorted(short)) if name in short), "my_module.MyClass")
         if isinstance(data, dict):
-            self.report(value, path, f" names no class: add 'class: {example}', say, to its keys.")
+            self.report(value, path, f" names no class: add 'class: {example}', for example.")
         else:
             self.report(
                 value,
                 path,
-                f"={format_value(value, self.secrets)} must be {describe_annotation(base)}, as "
+                f"={format_value(value, self.secrets)} must be {describe_annotation(base)}, such as "
                 f"{{class: {example}, ...}}.",
             )
         return None
@@ -335,7 +335,7 @@ class Checker:
             return False
         if isinstance(target, type) and inspect.isabstract(target):
             missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
-            self.report(value, path, f": {value.data!r} is abstract; extend it and write {missing}.")
+            self.report(value, path, f": {value.data!r} is abstract: use a subclass that implements {missing}.")
             return False
         protocol = getattr(base, "_is_protocol", False)
         if isinstance(target, type) and isinstance(base, type) and not protocol and not issubclass(target, base):
@@ -393,7 +393,7 @@ class Checker:
         for key, item in argument_values.items():
             argument = takes.arguments.get(key)
             if key in supplied and argument is not None:
-                self.report(item, (*path, key), f": {name} gets its {key!r} from the run; take it out.")
+                self.report(item, (*path, key), f": {name} gets its {key!r} from the run; remove it.")
             elif argument is not None:
                 recipes[key] = self._check_argument(item, argument, (*path, key), supplied)
             elif takes.open and isinstance(key, str):
@@ -410,7 +410,7 @@ class Checker:
             needed = argument.default is REQUIRED and argument.name not in supplied and not partly
             if needed and argument.name not in argument_values:
                 self.report(
-                    value, path, f": {name} needs {argument.name!r}{describe_type(argument)}, which is not given."
+                    value, path, f": {name} needs {argument.name!r}{describe_type(argument)}, which is missing."
                 )
         if len(self.problems) > before:
             return None

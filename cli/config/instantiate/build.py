@@ -259,9 +259,7 @@ def _check_optimizers(checker: Checker, config: Config) -> Optimizers | None:
     section, after = config.get_section("optimizer"), config.get_section("lr_scheduler")
     if section is None:
         if after is not None:
-            words = (
-                " takes the place of what configure_optimizers returns, with an optimizer: add a section 'optimizer'."
-            )
+            words = " replaces configure_optimizers together with an optimizer: add a section 'optimizer'."
             checker.report(after, ("lr_scheduler",), words)
         return None
     optimizer = checker.check_object(section, Optimizer, ("optimizer",), ("params",))
@@ -292,7 +290,7 @@ def _check_scheduler(checker: Checker, section: Value) -> tuple[ObjectRecipe | N
         section = replace(section, data=rest)
     scheduler = checker.check_object(section, LRScheduler, path, ("optimizer",))
     if scheduler is not None and scheduler.target is ReduceLROnPlateau and schedule_options.get("monitor") is None:
-        checker.report(section, path, ": ReduceLROnPlateau needs to know what to watch: add 'monitor: val_loss', say.")
+        checker.report(section, path, ": ReduceLROnPlateau needs a metric: add 'monitor: val_loss', for example.")
     return scheduler, schedule_options
 
 

@@ -80,7 +80,7 @@ def find(name: str, base: Any) -> Any:
             if cls.__qualname__ == name
         }
         if len(paths) > 1:
-            raise ConfigError(f"{name!r} may be {' or '.join(sorted(paths))}: write the path.")
+            raise ConfigError(f"{name!r} may be {' or '.join(sorted(paths))}: use the import path.")
         return _get_attribute(importlib.import_module(homes[name]), name)
     if "." not in name:
         main = getattr(sys.modules.get("__main__"), name, None)
@@ -88,10 +88,10 @@ def find(name: str, base: Any) -> Any:
             return main
         hint = nearest(name, homes)
         raise ConfigError(
-            f"there is no {_format_noun(base)}{name!r}.{hint} Name one of {_format_some(homes)}, or an import path as "
-            "'my_package.module.Name'."
+            f"there is no {_format_noun(base)}{name!r}.{hint} Use one of {_format_some(homes)}, or an import path such "
+            "as 'my_package.module.Name'."
             if homes
-            else f"{name!r} needs an import path, as 'my_package.module.{name}'."
+            else f"{name!r} needs an import path, such as 'my_package.module.{name}'."
         )
     return import_target(name)
 
@@ -107,7 +107,7 @@ def import_target(name: str) -> Any:
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"{name!r} is no import path, as 'my_package.module.Name' is.")
+        raise ConfigError(f"{name!r} is not an import path, such as 'my_package.module.Name'.")
     module: Any = None
     for end in range(1, len(parts)):
         path = ".".join(parts[:end])
@@ -120,7 +120,7 @@ def import_target(name: str) -> Any:
                     (f"{f.filename}:{f.lineno}" for f in reversed(place) if "importlib" not in f.filename), path
                 )
                 raise ConfigError(
-                    f"{path!r} can't be imported: {asking} imports {error.name!r}, which is not there."
+                    f"{path!r} can't be imported: {asking} imports {error.name!r}, which is not installed."
                 ) from error
             if module is None:
                 hint = nearest(parts[0], _list_importable_modules())
@@ -141,7 +141,7 @@ def import_target(name: str) -> Any:
 
 def suggest_short_name(name: str, base: type = object) -> str:
     """Return a hint if a class of another library has a counterpart with the same short name; empty otherwise."""
-    return f" {name!r} alone, without a path, is known here." if name in list_short_names(base) else ""
+    return f" Use the short name {name!r}." if name in list_short_names(base) else ""
 
 
 def _get_attribute(holder: Any, name: str, path: str = "") -> Any:

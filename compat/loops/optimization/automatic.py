@@ -83,7 +83,7 @@ class Closure(AbstractClosure[ClosureResult]):
         """Run the three functions and return the step's result."""
         result = self._step_fn()
         if result.closure_loss is None:
-            warn("training_step returned None, so there is no backward.")
+            warn("training_step returned None, so the backward pass is skipped.")
         if self._zero_grad_fn is not None:
             self._zero_grad_fn()
         if self._backward_fn is not None and result.closure_loss is not None:
