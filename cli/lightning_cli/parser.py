@@ -26,12 +26,12 @@ from .checker import SettingsChecker, look_up, make_arguments, make_config, supp
 from .command_line import choose_subcommand, read_command_line
 from .declarations import ClassGroup, Declared, Link, Option, find_owner, order_by_links
 from .help import format_help
+from .linking import apply_link
 from .namespace import Namespace
 from .optimizers import ReduceLROnPlateau
 from .settings import (
     VARIABLE,
     Path,
-    as_mapping,
     find_shape,
     find_value,
     make_default,
@@ -42,7 +42,6 @@ from .settings import (
     place,
     read_named_file,
     read_settings,
-    remove_value,
 )
 from .subcommands import Subcommands, signature_of_return
 from .writing import drop_equal, drop_none, dump_yaml, escape_references, to_plain
@@ -482,11 +481,19 @@ class LightningArgumentParser:
         return self._guard(lambda: self._parse_object(cfg_obj, cfg_base))
 
     def parse_path(self, cfg_path: str | FilePath) -> Namespace:
-        """Return the configuration that a YAML or JSON file, ``cfg_path``, asks for."""
+        """Return the configuration that a file asks for.
+
+        Args:
+            cfg_path: Path of a YAML or JSON file.
+        """
         return self._guard(lambda: self._finish_any(merge(self.start(), read_settings(cfg_path))))
 
     def parse_string(self, cfg_str: str) -> Namespace:
-        """Return the configuration that a text in YAML, ``cfg_str``, asks for."""
+        """Return the configuration that a text asks for.
+
+        Args:
+            cfg_str: The text, in YAML.
+        """
         parsed = parse(cfg_str, "text")
         return self._guard(lambda: self._finish_any(merge(self.start(), normalize(parsed or Value({}, "text")))))
 
@@ -557,14 +564,27 @@ class LightningArgumentParser:
             yield key, f"{self.env_prefix}_{key}".upper().replace(".", "__")
 
     def merge_file(self, root: Value, file: str | FilePath) -> Value:
-        """Return the settings with those of a file merged into them."""
+        """Return the settings with those of a file merged into them.
+
+        Args:
+            root: The settings.
+            file: Path of the file.
+        """
         settings = read_settings(file)
         for key, value in settings.data.items():
             root = self.place(root, str(key), value, merging=True)
         return root
 
     def place(self, root: Value, key: str, value: Value, add: bool = False, merging: bool = False) -> Value:
-        """Return the settings with one dotted key set, its list extended (``add``) or its mapping merged."""
+        """Return the settings with one dotted key set, extended, or merged into.
+
+        Args:
+            root: The settings.
+            key: The dotted key.
+            value: The new value.
+            add: Whether to append the value to the list at the key.
+            merging: Whether to merge a mapping into the one at the key.
+        """
         path: Path = tuple("class" if part == "class_path" else part for part in key.split(".") if part != "init_args")
         if key in self.declared and isinstance(self.declared[key], ClassGroup):
             value = read_named_file(value)
@@ -596,7 +616,12 @@ class LightningArgumentParser:
     # -- checking ----------------------------------------------------------------------------------------------------
 
     def finish(self, root: Value, partial: bool = False) -> Namespace:
-        """Return the checked configuration with all defaults and links; ``partial`` allows missing values."""
+        """Return the checked configuration with all defaults and links applied.
+
+        Args:
+            root: The settings.
+            partial: Whether required values may be missing.
+        """
         recipes = self._check(root, partial=partial)
         config = Namespace(dict.fromkeys(self.config_keys))
         for key in self.declared:
@@ -629,7 +654,7 @@ class LightningArgumentParser:
             declared, section = self.declared[key], sections[key]
             for link in self.links if linking else ():
                 if find_owner(self.declared, link.target) == key:
-                    section = self._apply_link(checker, link, declared, section, configs)
+                    section = apply_link(self.declared, checker, link, key, section, configs)
             recipe = declared.check(checker, self._drop_nested(key, section))
             if recipe is not None:
                 recipes[key] = recipe
@@ -650,29 +675,6 @@ class LightningArgumentParser:
         for key, value in root.data.items():
             if key not in tops and key not in self.subcommands and key != "subcommand":
                 checker.report(value, (key,), f": there is no argument --{key}.{nearest(str(key), tops)}")
-
-    def _apply_link(
-        self, checker: SettingsChecker, link: Link, declared: Declared, section: Value | None, configs: Namespace
-    ) -> Value | None:
-        """Return a section with the value of a link in it."""
-        path = link.path[len(declared.key.split(".")) :]
-        given = None if section is None else find_value(section, path)
-        sources = " and ".join(f"--{source}" for source in link.sources)
-        if given is not None and path and given.source not in ("linked", "configuration", "default"):
-            checker.report(given, link.path, f" is set by a link from {sources}: set that instead.")
-            return section
-        if path and isinstance(declared, ClassGroup) and declared.subclass_mode:
-            if section is None or section.data is None:
-                return section
-            if len(path) == 1 and declared.find_argument(path, as_mapping(section)) is None:
-                return section  # this class does not take it
-        if link.at_instantiation:
-            return remove_value(section, path)
-        if any(find_owner(self.declared, source) not in configs for source in link.sources):
-            return section  # what is wrong with the source is reported already
-        value = link.apply(lambda source: look_up(configs, source))
-        new = make_settings(value, "linked")
-        return new if not path else place(as_mapping(section), path, new, lambda _: None)
 
     # -- building and writing ----------------------------------------------------------------------------------------
 
