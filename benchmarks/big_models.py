@@ -100,7 +100,9 @@ def measure(library: str, where: str, layers: int, checkpoint: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=64, help=f"layers of {LAYER_BYTES / 1e6:.1f} MB each (default: 64)")
+    parser.add_argument(
+        "--layers", type=int, default=64, help=f"layers of {LAYER_BYTES / 1e6:.1f} MB each (default: 64)"
+    )
     parser.add_argument("--child", nargs=4, metavar=("LIBRARY", "WHERE", "CHECKPOINT", "FOLDER"), help="one line")
     args = parser.parse_args()
     if args.child:

@@ -125,7 +125,7 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), y.flatten())
 
     def count_flops(self, batch: int, length: int) -> float:
-        """Of one step, forward and backward: 6 per weight and token, and attention's (PaLM, appendix B)."""
+        """Return the FLOPs of one step: 6 per weight and token, and those of attention (PaLM, appendix B)."""
         weights = sum(p.numel() for p in self.parameters()) - self.tokens.weight.numel()
         attention = 12 * len(self.blocks) * self.tokens.embedding_dim * length / 2  # causal
         return batch * length * (6 * weights + attention)
