@@ -610,7 +610,7 @@ def test_nobody_who_does_not_ask_for_it_imports_it():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"point": "backwards"}, ValueError, "'backwards:before' is no point.* Did you mean 'backward:before'"),
+        ({"point": "backwards"}, ValueError, "'backwards:before' is not a point.* Did you mean 'backward:before'"),
         ({"point": "callback:on_step_ends"}, ValueError, "Did you mean 'callback:on_step_end:before'"),
         ({"point": "disk:write_tensor"}, ValueError, "Did you mean 'disk:write_tensors:before'"),
         ({"point": "disk:rename:half"}, ValueError, "is not a point of a run"),
