@@ -23,7 +23,11 @@ class Steppable(Protocol):
     """Protocol of objects with an optimizer's ``step``."""
 
     def step(self, closure: Callable[[], float] | None = ...) -> float | None:
-        """Take one step and return the closure's value."""
+        """Take one step and return the closure's value.
+
+        Args:
+            closure: Computes the loss again. Default: None.
+        """
 
 
 @runtime_checkable
@@ -38,7 +42,11 @@ class Optimizable(Steppable, Protocol):
         """Return the state for `load_state_dict`."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The state.
+        """
 
 
 __all__ = [

@@ -102,7 +102,11 @@ def is_pippy_available() -> bool:
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether NumPy is installed in at least ``min_version``."""
+    """Return whether NumPy is installed in at least ``min_version``.
+
+    Args:
+        min_version: The lowest version that counts.
+    """
     return _is_version_installed("numpy", min_version)
 
 
@@ -138,7 +142,11 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 
 def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function to raise ImportError if ``torchao`` is not installed."""
+    """Decorate a function to raise ImportError if ``torchao`` is not installed.
+
+    Args:
+        func: The function.
+    """
 
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,11 @@ class TorchCheckpointIO(CheckpointIO):
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a file or folder if it exists."""
+        """Remove a file or folder if it exists.
+
+        Args:
+            path: The file or folder.
+        """
         path = Path(path)
         if path.is_dir():
             shutil.rmtree(path)

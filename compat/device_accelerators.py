@@ -66,6 +66,9 @@ class Accelerator(str, metaclass=_Kind):
     def setup_device(self, device: torch.device) -> None:
         """Make a device the current one.
 
+        Args:
+            device: The device.
+
         Raises:
             ValueError: The device is of another kind.
         """
@@ -73,24 +76,40 @@ class Accelerator(str, metaclass=_Kind):
             raise ValueError(f"{type(self).__name__} is for {self.kind!r} devices, not for {device}.")
 
     def setup(self, trainer: Any) -> None:
-        """Do nothing: the Trainer sets up its device."""
+        """Do nothing: the Trainer sets up its device.
+
+        Args:
+            trainer: The Trainer.
+        """
 
     def teardown(self) -> None:
         """Do nothing: the Trainer releases its device."""
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Return the statistics of a device's allocator by name, in bytes and counts."""
+        """Return the statistics of a device's allocator by name, in bytes and counts.
+
+        Args:
+            device: The device.
+        """
         return dict(read_device_stats(torch.device(device)))
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> list[int]:
-        """Return the indices of the devices that the flag ``devices`` names."""
+        """Return the indices of the devices that the flag ``devices`` names.
+
+        Args:
+            devices: The value of the flag: a number, -1, a list of indices, or ``"auto"``.
+        """
         indices = parse_devices(cls.kind, devices)
         return list(range(cls.auto_device_count())) if indices is None else indices
 
     @classmethod
     def get_parallel_devices(cls, devices: int | Sequence[int]) -> list[torch.device]:
-        """Return the devices with the given indices, or the first ``devices`` of them."""
+        """Return the devices with the given indices, or the first ``devices`` of them.
+
+        Args:
+            devices: Indices, or a number of devices.
+        """
         return [device_of(cls.kind, index) for index in (range(devices) if isinstance(devices, int) else devices)]
 
     @classmethod
@@ -113,12 +132,20 @@ class CPUAccelerator(Accelerator):
     kind = "cpu"
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Return the utilization of CPU and memory in percent. Needs psutil."""
+        """Return the utilization of CPU and memory in percent. Needs psutil.
+
+        Args:
+            device: Accepted and ignored.
+        """
         return get_cpu_stats()
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> int:  # type: ignore[override]
-        """Return the number of processes that the flag ``devices`` asks for."""
+        """Return the number of processes that the flag ``devices`` asks for.
+
+        Args:
+            devices: The value of the flag.
+        """
         return len(super().parse_devices(devices))
 
 
@@ -147,6 +174,9 @@ class MPSAccelerator(Accelerator):
 def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
     """Return the utilization, temperature and memory that ``nvidia-smi`` reports for a device, by query and unit.
 
+    Args:
+        device: The device, or its index among those that are visible.
+
     Raises:
         FileNotFoundError: ``nvidia-smi`` is not installed.
     """
@@ -170,6 +200,9 @@ def get_mps_stats() -> dict[str, float]:
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Return the indices of CUDA devices that accept a tensor: ``num_devices`` of them or, with -1, all.
+
+    Args:
+        num_devices: The number of devices; -1 for all.
 
     Raises:
         ValueError: There are no, or too few, devices.

@@ -141,22 +141,41 @@ _FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
 
 
 def parse_flag_from_env(key: str, default: Any = False) -> bool:
-    """Return the truth value of an environment variable, or of ``default`` if it is not set."""
+    """Return the truth value of an environment variable, or of ``default`` if it is not set.
+
+    Args:
+        key: The name of the variable.
+        default: The value if it is not set.
+    """
     return str_to_bool(os.environ.get(key, str(default))) == 1
 
 
 def parse_choice_from_env(key: str, default: Any = "no") -> str:
-    """Return the value of an environment variable, or ``default`` as text if it is not set."""
+    """Return the value of an environment variable, or ``default`` as text if it is not set.
+
+    Args:
+        key: The name of the variable.
+        default: The value if it is not set.
+    """
     return os.environ.get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first of the environment variables that holds a number of at least 0, or ``default``."""
+    """Return the first of the environment variables that holds a number of at least 0, or ``default``.
+
+    Args:
+        env_keys: Names of variables.
+        default: The value if none of them holds such a number.
+    """
     return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the libraries that have been imported."""
+    """Return those of the libraries that have been imported.
+
+    Args:
+        *library_names: Names of modules.
+    """
     return [name for name in library_names if name in sys.modules]
 
 
@@ -231,7 +250,11 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Restore the variables ``ACCELERATE_*`` after the decorated function, or after each test method of a class."""
+    """Restore the variables ``ACCELERATE_*`` after the decorated function, or after each test method of a class.
+
+    Args:
+        func_or_cls: The function or class.
+    """
     if not isinstance(func_or_cls, type):
         return _restore_variables(func_or_cls)
 
@@ -265,12 +288,21 @@ def _restore_variables(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
-    """Return the value of a path variable, such as ``PYTHONPATH``, with one more path. The variable is not changed."""
+    """Return the value of a path variable, such as ``PYTHONPATH``, with one more path. The variable is not changed.
+
+    Args:
+        env_var_name: The name of the variable.
+        path_to_add: The path.
+    """
     return ":".join([path for path in os.environ.get(env_var_name, "").split(":") if path] + [str(path_to_add)])
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a port of this machine, by default 29500, accepts connections."""
+    """Return whether a port of this machine, by default 29500, accepts connections.
+
+    Args:
+        port: The port. Default: 29500.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         return connection.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
@@ -292,7 +324,11 @@ def check_os_kernel() -> None:
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes as text, in the largest unit in which it is at least 1."""
+    """Return a number of bytes as text, in the largest unit in which it is at least 1.
+
+    Args:
+        size: The number of bytes.
+    """
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -301,7 +337,12 @@ def convert_bytes(size: float) -> str:
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Merge ``source`` into ``destination``, nested dicts item by item, and return ``destination``."""
+    """Merge ``source`` into ``destination``, nested dicts item by item, and return ``destination``.
+
+    Args:
+        source: The dict to take items from.
+        destination: The dict to change.
+    """
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -311,18 +352,31 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return a nested attribute by its dotted name, such as ``"encoder.layer.weight"``."""
+    """Return a nested attribute by its dotted name, such as ``"encoder.layer.weight"``.
+
+    Args:
+        obj: The object.
+        attr: The dotted name.
+    """
     return operator.attrgetter(attr)(obj)
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a class or function, or of an object's class."""
+    """Return the name of a class or function, or of an object's class.
+
+    Args:
+        obj: The class, function or object.
+    """
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether an error reports too little memory, or that cuDNN rejects the size."""
+    """Return whether an error reports too little memory, or that cuDNN rejects the size.
+
+    Args:
+        exception: The error.
+    """
     signs = (
         " out of memory.",
         "MPS backend out of memory",
@@ -335,7 +389,12 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Return None for any arguments."""
+    """Return None for any arguments.
+
+    Args:
+        *args: Accepted and ignored.
+        **kwargs: Accepted and ignored.
+    """
 
 
 def test_launch() -> None:

@@ -35,7 +35,11 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries with the prefixes of compilation and activation checkpointing removed from their names."""
+    """Return the entries with the prefixes of compilation and activation checkpointing removed from their names.
+
+    Args:
+        named_params: The entries by name.
+    """
     return {
         strip_compile_prefix(name.replace("._checkpoint_wrapped_module", "")).replace("._orig_mod", ""): value
         for name, value in named_params.items()
@@ -105,6 +109,10 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     """Shard a model with the accelerator's FSDP and return it.
+
+    Args:
+        accelerator: The accelerator.
+        model: The model.
 
     Raises:
         ValueError: The accelerator does not shard models.

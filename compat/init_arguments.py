@@ -15,21 +15,33 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Delete values that can't be pickled, with a warning for each."""
+    """Delete values that can't be pickled, with a warning for each.
+
+    Args:
+        hparams: The hyperparameters, which are changed in place.
+    """
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         warn(f"hyperparameter {name!r} can't be pickled and is removed; save_hyperparameters(ignore=[{name!r}]) too.")
         del hparams[name]
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
-    """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None for a missing one."""
+    """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None for a missing one.
+
+    Args:
+        cls: The class.
+    """
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     positional, keyword = (next((p.name for p in parameters if p.kind == kind), None) for kind in _VARIADIC)
     return parameters[0].name, positional, keyword
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` that runs in a frame; empty for any other frame."""
+    """Return the arguments of the ``__init__`` that runs in a frame; empty for any other frame.
+
+    Args:
+        frame: The frame.
+    """
     return _read_frame(frame)[1]
 
 
@@ -114,12 +126,21 @@ def _get_holders(model: Any, attribute: str) -> list[Any]:
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Return whether a task, its data module or the hyperparameters of either have an attribute."""
+    """Return whether a task, its data module or the hyperparameters of either have an attribute.
+
+    Args:
+        model: The task.
+        attribute: The attribute's name.
+    """
     return bool(_find_holders(model, attribute))
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
     """Return an attribute of the last of these that has it: task, hyperparameters, data module, its hyperparameters.
+
+    Args:
+        model: The task.
+        attribute: The attribute's name.
 
     Raises:
         AttributeError: None of them has it.
@@ -130,6 +151,11 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
     """Set an attribute of all of these that have it: task, hyperparameters, data module, its hyperparameters.
+
+    Args:
+        model: The task.
+        attribute: The attribute's name.
+        value: The new value.
 
     Raises:
         AttributeError: None of them has it.

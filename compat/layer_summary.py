@@ -82,19 +82,30 @@ class LayerSummary:
 
 
 def parse_batch_shape(batch: Any) -> Any:
-    """Return the shape of a tensor as a list, or nested shapes for lists and tuples; ``"?"`` for any other value."""
+    """Return the shape of a tensor as a list, or nested shapes for lists and tuples; ``"?"`` for any other value.
+
+    Args:
+        batch: The batch.
+    """
     if hasattr(batch, "shape"):
         return list(batch.shape)
     return [parse_batch_shape(part) for part in batch] if isinstance(batch, list | tuple) else UNKNOWN_SIZE
 
 
 def get_formatted_model_size(total_model_size: float) -> str:
-    """Return a size in MB with three decimals."""
+    """Return a size in MB with three decimals.
+
+    Args:
+        total_model_size: The size in MB.
+    """
     return f"{total_model_size:,.3f}"
 
 
 def get_human_readable_count(number: float) -> str:
     """Return a count in thousands, millions, billions or trillions: ``"1.2 K"``, ``"400 T"``.
+
+    Args:
+        number: The count, at least 0.
 
     Raises:
         ValueError: The number is negative.

@@ -22,17 +22,29 @@ from ..engine.weights import save_object
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether any submodule was compiled by ``torch.compile``."""
+    """Return whether any submodule was compiled by ``torch.compile``.
+
+    Args:
+        module: The model.
+    """
     return any(is_compiled_module(part) for part in module.modules()) and bool(module._modules)
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a ``ModuleList`` of modules of one class."""
+    """Return whether a module is a ``ModuleList`` of modules of one class.
+
+    Args:
+        module: The module.
+    """
     return isinstance(module, nn.ModuleList) and len(module) > 0 and all(isinstance(m, type(module[0])) for m in module)
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module contains a ``ModuleList`` of modules of one class."""
+    """Return whether a module contains a ``ModuleList`` of modules of one class.
+
+    Args:
+        module: The module.
+    """
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
@@ -110,12 +122,20 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Return whether any parameter is a ``DTensor``."""
+    """Return whether any parameter is a ``DTensor``.
+
+    Args:
+        model: The model.
+    """
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the tensor parallel size that Transformers has split the model's matrices over, or None."""
+    """Return the tensor parallel size that Transformers has split the model's matrices over, or None.
+
+    Args:
+        model: The model.
+    """
     size = getattr(model, "tp_size", None)
     if size is not None:
         return int(size)
@@ -128,6 +148,9 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
     Of several names of one tensor all but the first are removed, with a warning. Other tensors that share memory are
     copied.
+
+    Args:
+        state_dict: The state dict, which is not changed.
     """
     names: dict[Any, str] = {}
     storages: set[tuple[torch.device, int]] = set()
@@ -150,7 +173,12 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def move_to_device(state: Any, device: Any) -> Any:
-    """Return an optimizer's state with every tensor on ``device``."""
+    """Return an optimizer's state with every tensor on ``device``.
+
+    Args:
+        state: The state: tensors in nested lists, tuples and dicts.
+        device: The device.
+    """
     if isinstance(state, list | tuple):
         return honor_type(state, (move_to_device(item, device) for item in state))
     if isinstance(state, dict):

@@ -31,7 +31,16 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         in_order: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Log ``msg`` at ``level`` on the requested ranks."""
+        """Log ``msg`` at ``level`` on the requested ranks.
+
+        Args:
+            level: The level of `logging`.
+            msg: The message, a format string for ``args``.
+            *args: Arguments of the message.
+            main_process_only: Whether only rank zero logs.
+            in_order: Whether all ranks log one after the other.
+            **kwargs: Keyword arguments of ``Logger.log``.
+        """
         rank, size, _ = current_place()
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         turns = range(size) if in_order else [rank]
@@ -45,12 +54,23 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
                 world.barrier()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Prefix the message with the rank if there are several processes."""
+        """Prefix the message with the rank if there are several processes.
+
+        Args:
+            msg: The message.
+            kwargs: Keyword arguments of the call, which are returned unchanged.
+        """
         rank, size, _ = current_place()
         return (f"[RANK {rank}] {msg}" if size > 1 else msg), kwargs
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a warning the first time this logger gets its text."""
+        """Log a warning the first time this logger gets its text.
+
+        Args:
+            msg: The message, a format string for ``args``.
+            *args: Arguments of the message.
+            **kwargs: Keyword arguments of `log`.
+        """
         text = str(msg) % args if args else str(msg)
         if text not in self._warned_texts:
             self._warned_texts.add(text)

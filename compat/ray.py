@@ -41,6 +41,9 @@ def RayLightningEnvironment() -> LaunchEnvironment:
 def prepare_trainer(trainer: Trainer) -> Trainer:
     """Return the Trainer after checking that it runs on all workers that Ray has started.
 
+    Args:
+        trainer: The Trainer.
+
     Raises:
         RuntimeError: It does not.
     """

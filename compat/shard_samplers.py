@@ -37,7 +37,11 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass."""
+        """Set the epoch of the next pass.
+
+        Args:
+            epoch: The epoch.
+        """
         self.epoch = epoch
 
 
@@ -189,7 +193,11 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, also of the dataset."""
+        """Set the epoch, also of the dataset.
+
+        Args:
+            epoch: The epoch.
+        """
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

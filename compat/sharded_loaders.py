@@ -39,7 +39,11 @@ _OWN_SETTINGS = {
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler that draws a dataloader's indices, or None."""
+    """Return the sampler that draws a dataloader's indices, or None.
+
+    Args:
+        dataloader: The dataloader.
+    """
     holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     return getattr(holder, "sampler", None)
 
@@ -130,7 +134,11 @@ class DataLoaderAdapter:
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore a position."""
+        """Restore a position.
+
+        Args:
+            state_dict: The position that `state_dict` returned.
+        """
         self.base_dataloader.load_state_dict(state_dict)
 
     def _update_state_dict(self) -> None:
@@ -143,13 +151,21 @@ class DataLoaderAdapter:
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler that draws the indices, inside the batch sampler."""
+        """Replace the sampler that draws the indices, inside the batch sampler.
+
+        Args:
+            sampler: The new sampler.
+        """
         loader: Any = self
         holder = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
         _set_in_batch_sampler(holder, sampler)
 
     def skip_first_batches(self, num_batches: int) -> Any:
-        """Return a dataloader like this one without its first batches, for `treadle.skip_first_batches`."""
+        """Return a dataloader like this one without its first batches, for `treadle.skip_first_batches`.
+
+        Args:
+            num_batches: Number of batches to skip.
+        """
         loader: Any = self
         settings = _copy_settings(loader)
         names = ("iteration", "_drop_last", "_non_blocking", *_OWN_SETTINGS.get(type(loader).__name__, ()))
@@ -253,7 +269,11 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also of the samplers or else of the dataset."""
+        """Set the epoch of the next iteration, also of the samplers or else of the dataset.
+
+        Args:
+            epoch: The epoch.
+        """
         _set_epoch(self, epoch)
 
     @property
@@ -377,7 +397,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also of the samplers or else of the dataset."""
+        """Set the epoch of the next iteration, also of the samplers or else of the dataset.
+
+        Args:
+            epoch: The epoch.
+        """
         _set_epoch(self, epoch)
 
     def __len__(self) -> int:

@@ -23,29 +23,49 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def get_shape(data: Any) -> Any:
-    """Return ``data`` with each tensor replaced by its shape, as a list."""
+    """Return ``data`` with each tensor replaced by its shape, as a list.
+
+    Args:
+        data: Nested tensors.
+    """
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return ``data`` with each tensor replaced by a `TensorInformation`."""
+    """Return ``data`` with each tensor replaced by a `TensorInformation`.
+
+    Args:
+        data: Nested tensors.
+    """
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Return whether an object is a `TensorInformation`."""
+    """Return whether an object is a `TensorInformation`.
+
+    Args:
+        tensor_info: The object.
+    """
     return isinstance(tensor_info, TensorInformation)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return the data that `get_data_structure` described, with uninitialized tensors."""
+    """Return the data that `get_data_structure` described, with uninitialized tensors.
+
+    Args:
+        data_structure: The nested descriptions.
+    """
     return recursively_apply(
         lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the batch size of ``data``, or None if it contains no tensor."""
+    """Return the batch size of ``data``, or None if it contains no tensor.
+
+    Args:
+        data: Nested tensors.
+    """
     try:
         return find_batch_size(data)
     except TypeError:
@@ -53,7 +73,11 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Return whether a tensor is on an Intel GPU."""
+    """Return whether a tensor is on an Intel GPU.
+
+    Args:
+        tensor: The tensor.
+    """
     return isinstance(tensor, Tensor) and tensor.device.type == "xpu"
 
 
@@ -78,6 +102,9 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     """Return, on all ranks, the tensor that one of them passes; the others pass None.
 
+    Args:
+        tensor: The tensor, or None.
+
     Raises:
         ValueError: Not exactly one rank passed a tensor. Raised on every rank.
     """
@@ -92,6 +119,9 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a collective to compare shapes of all ranks first, if ``ACCELERATE_DEBUG_MODE`` is set.
+
+    Args:
+        function: The collective.
 
     Raises:
         DistributedOperationException: The shapes differ. Raised on every rank.
@@ -116,7 +146,11 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an operation to be named in a `DistributedOperationException` that is raised inside it."""
+    """Decorate an operation to be named in a `DistributedOperationException` that is raised inside it.
+
+    Args:
+        function: The operation.
+    """
 
     @wraps(function)
     def chained(*args: Any, **kwargs: Any) -> Any:
@@ -152,5 +186,12 @@ class ConvertOutputsToFp32:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Do nothing: only DeepSpeed's ZeRO-3 gathers parameters here. The arguments are Accelerate's."""
+    """Do nothing: only DeepSpeed's ZeRO-3 gathers parameters here. The arguments are Accelerate's.
+
+    Args:
+        params: Accepted and ignored.
+        modifier_rank: Accepted and ignored.
+        fwd_module: Accepted and ignored.
+        enabled: Accepted and ignored.
+    """
     yield

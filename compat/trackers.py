@@ -14,7 +14,11 @@ from .enums import LoggerType
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a tracker's method to run on rank zero only, if the tracker has ``main_process_only``."""
+    """Decorate a tracker's method to run on rank zero only, if the tracker has ``main_process_only``.
+
+    Args:
+        function: The method.
+    """
 
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

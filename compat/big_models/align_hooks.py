@@ -118,7 +118,11 @@ class AlignDevicesHook(ModelHook):
         )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the module's weights to its device, or offload them."""
+        """Move the module's weights to its device, or offload them.
+
+        Args:
+            module: The module that the hook is added to.
+        """
         if str(self.execution_device) == "meta":
             self.tied_params_map = None  # all meta tensors have one address
         tensors = named_tensors(module) if self.place_submodules else dict(iter_direct_tensors(module))
@@ -155,7 +159,13 @@ class AlignDevicesHook(ModelHook):
         set_tensor_by_names(module, names, stand_in)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Load the weights and move the inputs."""
+        """Load the weights and move the inputs.
+
+        Args:
+            module: The module.
+            *args: Positional inputs of its forward.
+            **kwargs: Keyword inputs of its forward.
+        """
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self._loans:
@@ -186,7 +196,12 @@ class AlignDevicesHook(ModelHook):
         return copies[device]
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Release the weights and move the output."""
+        """Release the weights and move the output.
+
+        Args:
+            module: The module.
+            output: The output of its forward.
+        """
         with torch.inference_mode(False), torch.no_grad():
             for loan in self._loans.values():
                 loan.take_back()
@@ -198,7 +213,11 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Restore the module's weights on their original devices."""
+        """Restore the module's weights on their original devices.
+
+        Args:
+            module: The module.
+        """
         restored: dict[int, Tensor] = {}
         for name, device in self.original_devices.items():
             if device.type == "meta":
@@ -391,16 +410,31 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the weights to the storage dtype."""
+        """Cast the weights to the storage dtype.
+
+        Args:
+            module: The module that the hook is added to.
+        """
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Cast the weights to the compute dtype."""
+        """Cast the weights to the compute dtype.
+
+        Args:
+            module: The module.
+            *args: Positional inputs of its forward.
+            **kwargs: Keyword inputs of its forward.
+        """
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Cast the weights to the storage dtype."""
+        """Cast the weights to the storage dtype.
+
+        Args:
+            module: The module.
+            output: The output of its forward.
+        """
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
 

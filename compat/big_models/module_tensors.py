@@ -32,7 +32,11 @@ _QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving t
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model is one of peft, also inside ``torch.compile`` or a wrapper with ``module``."""
+    """Return whether a model is one of peft, also inside ``torch.compile`` or a wrapper with ``module``.
+
+    Args:
+        model: The model.
+    """
     while (inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None)) is not None:
         if not isinstance(inner, nn.Module) or _is_peft(model):
             break
@@ -47,7 +51,12 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two devices are the same; an accelerator without an index has index 0."""
+    """Return whether two devices are the same; an accelerator without an index has index 0.
+
+    Args:
+        first_device: A device.
+        second_device: Another device.
+    """
     first, second = (
         (device.type, 0 if device.type != "cpu" and device.index is None else device.index)
         for device in (first_device, second_device)
@@ -57,6 +66,9 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 def convert_file_size_to_int(size: int | str) -> int:
     """Return a size in bytes, such as ``"5MB"`` (10**6 each), ``"1GiB"`` (2**30) or ``"8Gb"`` (bits).
+
+    Args:
+        size: The size, in bytes or as text.
 
     Raises:
         ValueError: The size is negative or can't be parsed.
@@ -72,6 +84,9 @@ def convert_file_size_to_int(size: int | str) -> int:
 def dtype_byte_size(dtype: Any) -> float:
     """Return the bytes of one element: 1/8 for bool, as in Accelerate, and fractions for its custom dtypes.
 
+    Args:
+        dtype: A ``torch.dtype`` or a member of `CustomDtype`.
+
     Raises:
         ValueError: The argument is not a dtype.
     """
@@ -85,7 +100,11 @@ def dtype_byte_size(dtype: Any) -> float:
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return the identity of the memory of a tensor: device, address and size in bytes."""
+    """Return the identity of the memory of a tensor: device, address and size in bytes.
+
+    Args:
+        tensor: The tensor.
+    """
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -124,7 +143,12 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names of shared parameters, a sorted list per parameter."""
+    """Return the names of shared parameters, a sorted list per parameter.
+
+    Args:
+        model: The model.
+        **kwargs: Accepted and ignored.
+    """
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -147,7 +171,11 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether the config of a Hugging Face model ties some of its weights."""
+    """Return whether the config of a Hugging Face model ties some of its weights.
+
+    Args:
+        model: The model.
+    """
     if "PreTrainedModel" not in [kind.__name__ for kind in type(model).__mro__]:
         return False
     config: Any = getattr(model, "config", None)
@@ -164,6 +192,10 @@ def check_tied_parameters_on_same_device(
     tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Device]
 ) -> None:
     """Warn about each group of tied parameters that a device map puts on several devices.
+
+    Args:
+        tied_params: Groups of names, as `find_tied_parameters` returns them.
+        device_map: Devices by name of module or parameter.
 
     Raises:
         ValueError: The map gives a parameter no device.
@@ -183,7 +215,11 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the names that no other name is below."""
+    """Return the names that no other name is below.
+
+    Args:
+        module_sizes: Names, such as the keys that `compute_module_sizes` returns.
+    """
     parents = {name.rpartition(".")[0] for name in module_sizes}
     return [name for name in module_sizes if name and name not in parents]
 
@@ -219,7 +255,11 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of a model, and those of its largest layer with the layers that have them."""
+    """Return the bytes of a model, and those of its largest layer with the layers that have them.
+
+    Args:
+        model: The model.
+    """
     sizes = compute_module_sizes(model)
     parts: list[tuple[str, nn.Module | Tensor]] = [
         *model.named_parameters(recurse=False),
@@ -321,7 +361,11 @@ def _follows_dtype(tensor: Tensor) -> bool:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether weights of a module are offloaded until it is called."""
+    """Return whether weights of a module are offloaded until it is called.
+
+    Args:
+        module: The module.
+    """
     return _get_offload_hook(module) is not None or find_station(module) is not None
 
 
@@ -365,7 +409,11 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's full state on the CPU, offloaded weights included. Warn about tensors without values."""
+    """Return a model's full state on the CPU, offloaded weights included. Warn about tensors without values.
+
+    Args:
+        model: The model.
+    """
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if path and not has_offloaded_params(module):

@@ -65,7 +65,12 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's ``index.json``. Nothing is written for an empty index."""
+    """Add entries to a folder's ``index.json``. Nothing is written for an empty index.
+
+    Args:
+        index: The entries by name.
+        offload_folder: The folder.
+    """
     if not index:
         return
     path = Path(offload_folder) / _INDEX
@@ -74,7 +79,12 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write all tensors of a state dict and their index to a folder, which is created if it is missing."""
+    """Write all tensors of a state dict and their index to a folder, which is created if it is missing.
+
+    Args:
+        save_dir: The folder.
+        state_dict: The tensors by name.
+    """
     os.makedirs(save_dir, exist_ok=True)
     index: dict[str, Any] = {}
     for name, tensor in state_dict.items():
@@ -85,7 +95,12 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return the entries of a state dict that belong to the named modules or tensors."""
+    """Return the entries of a state dict that belong to the named modules or tensors.
+
+    Args:
+        state_dict: The state dict.
+        submodule_names: Names of modules or tensors.
+    """
     return {
         name: tensor
         for module in submodule_names

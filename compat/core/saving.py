@@ -30,7 +30,12 @@ _File = str | os.PathLike[str]
 
 
 def update_hparams(hparams: MutableMapping[str, Any], updates: Mapping[str, Any]) -> None:
-    """Update hyperparameters in place, nested dicts item by item."""
+    """Update hyperparameters in place, nested dicts item by item.
+
+    Args:
+        hparams: The hyperparameters.
+        updates: The new values.
+    """
     for name, value in updates.items():
         if isinstance(value, Mapping) and name in hparams:
             update_hparams(hparams[name], value)
@@ -39,7 +44,11 @@ def update_hparams(hparams: MutableMapping[str, Any], updates: Mapping[str, Any]
 
 
 def convert(val: str) -> Any:
-    """Return the Python literal in a text (a number, True, a list), or the text itself."""
+    """Return the Python literal in a text (a number, True, a list), or the text itself.
+
+    Args:
+        val: The text.
+    """
     try:
         return ast.literal_eval(val)
     except (ValueError, SyntaxError):
@@ -47,7 +56,11 @@ def convert(val: str) -> Any:
 
 
 def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
-    """Return the hyperparameters that `save_hparams_to_tags_csv` wrote; without a file, warn and return none."""
+    """Return the hyperparameters that `save_hparams_to_tags_csv` wrote; without a file, warn and return none.
+
+    Args:
+        tags_csv: The file.
+    """
     if not os.path.isfile(tags_csv):
         warn(f"there is no file {os.fspath(tags_csv)!r} with hyperparameters.")
         return {}
@@ -57,6 +70,10 @@ def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
 
 def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Namespace) -> None:
     """Write hyperparameters to a CSV file with the columns ``key`` and ``value``.
+
+    Args:
+        tags_csv: The file.
+        hparams: The values by name.
 
     Raises:
         RuntimeError: The folder does not exist.

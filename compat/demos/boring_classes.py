@@ -79,11 +79,20 @@ class BoringModel(TaskModule):
         return output
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the mean squared error with respect to ``labels``, by default ones."""
+        """Return the mean squared error with respect to ``labels``, by default ones.
+
+        Args:
+            preds: The predictions.
+            labels: The targets, of the same shape.
+        """
         return nn.functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 
     def step(self, batch: Any) -> Tensor:
-        """Return the loss of a batch."""
+        """Return the loss of a batch.
+
+        Args:
+            batch: The batch, shape ``(samples, 32)``.
+        """
         return self.loss(self(batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -39,13 +39,22 @@ class SimpleLSTM(nn.Module):
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
 
     def forward(self, input: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
-        """Return log-probabilities, shape ``(batch * length, vocab_size)``, and the next hidden state."""
+        """Return log-probabilities, shape ``(batch * length, vocab_size)``, and the next hidden state.
+
+        Args:
+            input: Word numbers, shape ``(batch, length)``.
+            hidden: The hidden state of the batch before.
+        """
         output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
         scores = self.decoder(self.drop(output)).view(-1, self.vocab_size)
         return nn.functional.log_softmax(scores, dim=1), hidden
 
     def init_hidden(self, batch_size: int) -> Hidden:
-        """Return the hidden state at the start of a text: zeros."""
+        """Return the hidden state at the start of a text: zeros.
+
+        Args:
+            batch_size: Texts per batch.
+        """
         weight = self.decoder.weight
         shape = (self.nlayers, batch_size, self.nhid)
         return weight.new_zeros(shape), weight.new_zeros(shape)

@@ -16,6 +16,10 @@ __all__ = ["MNIST", "MNISTDataModule"]
 def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
     """Return ``torchvision.datasets.MNIST(*args, **kwargs)``.
 
+    Args:
+        *args: Positional arguments.
+        **kwargs: Keyword arguments.
+
     Raises:
         ModuleNotFoundError: torchvision is not installed.
     """

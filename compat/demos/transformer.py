@@ -47,11 +47,21 @@ class Transformer(nn.Module):
         self.decoder = nn.Linear(ninp, vocab_size)
 
     def generate_square_subsequent_mask(self, size: int) -> Tensor:
-        """Return the mask that hides later words: minus infinity above the diagonal, zeros elsewhere."""
+        """Return the mask that hides later words: minus infinity above the diagonal, zeros elsewhere.
+
+        Args:
+            size: The length of the text in words.
+        """
         return torch.full((size, size), -math.inf).triu(diagonal=1)
 
     def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return log-probabilities, shape ``(batch * length, vocab_size)``."""
+        """Return log-probabilities, shape ``(batch * length, vocab_size)``.
+
+        Args:
+            inputs: Word numbers, shape ``(batch, length)``.
+            target: Word numbers of the targets, of the same shape.
+            mask: The mask of later words. Default: None, all of them are hidden.
+        """
         if mask is None:
             mask = self.generate_square_subsequent_mask(inputs.shape[1]).to(inputs.device)
         source, shifted = (self.pos_encoder(self.embedding(words) * math.sqrt(self.ninp)) for words in (inputs, target))
@@ -69,7 +79,11 @@ class PositionalEncoding(nn.Module):
         self.pe: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the encoded input, shape ``(batch, length, dim)``."""
+        """Return the encoded input, shape ``(batch, length, dim)``.
+
+        Args:
+            x: The embeddings, shape ``(batch, length, dim)``.
+        """
         if self.pe is None:
             self.pe = self._compute_encoding(x.device)
         # Lightning's demo adds the encoding of one position, the length, to all of them; losses equal its own.
@@ -93,7 +107,11 @@ class Dictionary:
         self.idx2word: list[str] = []
 
     def add_word(self, word: str) -> int:
-        """Return the word's number, and assign one to a new word."""
+        """Return the word's number, and assign one to a new word.
+
+        Args:
+            word: The word.
+        """
         if word not in self.word2idx:
             self.word2idx[word] = len(self.idx2word)
             self.idx2word.append(word)
@@ -104,7 +122,11 @@ class Dictionary:
 
 
 def tokenize(path: Path) -> tuple[Tensor, Dictionary]:
-    """Return a text file's words as numbers, with ``<eos>`` after each line, and their dictionary."""
+    """Return a text file's words as numbers, with ``<eos>`` after each line, and their dictionary.
+
+    Args:
+        path: The file.
+    """
     dictionary = Dictionary()
     with open(path, encoding="utf8") as file:
         numbers = [dictionary.add_word(word) for line in file for word in (*line.split(), "<eos>")]
@@ -144,7 +166,11 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def download(destination: Path) -> None:
-        """Download the text, unless the file exists."""
+        """Download the text, unless the file exists.
+
+        Args:
+            destination: The file to write.
+        """
         if destination.exists():
             return
         destination.parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,12 @@ class FabricModule(nn.Module):
         return self._original_module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's ``forward``; half and double precision are cast at its inputs and outputs."""
+        """Run the model's ``forward``; half and double precision are cast at its inputs and outputs.
+
+        Args:
+            *args: Positional inputs.
+            **kwargs: Keyword inputs.
+        """
         return self._run(self._forward_module, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -92,11 +97,22 @@ class FabricModule(nn.Module):
         self._forward_methods.add(name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the user's model under its own names."""
+        """Return the state of the user's model under its own names.
+
+        Args:
+            *args: Positional arguments of ``Module.state_dict``.
+            **kwargs: Keyword arguments of it.
+        """
         return self._original_module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the state of the user's model."""
+        """Load the state of the user's model.
+
+        Args:
+            state_dict: The state.
+            *args: Positional arguments of ``Module.load_state_dict``.
+            **kwargs: Keyword arguments of it.
+        """
         return self._original_module.load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -244,12 +260,20 @@ def _find_seed() -> int:
 
 
 def is_wrapped(obj: object) -> bool:
-    """Return whether a `Fabric` has set up this model, optimizer or dataloader."""
+    """Return whether a `Fabric` has set up this model, optimizer or dataloader.
+
+    Args:
+        obj: The object.
+    """
     return isinstance(getattr(obj, "_orig_mod", obj), FabricModule | PreparedOptimizer | FabricDataLoader)
 
 
 def unwrap(obj: Any) -> Any:
-    """Return the user's model, optimizer or dataloader."""
+    """Return the user's model, optimizer or dataloader.
+
+    Args:
+        obj: The object that `Fabric` returned, or the user's own.
+    """
     obj = getattr(obj, "_orig_mod", obj)
     if isinstance(obj, FabricModule):
         return obj._original_module

@@ -36,7 +36,11 @@ class ExperimentWriter:
         self.hparams: dict[str, Any] = {}
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
-        """Add hyperparameters and write all of them."""
+        """Add hyperparameters and write all of them.
+
+        Args:
+            params: Hyperparameters by name.
+        """
         self.hparams.update(params)
         save_hparams_to_yaml(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE), self.hparams)
 

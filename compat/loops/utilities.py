@@ -11,6 +11,9 @@ __all__ = ["check_finite_loss"]
 def check_finite_loss(loss: Tensor | None) -> None:
     """Check that a loss is finite, which syncs with the device. None passes.
 
+    Args:
+        loss: The loss.
+
     Raises:
         ValueError: The loss contains NaN or infinity.
     """

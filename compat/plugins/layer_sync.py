@@ -16,11 +16,19 @@ class LayerSync(ABC):
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
-        """Return the model with such layers."""
+        """Return the model with such layers.
+
+        Args:
+            model: The model.
+        """
 
     @abstractmethod
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model without such layers."""
+        """Return the model without such layers.
+
+        Args:
+            model: The model.
+        """
 
 
 LayerSync.register(TorchSyncBatchNorm)

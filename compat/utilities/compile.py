@@ -13,6 +13,9 @@ __all__ = ["from_compiled", "to_uncompiled"]
 def from_compiled(model: Any) -> TaskModule:
     """Return the task inside the result of ``torch.compile(task)``. A Trainer compiles the task's parts.
 
+    Args:
+        model: The compiled task.
+
     Raises:
         ValueError: The argument is not a compiled task.
     """
@@ -24,6 +27,9 @@ def from_compiled(model: Any) -> TaskModule:
 
 def to_uncompiled(model: Any) -> TaskModule:
     """Return the task inside the result of ``torch.compile(task)`` or `from_compiled`, no longer compiled.
+
+    Args:
+        model: The compiled task.
 
     Raises:
         ValueError: The argument is not a compiled task.

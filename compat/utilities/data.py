@@ -22,6 +22,9 @@ def extract_batch_size(batch: Any) -> int:
 
     A 0-d tensor counts as one sample. A warning is issued if tensors differ in length.
 
+    Args:
+        batch: The batch.
+
     Raises:
         ValueError: The batch contains no tensor.
         RecursionError: The batch contains itself.
@@ -51,12 +54,20 @@ def _iter_sizes(batch: Any) -> Iterator[int]:
 
 
 def has_iterable_dataset(dataloader: object) -> bool:
-    """Return whether a dataloader reads a stream."""
+    """Return whether a dataloader reads a stream.
+
+    Args:
+        dataloader: The dataloader.
+    """
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
 def sized_len(dataloader: object) -> int | None:
-    """Return a dataloader's length, or None without one."""
+    """Return a dataloader's length, or None without one.
+
+    Args:
+        dataloader: The dataloader.
+    """
     try:
         return len(dataloader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -64,7 +75,11 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def has_len(dataloader: object) -> bool:
-    """Return whether a dataloader has a length. Warn about a length of 0 and about the length of a stream."""
+    """Return whether a dataloader has a length. Warn about a length of 0 and about the length of a stream.
+
+    Args:
+        dataloader: The dataloader.
+    """
     length = sized_len(dataloader)
     if length == 0:
         warn(f"{type(dataloader).__name__} has length 0: it yields no batch.")

@@ -15,7 +15,11 @@ class GradClipAlgorithmType(LightningEnum):
 
     @staticmethod
     def supported_type(val: str) -> bool:
-        """Return whether an algorithm of this name exists."""
+        """Return whether an algorithm of this name exists.
+
+        Args:
+            val: The name.
+        """
         return val in GradClipAlgorithmType.supported_types()
 
     @staticmethod

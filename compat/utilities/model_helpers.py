@@ -36,7 +36,12 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
-    """Return ``torchvision.models.get_model(model_name, **kwargs)``."""
+    """Return ``torchvision.models.get_model(model_name, **kwargs)``.
+
+    Args:
+        model_name: The name of the model.
+        **kwargs: Keyword arguments of the model.
+    """
     from torchvision import models
 
     model: nn.Module = models.get_model(model_name, **kwargs)

@@ -95,7 +95,11 @@ class Fault:
         return f"Fault({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields)})"
 
     def happen(self, firing: Firing) -> None:
-        """Perform the action."""
+        """Perform the action.
+
+        Args:
+            firing: The occurrence, which the action gets.
+        """
         kind, value = _parse(self.action)
         if kind == "call":
             value(firing)

@@ -101,7 +101,11 @@ class MetricsTextColumn(ProgressColumn):
         super().__init__()
 
     def update(self, metrics: dict[Any, Any]) -> None:
-        """Set the values to show."""
+        """Set the values to show.
+
+        Args:
+            metrics: The values by name.
+        """
         words = (
             f"{name}: {format(value, self.metrics_format) if isinstance(value, float) else value}"
             for name, value in metrics.items()

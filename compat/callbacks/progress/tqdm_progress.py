@@ -17,7 +17,11 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
     @staticmethod
     def format_num(n: int | float | str) -> str:
-        """Return a number with at least five characters: ``0.500``, ``10.00``."""
+        """Return a number with at least five characters: ``0.500``, ``10.00``.
+
+        Args:
+            n: The number, or a text that is returned unchanged.
+        """
         text = n if isinstance(n, str) else tqdm.format_num(n)
         if isinstance(n, float) and "e" not in text and "." not in text and len(text) < 5:
             text += "."
@@ -25,5 +29,9 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
 
 def convert_inf(x: Any) -> Any:
-    """Return None for an infinite, NaN or missing length, and any other length unchanged."""
+    """Return None for an infinite, NaN or missing length, and any other length unchanged.
+
+    Args:
+        x: The length.
+    """
     return None if x is None or math.isinf(x) or math.isnan(x) else x

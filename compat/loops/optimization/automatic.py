@@ -80,7 +80,12 @@ class Closure(AbstractClosure[ClosureResult]):
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        """Run the three functions and return the step's result."""
+        """Run the three functions and return the step's result.
+
+        Args:
+            *args: Accepted and ignored.
+            **kwargs: Accepted and ignored.
+        """
         result = self._step_fn()
         if result.closure_loss is None:
             warn("training_step returned None, so the backward pass is skipped.")

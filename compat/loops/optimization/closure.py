@@ -39,7 +39,12 @@ class AbstractClosure(ABC, Generic[T]):
 
     @abstractmethod
     def closure(self, *args: Any, **kwargs: Any) -> T:
-        """Compute the result."""
+        """Compute the result.
+
+        Args:
+            *args: Arguments of the call.
+            **kwargs: Keyword arguments of the call.
+        """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the closure and store its result."""

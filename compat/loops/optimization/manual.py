@@ -23,6 +23,9 @@ class ManualResult(OutputResult):
     def from_training_step_output(cls, training_step_output: Any) -> ManualResult:
         """Return the result of a step.
 
+        Args:
+            training_step_output: The return value of the step.
+
         Raises:
             ValueError: The output is not a loss, a dict, or None.
         """
