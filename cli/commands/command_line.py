@@ -196,7 +196,11 @@ def _read_checkpoint_config(folder: AnyPath) -> str:
 
 
 def say(text: str) -> None:
-    """Print a text on rank zero only."""
+    """Print a text on rank zero only.
+
+    Args:
+        text: The text.
+    """
     if not any(_read_nonzero_ranks()):
         print(text)
 

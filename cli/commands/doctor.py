@@ -37,7 +37,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return the parser of the command's options.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -114,7 +118,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def format_report(report: Report) -> str:
-    """Return a report as lines of at most 80 columns."""
+    """Return a report as lines of at most 80 columns.
+
+    Args:
+        report: The report of `examine`.
+    """
     lines = []
     for finding in report["findings"]:
         mark = finding["mark"].upper() if finding["mark"] == "fault" else finding["mark"]

@@ -33,7 +33,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return the parser of the command's options.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

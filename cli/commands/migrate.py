@@ -35,7 +35,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return the parser of the command's options.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -73,7 +77,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def format_summary(migration: Migration, is_written: bool) -> str:
-    """Return the lists of findings and a last line with the counts."""
+    """Return the lists of findings and a last line with the counts.
+
+    Args:
+        migration: The migration.
+        is_written: Whether the files have been changed.
+    """
     by_hand = [finding for finding in migration.findings if finding.by_hand]
     differs = [finding for finding in migration.findings if not finding.by_hand]
     count = len(migration.changes)

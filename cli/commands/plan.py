@@ -36,7 +36,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return the parser of the command's options.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -44,7 +44,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
-    """Return the parser of `treadle runs`."""
+    """Return the parser of `treadle runs`.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _make_parser(program, DESCRIPTION)
     parser.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
     parser.add_argument("--name", help="only runs of this name")
@@ -54,7 +58,11 @@ def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
 
 
 def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentParser:
-    """Return the parser of `treadle runs show`."""
+    """Return the parser of `treadle runs show`.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _make_parser(program, "Show one run: metadata, configuration, environment, last values, curves.")
     parser.add_argument(
         "run",

@@ -25,7 +25,11 @@ OPTIONS = {
 
 
 def format_usage(program: str = "treadle sweep") -> str:
-    """Return the help text of the command."""
+    """Return the help text of the command.
+
+    Args:
+        program: The name of the command in the text.
+    """
     from ..sweep import KEYS
 
     lines = [f"usage: {program} --config FILE [KEY=VALUE ...]", "", *_DESCRIPTION, "", "options:"]

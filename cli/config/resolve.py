@@ -70,7 +70,11 @@ class Config:
     secrets: Mapping[str, str] = field(default_factory=dict)
 
     def get_section(self, name: str) -> Value | None:
-        """Return a section; None if it is missing or empty."""
+        """Return a section; None if it is missing or empty.
+
+        Args:
+            name: The name of the section.
+        """
         section = self.root.data.get(name)
         return None if section is None or section.data is None else section
 
@@ -79,7 +83,11 @@ class Config:
         return dict(to_plain(self.root))
 
     def find_source(self, key: str) -> str:
-        """Return the source of the value at a dotted key, or of the closest value above it."""
+        """Return the source of the value at a dotted key, or of the closest value above it.
+
+        Args:
+            key: The dotted key.
+        """
         value = self.root
         for part in key.split("."):
             entries = value.data
@@ -202,7 +210,12 @@ def _apply_override(root: Value, override: str) -> Value:
 
 
 def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
-    """Return the value of an override: YAML for a list, a mapping or quoted text, otherwise a single word."""
+    """Return the value of an override: YAML for a list, a mapping or quoted text, otherwise a single word.
+
+    Args:
+        text: The text after ``=``, not empty.
+        source: The source of the value.
+    """
     if text[0] in "[{\"'":
         parsed = parse(text, "its value", lines=False)
         assert parsed is not None
@@ -226,6 +239,9 @@ def _replace_sources(value: Value, new: Callable[[str], str]) -> Value:
 
 def parse_path(key: str) -> Path:
     """Split a dotted key; LightningCLI's form (``model.init_args.lr``) is accepted, too.
+
+    Args:
+        key: The dotted key.
 
     Raises:
         ConfigError: It is not a key.

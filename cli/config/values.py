@@ -48,20 +48,35 @@ def make_printable(text: str) -> str:
 
 
 def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a text between secrets, each with the reference to the secret after it; "" at the end."""
+    """Yield the parts of a text between secrets, each with the reference to the secret after it; "" at the end.
+
+    Args:
+        text: The text.
+        secrets: References by secret.
+    """
     longest_first = sorted(secrets, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if secrets else [text]
     return zip(parts[::2], [*(secrets[part] for part in parts[1::2]), ""], strict=True)
 
 
 def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """Return a message with each secret, also in the form of its ``repr``, replaced by its reference."""
+    """Return a message with each secret, also in the form of its ``repr``, replaced by its reference.
+
+    Args:
+        text: The message.
+        secrets: References by secret.
+    """
     forms = {form: name for secret, name in secrets.items() for form in (secret, repr(secret)[1:-1])}
     return "".join(before + reference for before, reference in split_at_secrets(text, forms))
 
 
 def make_value(data: Any, source: str) -> Value:
-    """Return plain data as values, all with the same source."""
+    """Return plain data as values, all with the same source.
+
+    Args:
+        data: The data: dicts, lists and scalars.
+        source: The source of all values.
+    """
     if isinstance(data, dict):
         return Value({key: make_value(item, source) for key, item in data.items()}, source)
     if isinstance(data, list | tuple):
@@ -79,7 +94,12 @@ def to_plain(value: Value) -> Any:
 
 
 def iterate_values(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]]:
-    """Iterate over a value and all values below it, each with its path."""
+    """Iterate over a value and all values below it, each with its path.
+
+    Args:
+        value: The value.
+        path: The path of the value. Default: the root.
+    """
     yield path, value
     entries: Iterable[tuple[Key, Value]] = ()
     if isinstance(value.data, dict):
@@ -124,6 +144,10 @@ def merge(before: Value, later: Value) -> Value:
     """Merge two values: mappings key by key, otherwise the later one replaces the earlier one.
 
     A mapping that names another class replaces the earlier mapping entirely: its arguments belonged to the other class.
+
+    Args:
+        before: The earlier value.
+        later: The later value, which takes precedence.
     """
     before = expand_class_name(before) if isinstance(later.data, dict) else before
     if not (isinstance(before.data, dict) and isinstance(later.data, dict)):

@@ -51,6 +51,9 @@ def parse_scalar(text: str) -> Any:
 def read(file: str | Path) -> Value:
     """Return the values of a file.
 
+    Args:
+        file: Path of the file.
+
     Raises:
         ConfigError: The file does not exist, is damaged or is harmful; names the line.
     """
@@ -62,6 +65,9 @@ def read(file: str | Path) -> Value:
 
 def read_text(file: str | Path) -> str:
     """Return the text of a file.
+
+    Args:
+        file: Path of the file.
 
     Raises:
         ConfigError: The file does not exist, is too long, or is not UTF-8.

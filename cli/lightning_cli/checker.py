@@ -161,7 +161,12 @@ class SettingsChecker(Checker):
 
 
 def fits(item: Any, annotation: Any) -> bool:
-    """Return whether an object matches an annotation, judged by its class."""
+    """Return whether an object matches an annotation, judged by its class.
+
+    Args:
+        item: The object.
+        annotation: The annotation.
+    """
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any or annotation is object:
@@ -209,7 +214,13 @@ def make_default_config(default: Any) -> Any:
 
 
 def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
-    """Return a recipe with the value of an argument, which may belong to a nested object."""
+    """Return a recipe with the value of an argument, which may belong to a nested object.
+
+    Args:
+        recipe: The recipe of the object.
+        path: The path of the argument in the object.
+        value: The value.
+    """
     if not path:
         return PlainRecipe(Value(value, "linked"), value)
     if not isinstance(recipe, ObjectRecipe):
@@ -232,6 +243,10 @@ def make_arguments(recipe: ObjectRecipe) -> Namespace:
 
 def look_up(configs: Namespace, key: str) -> Any:
     """Return the value of a link's source: an argument of a named class, or an attribute of an object.
+
+    Args:
+        configs: The configurations by key.
+        key: The dotted key of the source.
 
     Raises:
         ConfigError: There is no such value.

@@ -1,4 +1,4 @@
-"""`LightningCLI`: a command line made of a Trainer's, a task's and a data module's arguments."""
+"""`LightningCLI`: command line built from the arguments of a Trainer, a task and a data module."""
 
 from __future__ import annotations
 

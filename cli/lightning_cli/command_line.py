@@ -100,6 +100,10 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
 def choose_subcommand(parser: Parser, root: Value) -> str:
     """Return the subcommand that files or the environment name.
 
+    Args:
+        parser: The parser.
+        root: The settings.
+
     Raises:
         ConfigError: No subcommand is named.
     """

@@ -43,11 +43,21 @@ class Option:
         return None if self.argument.default is REQUIRED else make_settings(self.argument.default, "default")
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
-        """Return the argument at ``path``, relative to this option."""
+        """Return the argument at ``path``, relative to this option.
+
+        Args:
+            path: The path.
+            value: The settings of the option.
+        """
         return _follow(self.argument, path, value)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the option's value. Report a problem and return None if it is wrong."""
+        """Return a recipe for the option's value. Report a problem and return None if it is wrong.
+
+        Args:
+            checker: Collects problems.
+            value: The settings of the option; None for the default.
+        """
         path = (self.key,)
         value = self.get_default() if value is None else value
         if value is None or (value.data is None and value.source == "default"):
@@ -107,7 +117,12 @@ class ClassGroup:
         return replace(takes, arguments=arguments, open=takes.open and self.open)
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
-        """Return the argument at ``path``, relative to this group."""
+        """Return the argument at ``path``, relative to this group.
+
+        Args:
+            path: The path.
+            value: The settings of the group.
+        """
         target = self.bases[0]
         if self.subclass_mode:
             named = value.data.get("class") if value is not None and isinstance(value.data, dict) else None
@@ -119,7 +134,12 @@ class ClassGroup:
         return None if argument is None else _follow(argument, path[1:], inner)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the group's object. Report a problem and return None if it can't be built."""
+        """Return a recipe for the group's object. Report a problem and return None if it can't be built.
+
+        Args:
+            checker: Collects problems.
+            value: The settings of the group; None if nothing is set.
+        """
         path: Path = tuple(self.key.split("."))
         if self.subclass_mode:
             return self._check_subclass(checker, value, path)
@@ -199,7 +219,11 @@ class Link:
     at_instantiation: bool
 
     def apply(self, find_source: Callable[[str], Any]) -> Any:
-        """Return the target's value."""
+        """Return the target's value.
+
+        Args:
+            find_source: Returns the value of a source by its dotted key.
+        """
         values = [find_source(source) for source in self.sources]
         return values[0] if self.compute is None else self.compute(*values)
 
@@ -211,6 +235,10 @@ class Link:
 
 def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[str]:
     """Return the declared keys in an order in which the sources of links come before their targets.
+
+    Args:
+        declared: Options and groups by key.
+        links: The links.
 
     Raises:
         ValueError: The links form a circle.
@@ -237,6 +265,10 @@ def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[
 
 def find_owner(declared: Mapping[str, Declared], key: str) -> str:
     """Return the declared key that a dotted key belongs to.
+
+    Args:
+        declared: Options and groups by key.
+        key: The dotted key.
 
     Raises:
         ValueError: There is no such key.

@@ -57,7 +57,12 @@ class Namespace(argparse.Namespace):
         return len(vars(self))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key, or ``default``."""
+        """Return the value of a dotted key, or ``default``.
+
+        Args:
+            key: The dotted key.
+            default: The value for a missing key.
+        """
         try:
             return self[key]
         except KeyError:
@@ -65,6 +70,10 @@ class Namespace(argparse.Namespace):
 
     def pop(self, key: str, default: Any = _MISSING) -> Any:
         """Remove a dotted key and return its value.
+
+        Args:
+            key: The dotted key.
+            default: The value for a missing key. Default: none, which raises KeyError.
 
         Raises:
             KeyError: There is no such key and no default.
@@ -77,7 +86,12 @@ class Namespace(argparse.Namespace):
         return value
 
     def update(self, value: Any, key: str | None = None) -> Namespace:
-        """Set the value of ``key``; without a key, set all values of another namespace."""
+        """Set the value of ``key``; without a key, set all values of another namespace.
+
+        Args:
+            value: The value, or the other namespace.
+            key: The dotted key. Default: None.
+        """
         if key is not None:
             self[key] = value
         else:
@@ -101,11 +115,19 @@ class Namespace(argparse.Namespace):
                 yield name, value
 
     def keys(self, branches: bool = False) -> Iterator[str]:
-        """Iterate over dotted keys."""
+        """Iterate over dotted keys.
+
+        Args:
+            branches: Whether to include the nested namespaces themselves.
+        """
         return (key for key, _ in self.items(branches))
 
     def values(self, branches: bool = False) -> Iterator[Any]:
-        """Iterate over the values of all dotted keys."""
+        """Iterate over the values of all dotted keys.
+
+        Args:
+            branches: Whether to include the nested namespaces themselves.
+        """
         return (value for _, value in self.items(branches))
 
     def as_dict(self) -> dict[str, Any]:

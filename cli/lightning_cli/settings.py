@@ -41,7 +41,12 @@ _CLASS = ClassPath("class")
 
 
 def make_settings(data: Any, source: str) -> Value:
-    """Return plain data, namespaces and objects as values, all with the same source."""
+    """Return plain data, namespaces and objects as values, all with the same source.
+
+    Args:
+        data: The data.
+        source: The source of all values.
+    """
     if is_lazy(data):
         data = data.lazy_get_init_data()
     if isinstance(data, argparse.Namespace):
@@ -160,6 +165,9 @@ def find_class(name: Any) -> Any:
 def read_settings(file: str | FilePath) -> Value:
     """Return the normalized values of a YAML or JSON file.
 
+    Args:
+        file: Path of the file.
+
     Raises:
         ConfigError: The file can't be read; names the file and the line.
     """
@@ -177,7 +185,12 @@ def read_named_file(value: Value) -> Value:
 
 
 def parse_value(text: str, source: str) -> Value:
-    """Return the value of a word on the command line or of an environment variable."""
+    """Return the value of a word on the command line or of an environment variable.
+
+    Args:
+        text: The word.
+        source: The source of the value.
+    """
     return normalize(parse_override_value(text, source)) if text else Value("", source)
 
 
@@ -187,7 +200,12 @@ def is_word(value: Value) -> bool:
 
 
 def append(value: Value | None, new: Value) -> Value:
-    """Return a list with one more value, or with the values of another list."""
+    """Return a list with one more value, or with the values of another list.
+
+    Args:
+        value: The list, a single value, or None.
+        new: The value or values to append.
+    """
     before = [] if value is None or value.data is None else value.data if isinstance(value.data, list) else [value]
     return Value([*before, *(new.data if isinstance(new.data, list) else [new])], new.source)
 
@@ -278,7 +296,12 @@ def describe_import_path(target: Any) -> str:
 
 
 def find_value(value: Value | None, path: Path) -> Value | None:
-    """Return the value at a path, or None."""
+    """Return the value at a path, or None.
+
+    Args:
+        value: The settings.
+        path: The path.
+    """
     for part in path:
         value = value.data.get(part) if value is not None and isinstance(value.data, dict) else None
     return value
@@ -290,7 +313,12 @@ def as_mapping(value: Value | None) -> Value:
 
 
 def remove_value(value: Value | None, path: Path) -> Value | None:
-    """Return the settings without the value at a path."""
+    """Return the settings without the value at a path.
+
+    Args:
+        value: The settings.
+        path: The path.
+    """
     if value is None or not path or not isinstance(value.data, dict) or path[0] not in value.data:
         return value if path else None
     inner = remove_value(value.data[path[0]], path[1:])

@@ -79,7 +79,12 @@ def drop_none(data: Any) -> Any:
 
 
 def drop_equal(data: Any, defaults: Any) -> Any:
-    """Return nested dicts without the entries that equal their defaults."""
+    """Return nested dicts without the entries that equal their defaults.
+
+    Args:
+        data: The entries.
+        defaults: The defaults by key.
+    """
     kept = {}
     for key, item in data.items():
         if isinstance(item, dict) and isinstance(defaults.get(key), dict) and "class_path" not in item:

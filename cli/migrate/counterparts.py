@@ -110,20 +110,35 @@ def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
 
 
 def find_answer(module: PeerModule, name: str) -> Elsewhere | None:
-    """Return the tables' advice about a name without a counterpart, or None."""
+    """Return the tables' advice about a name without a counterpart, or None.
+
+    Args:
+        module: The peer's module.
+        name: The name in it.
+    """
     answer = read_names(module.path).get(name)
     return answer if isinstance(answer, Elsewhere) else None
 
 
 def describe_missing(module: str, name: str) -> str:
-    """Return the finding about a name without a counterpart."""
+    """Return the finding about a name without a counterpart.
+
+    Args:
+        module: The peer's module as imported.
+        name: The name in it.
+    """
     peer = split_peer(module)
     answer = None if peer is None else find_answer(peer, name)
     return f"{module}.{name}: {answer or 'has no counterpart in Treadle.'}"
 
 
 def look_up(module: str, name: str) -> Any:
-    """Return the attribute of a module of Treadle, or `MISSING`."""
+    """Return the attribute of a module of Treadle, or `MISSING`.
+
+    Args:
+        module: Treadle's module.
+        name: The name of the attribute.
+    """
     namespace = vars(importlib.import_module(module))
     value = namespace.get(name, MISSING)
     ask = namespace.get("__getattr__")
@@ -164,7 +179,12 @@ def walk(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
 
 
 def find_submodule(module: str, name: str) -> str | None:
-    """Return the peer's module that ``from module import name`` imports, or None if that is not a module."""
+    """Return the peer's module that ``from module import name`` imports, or None if that is not a module.
+
+    Args:
+        module: The peer's module.
+        name: The imported name.
+    """
     if module == "lightning" and name in ("pytorch", "fabric"):
         return f"{module}.{name}"
     home = find_counterpart(module, name)

@@ -41,6 +41,9 @@ def list_differences(usages: Iterable[Usage]) -> Iterator[tuple[int, str, bool]]
     """Yield the line, the text and whether it needs a change, for each use that behaves differently.
 
     A name that needs no change is reported once; a flag is reported wherever it is passed.
+
+    Args:
+        usages: The uses in the program.
     """
     told: set[str] = set()
     for usage in sorted(usages, key=lambda usage: usage.line):

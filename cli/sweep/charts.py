@@ -83,7 +83,12 @@ class TrialPoint:
 
 
 def colour_by_rank(rank: int, count: int) -> str:
-    """Return the colour of a rank, between those of the best and the worst."""
+    """Return the colour of a rank, between those of the best and the worst.
+
+    Args:
+        rank: The rank, from 0 for the best.
+        count: Number of trials.
+    """
     share = 0.0 if count < 2 else rank / (count - 1)
     best, worst = ([int(colour[start : start + 2], 16) for start in (1, 3, 5)] for colour in (_BEST, _WORST))
     return "#" + "".join(f"{round(b + (w - b) * share):02x}" for b, w in zip(best, worst, strict=True))
@@ -109,7 +114,12 @@ class Axis:
 
     @classmethod
     def of_parameter(cls, parameter: Parameter, name: str) -> Axis:
-        """Return the axis of a parameter, from one end of its range to the other."""
+        """Return the axis of a parameter, from one end of its range to the other.
+
+        Args:
+            parameter: The parameter.
+            name: The title of the axis.
+        """
         space = parameter.space
         if isinstance(space, Choices):
             return cls(name, choices=space.labels)
@@ -117,7 +127,12 @@ class Axis:
 
     @classmethod
     def of_values(cls, name: str, values: Sequence[float]) -> Axis:
-        """Return an axis that contains all values; logarithmic if they span two orders of magnitude or more."""
+        """Return an axis that contains all values; logarithmic if they span two orders of magnitude or more.
+
+        Args:
+            name: The title of the axis.
+            values: The values.
+        """
         low, high = min(values), max(values)
         log = low > 0 and high / low >= 100
         return cls(name, *pad_range(low, high, log), log)

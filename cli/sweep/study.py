@@ -112,19 +112,33 @@ class Study:
 
         They depend on the sweep's seed and the trial's number; on earlier trials only if the method learns from them.
         An interruption does not change them.
+
+        Args:
+            number: The trial's number.
         """
         self.study.sampler = make_sampler(self.sweep, number)
         trial = open_trial(self.study, number)
         return {parameter.key: retry(partial(_suggest, trial, parameter)) for parameter in self.sweep.parameters}
 
     def note(self, number: int, **attributes: Any) -> None:
-        """Set user attributes of a trial that has not ended."""
+        """Set user attributes of a trial that has not ended.
+
+        Args:
+            number: The trial's number.
+            **attributes: The attributes.
+        """
         trial_id = _get_id(self.study, number)
         for name, value in attributes.items():
             retry(partial(self.storage.set_trial_user_attr, trial_id, name, value))
 
     def tell(self, number: int, state: TrialState, value: float | None = None) -> None:
-        """End a trial, unless it has ended already."""
+        """End a trial, unless it has ended already.
+
+        Args:
+            number: The trial's number.
+            state: The state that it ended in.
+            value: The value of the metric, if it is complete.
+        """
         retry(lambda: self.study.tell(number, value, state, skip_if_finished=True))
 
     def find_best(self) -> FrozenTrial | None:
@@ -156,7 +170,11 @@ def make_url(sweep: Sweep) -> str:
 
 
 def open_storage(url: str) -> BaseStorage:
-    """Open a storage; see `make_url`."""
+    """Open a storage; see `make_url`.
+
+    Args:
+        url: The URL.
+    """
     optuna.logging.set_verbosity(logging.WARNING)
     if url.startswith("journal:"):
         from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -168,12 +186,21 @@ def open_storage(url: str) -> BaseStorage:
 
 
 def open_trial(study: optuna.Study, number: int) -> Trial:
-    """Return a trial that was started by another process or an earlier session."""
+    """Return a trial that was started by another process or an earlier session.
+
+    Args:
+        study: The study.
+        number: The trial's number.
+    """
     return Trial(study, _get_id(study, number))
 
 
 def retry(access: Callable[[], T]) -> T:
-    """Call a function that accesses the storage and return its result. Retry if the database is busy."""
+    """Call a function that accesses the storage and return its result. Retry if the database is busy.
+
+    Args:
+        access: The function.
+    """
     for left in range(_TRIES - 1, -1, -1):
         try:
             return access()
@@ -186,6 +213,9 @@ def retry(access: Callable[[], T]) -> T:
 
 def make_pruner(prune: Choice | None) -> BasePruner:
     """Return a sweep's pruner.
+
+    Args:
+        prune: The pruner's name and options; None for no pruner.
 
     Raises:
         ConfigError: An option is unknown, or Optuna rejects its value.
@@ -201,6 +231,10 @@ def make_pruner(prune: Choice | None) -> BasePruner:
 
 def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     """Return the sampler of a trial's values.
+
+    Args:
+        sweep: The sweep.
+        number: The trial's number, which the seed depends on.
 
     Raises:
         ConfigError: An option is unknown, or Optuna rejects its value.

@@ -139,7 +139,11 @@ class Sweep:
         return Path(self.directory).expanduser().absolute() / self.name
 
     def get_combination(self, number: int) -> dict[str, Any]:
-        """Return the values of the n-th trial of a grid as a study stores them. The last parameter changes fastest."""
+        """Return the values of the n-th trial of a grid as a study stores them. The last parameter changes fastest.
+
+        Args:
+            number: The trial's number, from 0.
+        """
         combination = {}
         for parameter in reversed(self.parameters):
             values = parameter.list_grid() or []
@@ -164,7 +168,12 @@ class Sweep:
 
 
 def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two descriptions that make them different sweeps, one line per key."""
+    """Return the differences between two descriptions that make them different sweeps, one line per key.
+
+    Args:
+        before: The description of earlier sessions.
+        after: The description of this session.
+    """
     old, new = (dict(_flatten(json.loads(json.dumps(description)))) for description in (before, after))
     lines = []
     for key in sorted(old.keys() | new.keys()):

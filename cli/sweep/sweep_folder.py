@@ -67,7 +67,11 @@ class SweepFolder:
             shutil.rmtree(own, ignore_errors=True)
 
     def find_host(self, token: str) -> str | None:
-        """Return the machine of the process with a token; None if the process is not alive."""
+        """Return the machine of the process with a token; None if the process is not alive.
+
+        Args:
+            token: The name of the process's lock.
+        """
         occupant = holder(self._private / token) if token else None
         return None if occupant is None else occupant.host
 
@@ -133,7 +137,12 @@ class SweepFolder:
         return any(entry.name.isdigit() for entry in self.path.iterdir())
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically: readers see the old or the new one."""
+        """Write a file atomically: readers see the old or the new one.
+
+        Args:
+            name: The file's name.
+            text: The text.
+        """
         part = self.path / f".{name}.{self.token}"
         try:
             part.write_text(text, encoding="utf-8", errors="replace")
@@ -163,7 +172,14 @@ class SweepFolder:
             return {entry.name for entry in path.iterdir()} <= {CONFIG, f".{CONFIG}.tmp", f".{RECORD}.tmp"}
 
     def prepare(self, number: int, trial: int, config: str, parameters: Mapping[str, Any]) -> None:
-        """Write the run folder of a trial unless it exists. Call it while `deciding`."""
+        """Write the run folder of a trial unless it exists. Call it while `deciding`.
+
+        Args:
+            number: The number of the run folder.
+            trial: The trial's number in the study.
+            config: The configuration, YAML.
+            parameters: The trial's values by key.
+        """
         path = self.path / str(number)
         with contextlib.suppress(ValueError):
             if index.read(path).facts.get("trial") == trial:

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def trial_of(folder: RunFolder) -> TrialCallback | None:
-    """Return the callback that a sweep's trial needs; None if the run in this folder is not a trial."""
+    """Return the callback that a sweep's trial needs; None if the run in this folder is not a trial.
+
+    Args:
+        folder: The run folder.
+    """
     if not isinstance(folder.path, Path):
         return None
     assignment = Assignment.read()

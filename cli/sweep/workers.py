@@ -120,7 +120,11 @@ class Workers:
         return None if trial is None else self.running.pop(trial)
 
     def end(self, number: signal.Signals) -> None:
-        """Send a signal to every process; SIGKILL goes to their children as well."""
+        """Send a signal to every process; SIGKILL goes to their children as well.
+
+        Args:
+            number: The signal.
+        """
         for worker in self.running.values():
             if number is signal.SIGKILL:
                 kill_session(worker.process.pid)
@@ -130,7 +134,13 @@ class Workers:
 
 
 def share_gpus(gpus: Sequence[str], count: int, slot: int) -> list[str]:
-    """Return the GPUs of one of ``count`` slots: an equal share, or a single one if there are too few GPUs."""
+    """Return the GPUs of one of ``count`` slots: an equal share, or a single one if there are too few GPUs.
+
+    Args:
+        gpus: The GPUs of the machine.
+        count: Number of slots.
+        slot: The index of the slot.
+    """
     if len(gpus) < count:
         return [gpus[slot % len(gpus)]]
     each = len(gpus) // count

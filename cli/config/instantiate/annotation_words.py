@@ -37,7 +37,13 @@ WRITTEN = (*PATHS, torch.dtype, torch.device)
 
 
 def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
-    """Return the message about an argument that a class does not have, with the closest one."""
+    """Return the message about an argument that a class does not have, with the closest one.
+
+    Args:
+        name: The name of the class.
+        key: The argument that it does not have.
+        valid_names: The arguments that it has.
+    """
     hint = nearest(key, valid_names)
     has = f" It has {', '.join(valid_names)}." if 0 < len(valid_names) <= 12 else "" if valid_names else " It has none."
     return f": {name} has no argument {key!r}.{hint}{has}"
@@ -63,7 +69,12 @@ def simplify(annotation: Any) -> Any:
 
 
 def has_shape(value: Value, member: Any) -> bool:
-    """Return whether the kind of a value (list, mapping, text) fits a member of a union."""
+    """Return whether the kind of a value (list, mapping, text) fits a member of a union.
+
+    Args:
+        value: The value.
+        member: The member, an annotation.
+    """
     kind = typing.get_origin(member) or member
     if isinstance(value.data, list):
         return kind in LISTS or kind is tuple
@@ -124,7 +135,12 @@ def join_words(words: list[str]) -> str:
 
 
 def format_value(value: Value, secrets: Mapping[str, str]) -> str:
-    """Return a value as it is shown in messages, with secrets hidden."""
+    """Return a value as it is shown in messages, with secrets hidden.
+
+    Args:
+        value: The value.
+        secrets: References by the secret text that they replace.
+    """
     data = to_plain(value)
     if data is None or isinstance(data, bool):
         return {None: "null", True: "true", False: "false"}[data]

@@ -41,7 +41,7 @@ class Optimizers:
     Attributes:
         optimizer: Recipe of the optimizer for the task's trainable parameters.
         scheduler: Recipe of the optimizer's scheduler, or None.
-        schedule_options: Interval, frequency and monitor of the scheduler; see `SchedulerConfig`.
+        schedule_options: Options of `SchedulerConfig`, such as interval and monitor.
     """
 
     optimizer: ObjectRecipe

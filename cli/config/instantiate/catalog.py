@@ -42,7 +42,11 @@ def is_shelved(base: Any) -> bool:
 
 
 def list_short_names(base: Any) -> dict[str, str]:
-    """Return the short names of subclasses of ``base``, each with the module that has it."""
+    """Return the short names of subclasses of ``base``, each with the module that has it.
+
+    Args:
+        base: The base class; ``object`` for all of `list_shelved`.
+    """
     if base is object:
         return {name: home for kind in list_shelved() for name, home in list_short_names(kind).items()}
     homes: dict[str, str] = {}
@@ -140,7 +144,12 @@ def import_target(name: str) -> Any:
 
 
 def suggest_short_name(name: str, base: type = object) -> str:
-    """Return a hint if a class of another library has a counterpart with the same short name; empty otherwise."""
+    """Return a hint if a class of another library has a counterpart with the same short name; empty otherwise.
+
+    Args:
+        name: The name of the class, without a module.
+        base: The class that the result must extend.
+    """
     return f" Use the short name {name!r}." if name in list_short_names(base) else ""
 
 
