@@ -21,7 +21,7 @@ Show what a run would do and need, on one screen: processes, batch, steps, sched
 the time of a step. One rank of the run takes one step without values, so a laptop can plan in seconds for machines
 that it does not have.
 
-    treadle plan --config run.yaml                                      the run of a configuration, on this machine
+    treadle plan --config run.yaml                                      the run of a configuration, unchanged
     treadle plan --config run.yaml --world-size 1024 --gpu h100         the same run on other machines
     treadle plan --config run.yaml --world-size 64 model.width=8192     with other values
     treadle plan --model 7b --world-size 1024 --micro-batch 2           a transformer of that size, no configuration
