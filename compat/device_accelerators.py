@@ -127,7 +127,7 @@ class Accelerator(str, metaclass=_Kind):
 
 
 class CPUAccelerator(Accelerator):
-    """Kind of the CPU."""
+    """CPU as a kind of device."""
 
     kind = "cpu"
 
@@ -150,7 +150,7 @@ class CPUAccelerator(Accelerator):
 
 
 class CUDAAccelerator(Accelerator):
-    """Kind of CUDA devices."""
+    """CUDA device as a kind of device."""
 
     kind = "cuda"
 
@@ -166,7 +166,7 @@ class CUDAAccelerator(Accelerator):
 
 
 class MPSAccelerator(Accelerator):
-    """Kind of Apple's GPU."""
+    """Apple's GPU as a kind of device."""
 
     kind = "mps"
 

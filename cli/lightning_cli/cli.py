@@ -28,7 +28,7 @@ ArgsType = list[str] | dict[str, Any] | Namespace | None
 
 
 class LightningCLI:
-    """Command line made of the arguments of a Trainer, a task and a data module.
+    """Command line built from the arguments of a Trainer, a task and a data module.
 
     Building one parses the command line, builds the objects and runs the subcommand.
 
