@@ -1,10 +1,10 @@
-"""See that the API reference has every public name, once, and that each name has a docstring.
+"""Check that the API reference documents every public name once, and that each name has a docstring.
 
     python .ci/check_reference.py
 
-Public are the names in `__all__` of `treadle` and of its public modules, without a leading underscore. Those of
-`treadle.compat` are left out: they exist for other libraries' import lines, and docs/migrating lists them. Classes and
-functions stand in the reference as ``::: treadle.Trainer``; a constant may be named in a code span instead.
+Public names are those in `__all__` of `treadle` and of its public modules, without a leading underscore. The names of
+`treadle.compat` are left out: they exist for the imports of other libraries, and docs/migrating lists them. Classes and
+functions are written in the reference as ``::: treadle.Trainer``; a constant may be named in a code span instead.
 """
 
 import importlib
@@ -18,7 +18,7 @@ PAGES = ROOT / "docs" / "reference"
 
 
 def list_public_names():
-    """The objects by name: ``{"treadle.callbacks.EarlyStopping": <class>, ...}``."""
+    """Return the public objects by name: ``{"treadle.callbacks.EarlyStopping": <class>, ...}``."""
     treadle = importlib.import_module("treadle")
     modules = [treadle] + [getattr(treadle, name) for name in treadle.__all__ if name != "compat"]
     return {
@@ -31,19 +31,19 @@ def list_public_names():
 
 
 def read_reference():
-    """The names that the pages document, and those they have in code spans."""
+    """Return the names that the pages document, and the names in their code spans."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(PAGES.rglob("*.md")))
     return re.findall(r"^::: (treadle[\w.]*)", text, re.MULTILINE), set(re.findall(r"`(treadle[\w.]+)`", text))
 
 
 def resolve(path):
-    """The object that a dotted name stands for; raises where nothing has that name."""
+    """Return the object of a dotted name; raise AttributeError if there is none."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def find_faults():
-    """Return what is wrong, a sentence each."""
+    """Return the faults, one sentence each."""
     documented, spans = read_reference()
     faults = [f"{name} is documented twice." for name in sorted(set(documented)) if documented.count(name) > 1]
     objects = {id(resolve(name)): name for name in documented}

@@ -1,6 +1,6 @@
-"""Hold a wheel against the git tree: it must contain the tracked files of the package, byte for byte, and no other.
+"""Compare a wheel with the git tree: it must contain the tracked files of the package, byte for byte, and no others.
 
-A released wheel with a file that no commit shows is how a compromised release looks.
+A file in a released wheel that is in no commit is the sign of a compromised release.
 """
 
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def tracked() -> dict[str, Path]:
-    """The files the wheel should hold: name in the wheel, file in the tree."""
+    """Return the files that the wheel should contain: the name in the wheel and the file in the tree."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = settings["package-dir"]
     wanted = {}
@@ -36,7 +36,7 @@ def tracked() -> dict[str, Path]:
 
 
 def main(path: str) -> int:
-    """Compare and report; returns the exit status."""
+    """Compare, print the differences and return the exit status."""
     wanted = tracked()
     with zipfile.ZipFile(path) as wheel:
         held = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}

@@ -1,10 +1,9 @@
-"""Write the modules of `treadle.compat` that hold a peer's names and nothing else, one for each of its module paths.
+"""Write the modules of `treadle.compat` that contain only a peer's names, one for each of its module paths.
 
     python .ci/make_compat.py            write what is missing or out of date
     python .ci/make_compat.py --check    list it, and end with status 1
 
-The tables `compat/*.toml` have the paths and the names. A module that was written by hand
-stays as it is.
+The tables `compat/*.toml` have the paths and the names. Modules written by hand are not changed.
 """
 
 import sys
@@ -24,7 +23,7 @@ DIRECT = ("data_loader", "logging", "state", "tracking", "utils")
 
 
 def collect_modules() -> dict[str, str]:
-    """The module paths below ``treadle.compat``, packages among them, each with the peer's name."""
+    """Return the module paths below ``treadle.compat``, packages included, each with the peer's name."""
     peer_by_path: dict[str, str] = {}
     for peer, (prefix, _) in TABLES.items():
         table = tomllib.loads((ROOT / "compat" / f"{peer}.toml").read_text(encoding="utf-8"))
@@ -36,13 +35,13 @@ def collect_modules() -> dict[str, str]:
 
 
 def place_module(path: str, paths: list[str], home: str) -> Path:
-    """The file of a module; a package, where others lie below it."""
+    """Return the file of a module; the ``__init__.py`` of a package if other modules are below it."""
     file = ROOT / home / path.replace(".", "/")
     return file / "__init__.py" if any(p.startswith(f"{path}.") for p in paths) else file.with_suffix(".py")
 
 
 def write_module(path: str, peer: str, file: Path, home: str) -> str:
-    """The text of a module."""
+    """Return the text of a module."""
     depth = len(file.relative_to(ROOT / home).parts) + (home == "compat")
     return (
         f'"""Names of ``{TABLES[peer][1]}.{path}``; {MARK}."""\n\n'
@@ -52,7 +51,7 @@ def write_module(path: str, peer: str, file: Path, home: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check; returns the exit status."""
+    """Write or check the modules and return the exit status."""
     paths = collect_modules()
     stale, made = [], set()
     for path, peer in paths.items():

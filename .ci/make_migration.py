@@ -3,14 +3,14 @@
     python .ci/make_migration.py            write what is out of date
     python .ci/make_migration.py --check    list it, and end with status 1
 
-The tables say where each public name of the peers (`.ci/peer_names.json`) is: answers come from Treadle itself, as
-`treadle migrate` gets them. `compat/differences.toml` has the rows of docs/differences.md whose first cell says in a
-comment by what a program shows that the row concerns it:
+The tables list the counterpart of each public name of the peers (`.ci/peer_names.json`); the answers come from Treadle
+itself, as in `treadle migrate`. `compat/differences.toml` has the rows of docs/differences.md whose first cell has a
+comment with the signs by which a program is concerned:
 
     <!-- used: Trainer(accumulate_grad_batches), ModelCheckpoint(save_last="link"), LocalSGD, .lr_find, def hook -->
 
-A flag, a flag with a value, a name, a method that is called, a method that is defined. ``by hand:`` before them says
-that the program needs a change.
+A sign is a flag, a flag with a value, a name, a method that is called, or a method that is defined. ``by hand:`` before
+them means that the program needs a change.
 """
 
 import json
@@ -30,7 +30,7 @@ USED = re.compile(r"\s*<!-- used: (by hand: )?(.*?) -->")
 
 
 def read_peer_names():
-    """The peers' public names, by module: ``{"lightning": {"lightning.pytorch.callbacks": ["Timer", ...]}}``."""
+    """Return the peers' public names by module: ``{"lightning": {"lightning.pytorch.callbacks": ["Timer", ...]}}``."""
     record = json.loads((ROOT / ".ci" / "peer_names.json").read_text(encoding="utf-8"))
     return {
         peer: {f"{root}.{path}".rstrip("."): names for path, names in record[peer]["names"].items()}
@@ -39,7 +39,7 @@ def read_peer_names():
 
 
 def write_guides():
-    """Return the texts of the pages of names, by file, and the names of which nothing is known."""
+    """Return the texts of the pages of names by file, and the names without counterpart or answer."""
     texts, unknown = {}, []
     for peer, modules in read_peer_names().items():
         text = GUIDES[peer].read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def write_guides():
 
 
 def replace_part(text, name, lines):
-    """Replace what stands between two marks."""
+    """Replace the lines between two marks."""
     start, end = f"<!-- {name}, written by `make compat` -->\n", "<!-- end -->"
     before, _, rest = text.partition(start)
     if not rest:
@@ -73,7 +73,7 @@ def replace_part(text, name, lines):
 
 
 def write_signs():
-    """The text of compat/differences.toml."""
+    """Return the text of compat/differences.toml."""
     lines = ["# Rows of docs/differences.md, by what a program uses; written by `make compat`."]
     for row in re.findall(r"^\| (.*) \|$", DIFFERENCES.read_text(encoding="utf-8"), re.MULTILINE):
         used = USED.search(row)
@@ -92,12 +92,12 @@ def write_signs():
 
 
 def quote(text):
-    """A text as TOML has it."""
+    """Return a text as a TOML string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def main(arguments):
-    """Write or check; returns the exit status."""
+    """Write or check the files and return the exit status."""
     guides, unknown = write_guides()
     texts = {SIGNS: write_signs(), **guides}
     stale = [file for file, text in texts.items() if file.read_text(encoding="utf-8") != text]

@@ -1,9 +1,9 @@
-"""Record the public names of Lightning and Accelerate, which `make compat` and tests read, in `.ci/peer_names.json`.
+"""Record the public names of Lightning and Accelerate in `.ci/peer_names.json`, which `make compat` and tests read.
 
     .venv-bench/bin/python .ci/record_peer_names.py
 
 A name is public if neither it nor its module's path begins with an underscore, and the module lists it in `__all__`,
-defines it, or, in a package, re-exports it from below. Run it with an environment that has the peers.
+defines it or, in a package, re-exports it from below. Run it in an environment with both libraries.
 """
 
 import importlib
@@ -20,7 +20,7 @@ LEFT_OUT = ("test_utils", "commands", "testing")
 
 
 def list_names(root):
-    """The public names below a package, by the path of the module below it."""
+    """Return the public names below a package by module path."""
     package = importlib.import_module(root)
     walked = pkgutil.walk_packages(package.__path__, f"{root}.", onerror=lambda name: None)
     names = {}
@@ -38,7 +38,7 @@ def list_names(root):
 
 
 def read_module(module, root):
-    """The public names of a module."""
+    """Return the public names of a module."""
     if listed := getattr(module, "__all__", None):
         return list(listed)
     found = []

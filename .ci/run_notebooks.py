@@ -1,10 +1,10 @@
 """Run notebooks and store their outputs, without Jupyter.
 
     python .ci/run_notebooks.py docs/tutorials/*.ipynb    run each in an empty folder, and store its outputs
-    python .ci/run_notebooks.py --check NOTEBOOK          run one here, compare with what is stored, store nothing
+    python .ci/run_notebooks.py --check NOTEBOOK          run one here, and compare its outputs with the stored ones
 
-A cell's output is what it and its processes print, and the value of its last line; figures of matplotlib become images.
-The notebook keeps a digest of its code, by which a test sees whether the outputs are those of the cells.
+The output of a cell is what it and its processes print, and the value of its last line. Figures of matplotlib become
+images. The notebook stores a digest of its code, with which a test checks that the outputs belong to the cells.
 """
 
 import argparse
@@ -37,19 +37,19 @@ def code_cells(notebook):
 
 
 def digest(notebook):
-    """Name the code of a notebook: equal code, equal digest."""
+    """Return a digest of the code of a notebook."""
     sources = ["".join(cell["source"]) for cell in code_cells(notebook)]
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
 
 
 def run(notebook):
-    """Run the code cells one after the other in this process, in the folder it is in.
+    """Run the code cells one after the other in this process, in the current folder.
 
     Args:
-        notebook: The notebook, as read from its JSON. Its cells get their outputs.
+        notebook: The parsed notebook. Its cells get their outputs.
 
     Raises:
-        Exception: What a cell raises; the frames name the cell and its lines.
+        Exception: The error of a cell; its frames name the cell and its lines.
     """
     warnings.simplefilter("ignore", FutureWarning)  # between other packages
     sys.argv = ["notebook"]  # the command in what a run leaves
@@ -69,7 +69,7 @@ def run(notebook):
 
 
 def evaluate(source, name, names):
-    """Execute a cell and return the value of its last line, None where that is no expression."""
+    """Execute a cell and return the value of its last line; None if that is not an expression."""
     tree = ast.parse(source, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec"), names)
@@ -80,7 +80,7 @@ def evaluate(source, name, names):
 
 
 class Capture:
-    """Everything that this process and those it starts print meanwhile, in `text`."""
+    """Context that captures everything that this process and its children print, in `text`."""
 
     def __enter__(self):
         for stream in (sys.stdout, sys.stderr):
@@ -125,12 +125,12 @@ def outputs(text, value, number):
 
 
 def kinds(notebook):
-    """Return the kinds of each cell's outputs, which are the same from run to run."""
+    """Return the kinds of each cell's outputs, which do not differ between runs."""
     return [[output["output_type"] for output in cell["outputs"]] for cell in code_cells(notebook)]
 
 
 def check(path):
-    """Run a notebook here, and compare it with what is stored in it."""
+    """Run a notebook here and compare it with its stored outputs."""
     notebook = json.loads(path.read_text())
     stored = kinds(notebook), notebook["metadata"].get("treadle", {}).get("code")
     run(notebook)
@@ -139,7 +139,7 @@ def check(path):
 
 
 def store(path):
-    """Run a notebook in an interpreter of its own, in an empty folder, and store its outputs."""
+    """Run a notebook in its own interpreter, in an empty folder, and store its outputs."""
     env = {"OMP_NUM_THREADS": "1", **os.environ, "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": ""}  # as the test has it
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         command = [sys.executable, __file__, "--here", str(path.resolve())]

@@ -1,4 +1,4 @@
-"""Hooks of the site's build (mkdocs.yml): what pages need beside their Markdown.
+"""Hooks of the site's build (mkdocs.yml) that adapt pages and add generated ones.
 
 - The rooms are copied into one folder under their import name, where mkdocstrings finds them.
 - An entry of the nav with a ``*`` becomes the pages that match it.
@@ -34,7 +34,7 @@ on_config.mkdocs_priority = 100  # before mkdocstrings looks for the package
 
 
 def copy_package():
-    """Lay the rooms out as they are imported: griffe reads files, follows no links and knows no import hook."""
+    """Copy the rooms as they are imported: griffe reads files, and knows neither links nor import hooks."""
     shutil.rmtree(PACKAGE, ignore_errors=True)
     shutil.copytree(ROOT / "treadle", PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     for face in ROOT.glob("*/__init__.py"):
@@ -52,9 +52,9 @@ def _entries(nav):
 
 
 def expand_nav(nav, pages):
-    """Replace each pattern by the pages it stands for, and drop sections without pages.
+    """Replace each pattern by the pages that match it, and drop sections without pages.
 
-    A page that the nav names is left out; of several patterns the longest takes it.
+    Pages that the nav names are left out. If several patterns match, the longest one gets the page.
     """
     entries = list(_entries(nav))
     taken = {}
@@ -65,7 +65,7 @@ def expand_nav(nav, pages):
 
 
 def _matches(page, pattern):
-    """Whether a page is in the folder of a pattern and matches it."""
+    """Return whether a page is in the folder of a pattern and matches it."""
     return page.count("/") == pattern.count("/") and fnmatch(page, pattern)
 
 
@@ -82,12 +82,12 @@ def _expand(nav, pages):
 
 
 def _page(path):
-    """The page that a file becomes: a notebook is converted to Markdown."""
+    """Return the page of a file: a notebook is converted to Markdown."""
     return re.sub(r"\.ipynb$", ".md", path)
 
 
 def on_files(files, config):
-    """Add the pages that are made of other files."""
+    """Add the pages that are generated from other files."""
     from mkdocs.structure.files import File  # here, so that tests can import this file without mkdocs
 
     last_in_search = "---\nsearch:\n  boost: 0.2\n---\n\n"
@@ -101,7 +101,7 @@ def on_files(files, config):
 
 
 def convert_notebook(notebook):
-    """Return a notebook as Markdown: text, code and outputs, pictures included."""
+    """Return a notebook as Markdown: text, code and outputs, images included."""
     parts = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"]).rstrip()
@@ -120,7 +120,7 @@ def convert_notebook(notebook):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Adapt what GitHub shows to what the site's Markdown takes."""
+    """Adapt GitHub's Markdown to the site's."""
     markdown = FENCE.sub(adapt_fence, MARKS.sub("", markdown))
     folder = posixpath.dirname(page.file.src_uri)
 
@@ -142,7 +142,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def adapt_fence(match):
-    """Return the first line of a fence as the site takes it: the file's name or "Output" as a title."""
+    """Return the first line of a fence for the site, with the file's name or "Output" as the title."""
     indent, language, how = match.groups()
     if "=" in how and not how.startswith("ranks="):
         return match[0]

@@ -1,9 +1,9 @@
-"""How much memory and time it takes to load a model larger than one would like, and to run it from the disk.
+"""Measure memory and time of loading a large model and of running it from the disk.
 
-Each line is a process of its own: it builds the model empty, loads a safetensors checkpoint with a device map, and runs
-it on one row. Peak memory is the kernel's count for the process, less what it had before, as a multiple of the model's
-size; file pages that are mapped and touched count too. "equal" says whether the output is, bit for bit, that of the
-plain model. Where Accelerate is installed it is measured in turn.
+Each line is a separate process: it builds the model empty, loads a safetensors checkpoint with a device map, and runs
+it on one row. Peak memory is the kernel's count for the process, less its memory before, as a multiple of the model's
+size; file pages that are mapped and touched are included. "equal" is whether the output equals, bit for bit, that of
+the plain model. If Accelerate is installed, it is measured in turn.
 
     python benchmarks/big_models.py                 # 1 GB
     python benchmarks/big_models.py --layers 12     # 200 MB
@@ -42,13 +42,13 @@ class Stack(nn.Module):
 
 
 def peak() -> int:
-    """The most memory this process ever had, in bytes."""
+    """Return the peak memory of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
 
 
 def one(library: str, layers: int, where: str, checkpoint: str, folder: str) -> None:
-    """What a child process does: prints its numbers as JSON."""
+    """Run the measurement of a child process and print its numbers as JSON."""
     torch.set_num_threads(1)
     names = importlib.import_module(LIBRARIES[library])
     x = torch.ones(1, WIDTH)
@@ -80,7 +80,7 @@ def one(library: str, layers: int, where: str, checkpoint: str, folder: str) -> 
 
 
 def plain(layers: int, checkpoint: str) -> list[list[float]]:
-    """The output of the model as torch alone loads and runs it."""
+    """Return the output of the model loaded and run by torch alone."""
     model = Stack(layers)
     model.load_state_dict(load_file(checkpoint))
     with torch.no_grad():
@@ -88,7 +88,7 @@ def plain(layers: int, checkpoint: str) -> list[list[float]]:
 
 
 def measure(library: str, where: str, layers: int, checkpoint: Path) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     command = [sys.executable, __file__, "--layers", str(layers), "--child", library, where, str(checkpoint)]
     done = subprocess.run([*command, str(checkpoint.parent / f"{library}-{where}")], capture_output=True, text=True)
     if done.returncode:
@@ -100,7 +100,9 @@ def measure(library: str, where: str, layers: int, checkpoint: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=64, help=f"of {LAYER_BYTES / 1e6:.1f} MB each (default: 64)")
+    parser.add_argument(
+        "--layers", type=int, default=64, help=f"layers of {LAYER_BYTES / 1e6:.1f} MB each (default: 64)"
+    )
     parser.add_argument("--child", nargs=4, metavar=("LIBRARY", "WHERE", "CHECKPOINT", "FOLDER"), help="one line")
     args = parser.parse_args()
     if args.child:

@@ -1,10 +1,9 @@
-"""How long a run stands still to save and to load its state, beside others, and how much memory that takes.
+"""Measure how long a run stops to save and to load its state, and the memory needed, for Treadle and other libraries.
 
-The state is a model's and its AdamW's, written and read by one process. Each library has a process of its own; in it
-every round first writes the same number of bytes plainly (and fsyncs them), so each ratio is of two neighbouring
-times on the same disk. Peak memory is what is held beside the state itself, as multiples of it: memory of the
-process's own (RssAnon), sampled; pages of files that are mapped, which the system takes back when it needs them, are
-counted apart.
+The state is that of a model and its AdamW, written and read by one process. Each library has its own process. Every
+round first writes the same number of bytes plainly (and fsyncs them), so each ratio is of two neighbouring times on the
+same disk. Peak memory is the memory beyond the state itself, as multiples of it: private memory of the process
+(RssAnon), sampled; pages of mapped files, which the system takes back when it needs them, are counted separately.
 
     python benchmarks/checkpoint.py                  # 1 GB
     python benchmarks/checkpoint.py --mb 100 --rounds 3
@@ -52,7 +51,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 class Peak:
-    """The most memory that was held inside, in bytes: the process's own, and with mapped files."""
+    """Peak memory within the context, in bytes: private memory, and with mapped files."""
 
     def __enter__(self) -> Peak:
         gc.collect()
@@ -80,7 +79,7 @@ class Peak:
 
 
 def plainly(path: Path, data: memoryview) -> float:
-    """Seconds to write so many bytes to the disk."""
+    """Return the seconds to write a number of bytes to the disk."""
     clock = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(data), 2**22):
@@ -92,7 +91,7 @@ def plainly(path: Path, data: memoryview) -> float:
 
 
 def synced(path: Path) -> None:
-    """Make a library that leaves its files in the system's cache wait for the disk like the others."""
+    """Flush to the disk the files that a library leaves in the system's cache, as the other libraries do."""
     for file in [path] if path.is_file() else path.rglob("*"):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -175,7 +174,7 @@ def timed(operation: Callable[[Path], Any], path: Path) -> float:
 
 
 def one(library: str, layers: int, rounds: int, folder: Path) -> None:
-    """What a child process does: prints its numbers as JSON."""
+    """Run the measurements of a child process and print its numbers as JSON."""
     model = Stack(layers)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():

@@ -1,10 +1,10 @@
-"""What an optimizer step on several processes costs under Treadle, beside torch's own wrappers in a hand-written loop.
+"""Measure an optimizer step on several processes under Treadle and under torch's own wrappers in a hand-written loop.
 
     python benchmarks/distributed.py [--processes 2] [--rounds 7] [--width 256] [--json distributed.json]
 
 Every arm trains the same small transformer on the same batches and must give the raw loop's losses, or the program ends
-with status 1. The arms take turns; the cost of a step is the slope between a short and a long run, on the slowest
-process's clock, and a ratio is the median of the ratios to the raw arm of the same round.
+with status 1. The arms take turns. The time of a step is the slope between a short and a long run, on the slowest
+process's clock; a ratio is the median of the ratios to the raw arm of the same round.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def model_of(width: int) -> Model:
 
 
 def loader_of(steps: int, sharded: bool) -> DataLoader:
-    """The batches of all processes, or this process's."""
+    """Return a dataloader of the batches of all processes, or of this process's."""
     size, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (steps * BATCH * size, LENGTH), generator=generator)
@@ -86,7 +86,7 @@ def loader_of(steps: int, sharded: bool) -> DataLoader:
 
 
 class SplitByRank(IterableDataset[list[Tensor]]):
-    """A stream of this process's batches alone, whose length nobody knows."""
+    """Stream of this process's batches alone, of unknown length."""
 
     def __init__(self, steps: int) -> None:
         self.loader = loader_of(steps, sharded=True)
@@ -96,7 +96,7 @@ class SplitByRank(IterableDataset[list[Tensor]]):
 
 
 class SplitWithState(SplitByRank):
-    """The same with a state of its own, which is not read ahead: before each step the hosts exchange a sum."""
+    """Stream of this process's batches with its own state, not read ahead: the hosts exchange a sum in each step."""
 
     def state_dict(self) -> dict[str, int]:
         return {}
@@ -173,7 +173,7 @@ def seconds(arm: Callable[[int, int, list[Tensor]], None], width: int, steps: in
 
 
 def disagreeing(width: int, steps: int = 20) -> list[str]:
-    """The arms whose losses are not those of the raw one."""
+    """Return the arms whose losses differ from the raw one's."""
     found: dict[str, Tensor] = {}
     wrong = []
     for name, (kind, arm) in ARMS.items():

@@ -1,20 +1,20 @@
-"""What a training costs on a GPU under Treadle and its peers, beside the loop one would write by hand.
+"""Measure training on a GPU under Treadle and other frameworks, relative to a hand-written loop.
 
     python benchmarks/gpu.py --json gpu.json       all cases on this machine's first GPU, below eight minutes on an H100
     python benchmarks/gpu.py --cases mlp gpt2      some of them
     python benchmarks/gpu.py --tiny                the same program end to end on any machine, in a minute; no figures
 
-Cases: `mlp`, whose steps are bound by launches; `gpt2`, 124 M parameters in bf16-mixed, and `gpt2-compiled`;
-`llama1b`, 1.1 B with FSDP in a world of one; `loading`, images from DataLoaders with 0 and 4 workers; `save`, what a
-checkpoint written beside the training takes from it.
+Cases: `mlp`, whose steps are bound by launches; `gpt2`, 124 M parameters in bf16-mixed, and `gpt2-compiled`; `llama1b`,
+1.1 B with FSDP in a world of one; `loading`, images from DataLoaders with 0 and 4 workers; `save`, the time that an
+asynchronous checkpoint takes from the training.
 
 Every arm trains the same model on the same batches from the same start, and its losses must be those of the raw loop,
-or the program ends with status 1 and the arm's name. The arms take turns (raw, A, B, ..., raw, A, B, ...), so whatever
-else the machine does meets all of them. A ratio is the median of the ratios to the raw loop of the same round; above 1
-an arm is faster. The clock runs between two steps, with the device waited for at both.
+or the program ends with status 1 and the arm's name. The arms take turns (raw, A, B, ..., raw, A, B, ...), so other
+load of the machine affects all of them. A ratio is the median of the ratios to the raw loop of the same round; above 1
+an arm is faster. The clock runs between two steps, with a device sync at both.
 
-The raw loop is written for speed: pinned batches that are copied without waiting, fused AdamW. The others are given a
-plain AdamW and a plain DataLoader, and choose for themselves.
+The raw loop is written for speed: pinned batches that are copied without waiting, fused AdamW. The others get a plain
+AdamW and a plain DataLoader, and choose their own settings.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class LlamaBlock(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary positions (RoFormer, https://arxiv.org/abs/2104.09864)."""
+    """Apply rotary positions (RoFormer, https://arxiv.org/abs/2104.09864)."""
     half = x.shape[-1] // 2
     rates = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[-2], device=x.device)[:, None] * rates
@@ -125,7 +125,7 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), y.flatten())
 
     def count_flops(self, batch: int, length: int) -> float:
-        """Of one step, forward and backward: 6 per weight and token, and attention's (PaLM, appendix B)."""
+        """Return the FLOPs of one step: 6 per weight and token, and those of attention (PaLM, appendix B)."""
         weights = sum(p.numel() for p in self.parameters()) - self.tokens.weight.numel()
         attention = 12 * len(self.blocks) * self.tokens.embedding_dim * length / 2  # causal
         return batch * length * (6 * weights + attention)
@@ -150,7 +150,7 @@ class ConvNet(nn.Module):
 
 @dataclass
 class Samples(Dataset):
-    """Random inputs and targets, each drawn from its index."""
+    """Dataset of random inputs and targets, each drawn from its index."""
 
     count: int
     shape: tuple[int, ...]
@@ -175,22 +175,22 @@ class Samples(Dataset):
 
 @dataclass(kw_only=True)
 class Case:
-    """One training.
+    """Training to measure.
 
     Attributes:
-        name: what the row begins with.
-        make_model: the model, on the CPU.
-        samples: what is trained on.
-        batch: samples per step.
-        warmup: steps before the clock starts.
-        steps: steps between its start and its end.
-        rounds: how often each arm takes its turn.
-        bf16: compute in bf16-mixed.
-        compiled: let torch compile the model.
-        sharded: with FSDP, gathered in bfloat16.
-        workers: of the DataLoader.
-        length: tokens of a sample; 0 for data that is not text.
-        tolerance: how far a loss may be from the raw loop's, relative to it.
+        name: The beginning of the row.
+        make_model: Makes the model on the CPU.
+        samples: The dataset.
+        batch: Samples per step.
+        warmup: Steps before the clock starts.
+        steps: Steps between its start and its end.
+        rounds: Number of turns of each arm.
+        bf16: Whether to compute in bf16-mixed.
+        compiled: Whether torch compiles the model.
+        sharded: Whether to use FSDP, gathered in bfloat16.
+        workers: Workers of the DataLoader.
+        length: Tokens per sample; 0 for data that is not text.
+        tolerance: Maximum relative difference of a loss from the raw loop's.
     """
 
     name: str
@@ -221,7 +221,7 @@ class Case:
 
     @property
     def units(self) -> int:
-        """Tokens or samples of a step."""
+        """Tokens or samples per step."""
         return self.batch * max(1, self.length)
 
 
@@ -230,7 +230,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @dataclass
 class Clock:
-    """Called by every arm before each step, at the same place of it."""
+    """Clock that every arm calls before each step, at the same place."""
 
     case: Case
     losses: list[Tensor] = field(default_factory=list)
@@ -385,7 +385,7 @@ def fit(name: str, case: Case, *, logs: bool = False, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class Arm:
-    """One row: its name, what runs it, the library it needs, and the cases it is for (all unless said)."""
+    """Row of the table: its name, its function, the library it needs, and its cases (all by default)."""
 
     name: str
     run: Callable[[Case], None]
@@ -469,7 +469,7 @@ def partial_model(kind: type[nn.Module], **options: Any) -> Callable[[], nn.Modu
 
 @dataclass
 class Round:
-    """One turn of an arm."""
+    """Turn of an arm."""
 
     units_per_second: float
     host_ms: float
@@ -538,7 +538,7 @@ def summarize(case: Case, rounds: dict[str, list[Round]]) -> dict[str, dict[str,
 
 
 def measure_save(case: Case, steps: int) -> dict[str, float]:
-    """What one checkpoint takes from the training when it is written at once, and when it is written beside it."""
+    """Measure what one checkpoint takes from the training, written synchronously and asynchronously."""
     global clock
     free_memory()
     clock = Clock(case)

@@ -1,7 +1,7 @@
-"""Save and load a checkpoint on an S3 server, beside boto3's own transfer of the same bytes.
+"""Measure saving and loading of a checkpoint on an S3 server, relative to boto3's own transfer of the same bytes.
 
-The server is moto's, in a process of its own on loopback, so all of it shares this machine's cores: only the ratio says
-something. The three ways take turns, after one round that is not counted.
+The server is moto's, in its own process on loopback, so all of it shares this machine's cores: only the ratio is
+meaningful. The three ways take turns, after one round that is not counted.
 
     python benchmarks/object_store.py --mib 256 --rounds 5
 """
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def s3_server():
-    """A server with one bucket, which the environment names while it runs."""
+    """Run a server with one bucket within the context, and name it in the environment."""
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER],
         stdin=subprocess.PIPE,
@@ -56,7 +56,7 @@ def s3_server():
 
 
 def boto3_transfer(files: list[Path], download: bool, folder: Path) -> None:
-    """Move files as boto3 does by default: parts of 8 MiB, ten at once for each file; four files at once."""
+    """Transfer files with boto3's defaults: parts of 8 MiB, ten at once for each file; four files at once."""
     client = boto3.client("s3")
 
     def move(file: Path) -> None:
@@ -70,14 +70,14 @@ def boto3_transfer(files: list[Path], download: bool, folder: Path) -> None:
 
 
 def measure(work) -> float:
-    """Return the seconds that some work takes."""
+    """Return the seconds that a function takes."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def main() -> None:
-    """Print one table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="size of the model's weights")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""What one optimizer step costs under a framework, beside the loop one would write by hand.
+"""Measure one optimizer step under a framework, relative to a hand-written loop.
 
     python benchmarks/overhead.py                       the table
     python benchmarks/overhead.py --suite more          and evaluation, accumulation with clipping
@@ -7,12 +7,12 @@
 Every arm trains the same tiny model on the same batches from the same start, and must produce the losses of the raw
 loop, or the program ends with status 1 and the arm's name: a framework that skips work is not fast.
 
-The model is tiny on purpose. What a framework adds is a fixed number of microseconds per step, so a model that costs
-next to nothing shows it largest. Divide the `us/step` difference by your own step's time to see what it means to you.
+The model is tiny on purpose. A framework adds a fixed number of microseconds per step, which is largest relative to a
+tiny model. Divide the `us/step` difference by the time of your own step to see its share.
 
-Method: an arm runs n1 steps and then n2 steps, and its cost is the slope (t2 - t1) / (n2 - n1), which leaves out
-imports, construction, start and end. The arms take turns (raw, A, B, ..., raw, A, B, ...), so whatever else the machine
-does meets all of them, and a ratio is the median of the ratios to the raw loop of the same round.
+Method: an arm runs n1 steps and then n2 steps, and its time per step is the slope (t2 - t1) / (n2 - n1), which leaves
+out imports, construction, start and end. The arms take turns (raw, A, B, ..., raw, A, B, ...), so other load of the
+machine affects all of them, and a ratio is the median of the ratios to the raw loop of the same round.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ recorded: list[Tensor] | None = None  # a list while the losses are compared, No
 
 
 def loss_of(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
-    """The one place where any arm computes a loss, so that recording costs each of them the same."""
+    """Return the loss. Every arm calls this function, so that recording takes the same time in each of them."""
     inputs, targets = batch
     loss = F.cross_entropy(model(inputs), targets)
     if recorded is not None:
@@ -198,7 +198,7 @@ OFF = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": Fa
 
 
 def batches_for(count: int, prepare: Callable[[DataLoader], Any] = lambda loader: loader) -> Iterator[Any]:
-    """The first `count` batches of a longer epoch: no arm's clock sees an epoch end."""
+    """Return the first `count` batches of a longer epoch, so that no arm's clock includes the end of an epoch."""
     return itertools.islice(prepare(make_loader(count + 10)), count)
 
 
@@ -245,7 +245,7 @@ def fit(
 
 
 def fit_with_everything(name: str, steps: int) -> None:
-    """One logged value, the progress bar, a logger that writes every 50 steps, a checkpoint callback that is asked."""
+    """Fit with one logged value, the progress bar, a logger that writes every 50 steps, and a checkpoint callback."""
     callbacks, loggers = (importlib.import_module(f"{name}.{part}") for part in ("callbacks", "loggers"))
     with tempfile.TemporaryDirectory() as folder:
         fit(
@@ -283,13 +283,13 @@ def own_loop(name: str, steps: int) -> None:
 
 @dataclass(frozen=True)
 class Arm:
-    """One row of the table.
+    """Row of the table.
 
     Attributes:
-        name: What the row is called.
+        name: The name of the row.
         run: Trains for the given number of optimizer steps.
         needs: The library without which the row reads "not installed".
-        raw: The hand-written arm whose losses it must match and whose cost it is divided by; its own for that arm.
+        raw: The hand-written arm whose losses it must match and whose time is the divisor; itself for that arm.
     """
 
     name: str
@@ -328,7 +328,7 @@ MORE = [
 
 
 class Terminal(io.TextIOWrapper):
-    """A terminal nobody looks at. It says it is one, so that no progress bar turns itself off."""
+    """Terminal without a screen. It reports that it is one, so that no progress bar disables itself."""
 
     def __init__(self) -> None:
         super().__init__(io.BufferedWriter(io.FileIO(os.devnull, "w")))
@@ -359,7 +359,7 @@ def losses(arm: Arm, steps: int) -> Tensor:
 
 
 def check_agreement(arms: list[Arm]) -> None:
-    """Ends the program if an arm trains something else than the raw loop. Also warms every arm up."""
+    """End the program if an arm does not train what the raw loop does. This also warms every arm up."""
     expected: dict[str, Tensor] = {}
     for arm in arms:
         got = losses(arm, CHECKED_STEPS)
@@ -383,7 +383,7 @@ def seconds(arm: Arm, steps: int, clock: Callable[[], float]) -> float:
 
 
 def measure(arms: list[Arm], rounds: int, steps: tuple[int, int], clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Microseconds per optimizer step: for each arm, one slope per round."""
+    """Return microseconds per optimizer step: for each arm, one slope per round."""
     short, long = steps
     slopes: dict[str, list[float]] = {arm.name: [] for arm in arms}
     for number in range(rounds):

@@ -1,10 +1,11 @@
-"""How far off a plan's step times are: predictions beside what torchtitan published for its own runs on H100.
+"""Compare a plan's predicted step times with what torchtitan published for its own runs on H100.
 
-Two numbers separate a data sheet from a run: the share of the peak that matrix products reach, and what fusing leaves
-of the memory traffic. They are fitted here on the two published runs on 8 GPUs; the others are predicted with them.
+Two numbers separate a data sheet from a run: the share of the peak that matrix products reach, and the share of the
+memory traffic that remains after fusion. They are fitted here on the two published runs on 8 GPUs; the others are
+predicted with them.
 
     python benchmarks/plan.py             # fit, then predict: 3 minutes
-    python benchmarks/plan.py --kept      # predict with the numbers that `engine/planning/op_costs.py` holds
+    python benchmarks/plan.py --kept      # predict with the numbers in `engine/planning/op_costs.py`
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from treadle.strategies import FSDP
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A published run.
+    """Published run.
 
     Source: https://github.com/pytorch/torchtitan/tree/main/benchmarks (llama3_h100_202412_torchtitan.md,
     llama3-8b_h100_202506_trainy-whitesky.md, asyncTP_llama3_h100_2025-06_torchtitan.md); H100 with 96 GB of HBM2e at
@@ -48,7 +49,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Name of the run."""
         how = f"FSDP{self.gpus // self.tensor}" + (f" x TP{self.tensor}" if self.tensor > 1 else "")
         return f"{self.model} {self.gpus:>3} GPUs {how}{' compiled' if self.compiled else ''}"
 
@@ -67,7 +68,7 @@ _SAVED = (aten._scaled_dot_product_flash_attention_for_cpu.default,)
 
 
 def _policy(counted: list[int]) -> Callable[..., CheckpointPolicy]:
-    """torchtitan's selective checkpointing: keep attention and every second matrix product."""
+    """Return torchtitan's selective checkpointing policy: keep attention and every second matrix product."""
 
     def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         at = int(context.is_recompute)
@@ -82,16 +83,16 @@ def _policy(counted: list[int]) -> Callable[..., CheckpointPolicy]:
 
 
 class SelectiveBlock(Block):
-    """A block that keeps some of its activations."""
+    """Block that keeps some of its activations."""
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """The same numbers."""
+        """Return the same numbers as the plain block."""
         contexts = partial(create_selective_checkpoint_contexts, _policy([0, 0]))
         return checkpoint(super().forward, x, turn, use_reentrant=False, context_fn=contexts)  # type: ignore
 
 
 class Titan(Decoder):
-    """The decoder as torchtitan shares the work on a sample out: sequence parallel, vocabulary parallel."""
+    """Decoder with torchtitan's distribution of the work: sequence parallel, vocabulary parallel."""
 
     def parallelize(self, mesh: Any) -> None:
         """See `FSDP`."""
@@ -136,7 +137,7 @@ class Titan(Decoder):
 
 
 def model(row: Row) -> nn.Module:
-    """The model of a row."""
+    """Return the model of a row."""
     made = Titan(MODELS[row.model])
     if row.selective:
         for block in made.blocks:
@@ -145,7 +146,7 @@ def model(row: Row) -> nn.Module:
 
 
 def plan(row: Row, calibration: Calibration) -> Plan:
-    """What is predicted for a row."""
+    """Return the prediction for a row."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor.parallel import loss_parallel
 
@@ -172,14 +173,14 @@ def plan(row: Row, calibration: Calibration) -> Plan:
 
 
 def rate(row: Row, made: Plan) -> tuple[float, float, float]:
-    """Tokens per second and GPU: the least, the most likely and the most of the band."""
+    """Return tokens per second and GPU: the lowest, the most likely and the highest of the band."""
     each = made.samples * MODELS[row.model].length / row.gpus
     least, likely, most = made.band
     return each / most, each / likely, each / least
 
 
 def fit(row: Row, name: str, calibration: Calibration) -> Calibration:
-    """The calibration whose ``name`` makes the row come out as it was published: secants, three of them."""
+    """Return the calibration whose ``name`` reproduces the published value of the row, with three secant steps."""
     points = []
     value = getattr(calibration, name)
     for _ in range(4):
@@ -196,7 +197,7 @@ def fit(row: Row, name: str, calibration: Calibration) -> Calibration:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print a table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--kept", action="store_true", help="do not fit")
     options.add_argument("--only", type=int, help="one row by its number")
@@ -221,7 +222,7 @@ def main() -> None:
             f"{made.peak / 2**30:>5.1f} GiB{spent:>5.0f} s",
             flush=True,
         )
-    print(f"most memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    print(f"peak memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 
 if __name__ == "__main__":

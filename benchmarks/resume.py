@@ -1,8 +1,8 @@
-"""What a resume of `fit` reads before its first step: bytes hashed, manifests parsed, seconds.
+"""Measure what a resume of `fit` reads before its first step: bytes hashed, manifests parsed, seconds.
 
-The state is a model's and its Adam's, saved once by one process; then every kind of resume runs in fresh processes of
-its own, one or two (DDP over gloo). "Cold" is timed after the checkpoint's pages were dropped from the system's cache;
-processor time is that of all ranks, with the pages in the cache.
+The state is that of a model and its Adam, saved once by one process. Every kind of resume then runs in fresh processes,
+one or two (DDP over gloo). "Cold" is timed after the checkpoint's pages were dropped from the system's cache; processor
+time is that of all ranks, with the pages in the cache.
 
     python benchmarks/resume.py                  # 1 GB
     python benchmarks/resume.py --mb 100 --rounds 3
@@ -32,7 +32,7 @@ KINDS = ("path", "last", "auto", "best", "validate")
 
 
 def made(folder: Path, layers: int, steps: int) -> tuple[Any, Any, Any]:
-    """A Trainer, its task and its data; the checkpoint callback saves in ``folder``."""
+    """Return a Trainer, its task and its data. The checkpoint callback saves in ``folder``."""
     from treadle.callbacks import ModelCheckpoint
 
     import treadle
@@ -70,7 +70,7 @@ def made(folder: Path, layers: int, steps: int) -> tuple[Any, Any, Any]:
 
 
 class Counts:
-    """What is read of checkpoints from now on in this process."""
+    """Counters of what this process reads of checkpoints from now on."""
 
     def __init__(self) -> None:
         from treadle.engine.checkpoint import filesystem, manifest
@@ -98,11 +98,11 @@ class Counts:
 
 
 class Begun(Exception):
-    """Everything is restored: the run would take its next step now."""
+    """Exception that ends a run once everything is restored, before its next step."""
 
 
 def resume(kind: str, folder: Path, layers: int) -> None:
-    """What each process of a resume does; prints what it found as JSON."""
+    """Run the resume of a child process and print its results as JSON."""
     from treadle.callbacks import LambdaCallback
 
     trainer, task, data = made(folder, layers, steps=2)
@@ -141,7 +141,7 @@ def drop(folder: Path) -> None:
 
 
 def processes(kind: str, folder: Path, layers: int, world: int) -> list[dict[str, Any]]:
-    """Run one resume; returns what each rank found."""
+    """Run one resume and return the results of each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

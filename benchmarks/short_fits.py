@@ -1,15 +1,15 @@
-"""What one short fit costs, in a process that has much loaded: a test suite's fits, or a search's.
+"""Measure one short fit in a process that has loaded much, such as a test suite or a search.
 
     python benchmarks/short_fits.py                     the table
     python benchmarks/short_fits.py --fits 70 --steps 5 --json short_fits.json
 
-Each library runs in processes of its own, beside torch, scikit-learn, pandas and transformers, whichever are installed:
-what is loaded is what a garbage collection looks through. A process makes one fit that is not counted, and then
-``--fits`` of them, each with a model, an optimizer, a loader and a Trainer of its own. The libraries take turns, and a
-ratio is the median of the ratios to Lightning's time in the same round.
+Each library runs in its own processes, together with torch, scikit-learn, pandas and transformers, those that are
+installed: a garbage collection scans what is loaded. A process makes one fit that is not counted, and then ``--fits``
+of them, each with its own model, optimizer, dataloader and Trainer. The libraries take turns, and a ratio is the median
+of the ratios to Lightning's time in the same round.
 
-"Nothing on" is what a test of a training step asks for; "defaults" is what a Trainer does that is told nothing: logger,
-checkpoints, progress bar, summary.
+"Nothing on" is what a test of a training step asks for; "defaults" is a Trainer without arguments: logger, checkpoints,
+progress bar, summary.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fit(name: str, steps: int, folder: str, options: dict[str, bool]) -> None:
 
 
 def measure(name: str, arm: str, fits: int, steps: int) -> float:
-    """Seconds per fit; runs in a process of its own."""
+    """Return the seconds per fit. Runs in its own process."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,12 +1,12 @@
-"""The scripts of `tests/integration/swap` under Lightning and, with nothing but their imports changed, under Treadle.
+"""Run the scripts of `tests/integration/swap` under Lightning and, with only their imports changed, under Treadle.
 
     .venv-bench/bin/python benchmarks/swap.py                   the table: do they produce the same numbers?
     .venv-bench/bin/python benchmarks/swap.py --record          and keep Lightning's, for tests/integration/test_swap.py
     .venv-bench/bin/python benchmarks/swap.py --processes 2     on so many processes (DDP on the CPU), losses left out
 
-It needs an environment with both libraries. Each script runs in an interpreter of its own, and its seconds are those of
-all of it, imports too. ``same`` counts the numbers that agree to ``--tolerance``; the others are listed below,
-and tests/integration/test_swap.py says of each one why. The programs of `tests/integration/swap/programs` follow, all
+It needs an environment with both libraries. Each script runs in its own interpreter; its seconds include the imports.
+``same`` counts the numbers that agree to ``--tolerance``; the others are listed below, and
+tests/integration/test_swap.py gives the reason for each. The programs of `tests/integration/swap/programs` follow, all
 of them in one process per library; a program that fails with Treadle alone is recorded nevertheless.
 """
 
@@ -32,7 +32,7 @@ LIBRARIES = ("lightning", "treadle")
 
 
 def run(name: str, library: str, processes: int, folder: Path) -> tuple[dict[str, Any] | None, float, str]:
-    """What a script found, the seconds it took, and the end of what it printed."""
+    """Return the results of a script, the seconds it took, and the end of its output."""
     script, out = write(name, library, folder), folder / f"{library}.json"
     command = [sys.executable, str(script), "--root", str(folder / library), "--out", str(out), *RUNS[name]]
     if processes > 1 and name == "distributed":
@@ -86,14 +86,14 @@ def compare_programs(recorded: dict[str, Any], tolerance: float, only: list[str]
 
 
 def count(found: Any) -> int:
-    """Numbers and words in a result."""
+    """Return the number of numbers and words in a result."""
     if isinstance(found, dict | list):
         return sum(map(count, found.values() if isinstance(found, dict) else found))
     return 1
 
 
 def versions() -> dict[str, str]:
-    """What was compared."""
+    """Return the versions that were compared."""
     names = ("lightning", "torch", "torchmetrics", "scikit-learn")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 

@@ -1,10 +1,10 @@
-"""The loop and the programs of `tests/integration/swap/accelerate` under Accelerate: what they find, kept for tests.
+"""Run the loop and the programs of `tests/integration/swap/accelerate` under Accelerate, and record results for tests.
 
     .venv-bench/bin/python benchmarks/swap_accelerate.py                       compare with what was kept
     .venv-bench/bin/python benchmarks/swap_accelerate.py --record              keep it
-    .venv-bench/bin/python benchmarks/swap_accelerate.py --record --only gan   keep what one program finds
+    .venv-bench/bin/python benchmarks/swap_accelerate.py --record --only gan   keep the results of one program
 
-It needs an environment with Accelerate; each run is one or two interpreters of its own, started by torchrun.
+It needs an environment with Accelerate; each run uses one or two interpreters of its own, started by torchrun.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, list[str]] = {"plain": [], "set_epoch": ["--set_epoch"], "d
 
 
 def run(arguments: list[str], processes: int) -> dict[str, Any]:
-    """What the loop prints on rank zero."""
+    """Return what the loop prints on rank zero."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launch if processes > 1 else []), str(FOLDER / "decay.py"), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
@@ -46,7 +46,7 @@ def run(arguments: list[str], processes: int) -> dict[str, Any]:
 
 
 def run_program(name: str, processes: int) -> list[dict[str, Any]]:
-    """What a program's ``main`` returns on each process."""
+    """Return the return values of a program's ``main`` on each process."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def run_program(name: str, processes: int) -> list[dict[str, Any]]:
 
 
 def programs(only: str | None, versions: dict[str, str], record: bool) -> None:
-    """Compares what programs find with what was kept, or keeps it."""
+    """Compare the results of programs with the recorded ones, or record them."""
     table = tomllib.loads(SOURCES.read_text(encoding="utf-8"))
     names = [name for name in table if only in (None, name)]
     kept = json.loads(PROGRAMS_RECORDED.read_text(encoding="utf-8")) if PROGRAMS_RECORDED.exists() else {"programs": {}}
@@ -80,7 +80,7 @@ def programs(only: str | None, versions: dict[str, str], record: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", action="store_true", help="rewrite what was kept")
+    parser.add_argument("--record", action="store_true", help="rewrite the recorded results")
     parser.add_argument("--only", metavar="PROGRAM", help="run this program alone")
     parser.add_argument("--rank-of", nargs=2, metavar=("PROGRAM", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The command line: configurations, commands, and `run` and `LightningCLI`, which make a script one."""
+"""The command line: configurations, commands, and `run` and `LightningCLI`, which turn a script into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`treadle completion bash|zsh|fish`: completes the commands and a configuration's keys. Nothing waits for torch."""
+"""`treadle completion bash|zsh|fish`: completion of commands and configuration keys, without importing torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,11 @@ _SWITCH = ("true", "false")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit status."""
+    """Run the command and return its exit status.
+
+    Args:
+        arguments: The words after `treadle completion`.
+    """
     if len(arguments) == 3 and arguments[0] == "words":
         print("\n".join(list_candidates(arguments[2], in_parts=arguments[1] == "bash")))
         return 0
@@ -60,17 +64,17 @@ def main(arguments: Sequence[str]) -> int:
         print(SCRIPTS[arguments[0]], end="")
         return 0
     is_help = not arguments or arguments[0] in ("-h", "--help")
-    complaint = "" if is_help else f"treadle completion: {arguments[0]!r} is none of {', '.join(SCRIPTS)}.\n\n"
+    complaint = "" if is_help else f"treadle completion: {arguments[0]!r} is not one of {', '.join(SCRIPTS)}.\n\n"
     print(complaint + USAGE, file=sys.stdout if is_help else sys.stderr)
     return 0 if is_help else 2
 
 
 def list_candidates(line: str, in_parts: bool = False) -> list[str]:
-    """What the last word of a command line may become.
+    """Return the completions of the last word of a command line.
 
     Args:
-        line: up to the cursor.
-        in_parts: whether the shell breaks words at ``=``, as bash does, and wants the part behind it.
+        line: The command line up to the cursor.
+        in_parts: Whether the shell breaks words at ``=``, as bash does, and expects the part after it.
     """
     try:
         words = shlex.split(line)[1:]
@@ -104,7 +108,7 @@ def _list_words(before: list[str], last: str) -> Iterable[str]:
 
 
 def _list_sweep_words(before: list[str], last: str) -> Iterable[str]:
-    """The options and keys of a sweep, and the keys of the configuration."""
+    """Return the options and keys of a sweep, and the keys of the configuration."""
     from .sweep import KEYS
 
     if before[-1] in ("-c", "--config"):
@@ -132,7 +136,7 @@ def _list_values(key: str) -> Iterable[str]:
 
 
 def _list_keys(before: list[str], last: str) -> Iterable[str]:
-    """Sections, flags, and the keys of the files named so far; one level at a time."""
+    """Return sections, flags and the keys of the files named so far, one level at a time."""
     from .config import SECTIONS, ConfigError, format_path, iterate_values, normalize
 
     keys = {f"trainer.{name}=" for name in _list_flags()} | {"seed=", "ckpt_path=", "run.name=", "run.dir="}
@@ -160,13 +164,13 @@ def _list_flags() -> dict[str, str]:
 
 
 def _list_classes(room: str) -> list[str]:
-    """The classes that a face exports, of which none is imported."""
+    """Return the names of the classes that a package exports, without importing them."""
     names = importlib.import_module(room).__all__
     return [name for name in names if name[:1].isupper() and not name.isupper()]
 
 
 def _read_dict_keys(room: str, file: str, name: str) -> list[str]:
-    """The keys of a dict that is written in a file, which is read and not imported."""
+    """Return the keys of a dict literal in a file, which is parsed and not imported."""
     spec = importlib.util.find_spec(room)
     if spec is None or spec.origin is None:
         return []

@@ -1,4 +1,4 @@
-"""The command line: `treadle COMMAND ...`, or `python -m treadle COMMAND ...`."""
+"""Entry point of `treadle COMMAND ...` and `python -m treadle COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from collections.abc import Sequence
 COMMANDS = {
     "completion": (
         "treadle.cli.completion",
-        "print what completes these commands and a configuration's keys, for a shell",
+        "print a script that completes commands and configuration keys in a shell",
     ),
     "doctor": (
         "treadle.cli.commands.doctor",
         "check the machines, libraries and connections of a run, on every rank",
     ),
-    "export": ("treadle.cli.commands.export", "turn a checkpoint's model into files that other programs load"),
-    "fit": ("treadle.cli.commands.stages:fit", "train, as a configuration file and the command line say"),
+    "export": ("treadle.cli.commands.export", "convert a checkpoint's model to files that other programs load"),
+    "fit": ("treadle.cli.commands.stages:fit", "train a task, configured by a file and the command line"),
     "launch": ("treadle.strategies.launch.command", "start a script in several processes, on one machine or many"),
     "migrate": (
         "treadle.cli.commands.migrate",
         "rewrite the imports of a project that uses Lightning, Fabric or Accelerate",
     ),
-    "plan": ("treadle.cli.commands.plan", "say what a run would do and need, before it and without its machines"),
-    "predict": ("treadle.cli.commands.stages:predict", "run the predict steps, likewise"),
-    "runs": ("treadle.cli.commands.runs", "list runs and how they stand, or open one with its curves"),
-    "sweep": ("treadle.cli.commands.sweep", "run many trials of one configuration, each with other values"),
-    "test": ("treadle.cli.commands.stages:test", "measure with the test steps, likewise"),
-    "validate": ("treadle.cli.commands.stages:validate", "measure with the validation steps, likewise"),
+    "plan": ("treadle.cli.commands.plan", "show what a run would do and need, without its machines"),
+    "predict": ("treadle.cli.commands.stages:predict", "run the predict steps, configured like fit"),
+    "runs": ("treadle.cli.commands.runs", "list runs and their states, or show one with its curves"),
+    "sweep": ("treadle.cli.commands.sweep", "run many trials of one configuration, each with different values"),
+    "test": ("treadle.cli.commands.stages:test", "evaluate with the test steps, configured like fit"),
+    "validate": ("treadle.cli.commands.stages:validate", "evaluate with the validation steps, configured like fit"),
 }
 
 
 def format_usage() -> str:
-    """What `treadle --help` prints."""
+    """Return the text of `treadle --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {words}" for name, (_, words) in COMMANDS.items()]
-    return "\n".join(["usage: treadle COMMAND ...", "", *lines, "", "`treadle COMMAND --help` tells more of each."])
+    return "\n".join(["usage: treadle COMMAND ...", "", *lines, "", "`treadle COMMAND --help` describes each."])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status.
+    """Run the command line and return its exit status.
 
     Args:
-        arguments: What follows `treadle`. Default: the command line.
+        arguments: The words after `treadle`. Default: those of the command line.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not remaining_arguments or remaining_arguments[0] in ("-h", "--help"):

@@ -1,4 +1,4 @@
-"""`run` turns a script into a command line: ``python train.py fit --config run.yaml model.lr=3e-4``."""
+"""`run`, which turns a script into a command line: ``python train.py fit --config run.yaml model.lr=3e-4``."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ def run(
     defaults: Mapping[str, Any] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> Session:
-    """Run what the command line asks for: ``STAGE [--config FILE ...] [KEY=VALUE ...]``, as `treadle fit --help` tells.
+    """Run the stage that the command line names: ``STAGE [--config FILE ...] [KEY=VALUE ...]``.
 
-    ``sweep --config FILE`` runs a sweep, as `treadle sweep --help` tells.
+    The arguments are those of `treadle fit`; see `treadle fit --help`. ``sweep --config FILE`` runs a sweep; see
+    `treadle sweep --help`.
 
     Args:
-        Model: the task's class; without it the configuration names one.
-        Data: the data module's class, likewise.
-        defaults: a configuration, sections and all, that files and the command line win over.
-        arguments: instead of the command line.
+        Model: The task's class. Default: None, the configuration names one.
+        Data: The data module's class. Default: None, the configuration may name one.
+        defaults: A configuration with its sections. Files and the command line override it.
+        arguments: The words of the command line. Default: ``sys.argv`` without the program's name.
 
     Returns:
-        What was run: its ``trainer``, ``model``, ``data``, and the ``result`` of the stage.
+        The session: its ``trainer``, ``model``, ``data``, and the ``result`` of the stage.
 
     Raises:
-        SystemExit: with status 2 where something is wrong with the configuration, which is said; with 0 after --help;
-            with the status of a sweep.
+        SystemExit: With status 2 after an error in the configuration is printed, with 0 after --help, with the sweep's
+            status after a sweep.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = sys.argv[0].rpartition("/")[2]
@@ -50,12 +51,12 @@ def run(
     if not remaining_arguments or remaining_arguments[0] not in _STAGES:
         usage = f"usage: python {program} {'|'.join((*_STAGES, 'sweep'))} [--config FILE ...] [KEY=VALUE ...]"
         if remaining_arguments and remaining_arguments[0] in ("-h", "--help"):
-            print(f"{usage}\n\n`python {program} fit --help` tells more.")
+            print(f"{usage}\n\n`python {program} fit --help` lists the options.")
             sys.exit(0)
         complaint = (
-            f"{remaining_arguments[0]!r} is none of {', '.join((*_STAGES, 'sweep'))}."
+            f"{remaining_arguments[0]!r} is not one of {', '.join((*_STAGES, 'sweep'))}."
             if remaining_arguments
-            else "say what to do."
+            else "a command is missing."
         )
         print(f"{program}: {complaint}\n{usage}", file=sys.stderr)
         sys.exit(2)

@@ -1,6 +1,6 @@
-"""Names that only other libraries' import lines need: ``import treadle.compat as pl`` is Lightning's own.
+"""Names for the imports of other libraries: ``import treadle.compat as pl`` replaces Lightning's own.
 
-``import treadle.compat as accelerate`` has what Accelerate's root has, as ``import treadle as accelerate`` does.
+``import treadle.compat as accelerate`` has the names of Accelerate's root, as ``import treadle as accelerate`` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Types that other people's annotations name."""
+"""Types that are named in annotations of scripts."""
 
 from __future__ import annotations
 
@@ -20,25 +20,33 @@ CollectibleGroup = torch.distributed.ProcessGroup
 
 @runtime_checkable
 class Steppable(Protocol):
-    """Whatever has a ``step`` as an optimizer has it."""
+    """Protocol of objects with an optimizer's ``step``."""
 
     def step(self, closure: Callable[[], float] | None = ...) -> float | None:
-        """Take one step; returns what the closure does."""
+        """Take one step and return the closure's value.
+
+        Args:
+            closure: Computes the loss again. Default: None.
+        """
 
 
 @runtime_checkable
 class Optimizable(Steppable, Protocol):
-    """Whatever has what an optimizer has."""
+    """Protocol of objects with an optimizer's attributes and methods."""
 
     param_groups: list[dict[Any, Any]]
     defaults: dict[Any, Any]
     state: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes."""
+        """Return the state for `load_state_dict`."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The state.
+        """
 
 
 __all__ = [

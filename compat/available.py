@@ -1,4 +1,4 @@
-"""What is installed, and what this machine can do, in Accelerate's words."""
+"""Queries about installed packages and the machine's hardware, under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether an installed library's version (or a version) is ``operation`` (``">="``, ...) a required one."""
+    """Return whether a version compares to another one as ``operation`` says.
+
+    Args:
+        library_or_version: The name of an installed library, or a version.
+        operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
+        requirement_version: The version on the right-hand side.
+
+    Raises:
+        ValueError: The operation is unknown.
+    """
     compare = _COMPARE[choose("operation", operation, _COMPARE)]
     version = library_or_version
     if isinstance(version, str):
@@ -35,27 +44,40 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version is ``operation`` (``">="``, ...) ``version``."""
+    """Return whether torch's version compares to another one as ``operation`` says.
+
+    Args:
+        operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
+        version: The version on the right-hand side.
+    """
     return compare_versions(parse(parse(torch.__version__).base_version), operation, version)
 
 
 def is_cuda_available() -> bool:
-    """Whether torch sees a CUDA device."""
+    """Return whether torch can use a CUDA device."""
     return torch.cuda.is_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether torch sees an Apple GPU."""
+    """Return whether torch can use an Apple GPU.
+
+    Args:
+        min_version: Accepted and ignored.
+    """
     return torch.backends.mps.is_available()
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether bfloat16 can be computed in here; on a GPU that only emulates it, it can't."""
+    """Return whether this machine computes in bfloat16: False on a GPU that only emulates it.
+
+    Args:
+        ignore_tpu: Accepted and ignored.
+    """
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True
 
 
 def is_fp16_available() -> bool:
-    """Whether float16 can be computed in here."""
+    """Return True: float16 works on every device."""
     return True
 
 
@@ -65,12 +87,12 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_rocm_available() -> bool:
-    """Return whether torch sees an AMD GPU."""
+    """Return whether torch can use an AMD GPU."""
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
 def is_weights_only_available() -> bool:
-    """Return whether ``torch.load(weights_only=True)`` takes a list of safe types."""
+    """Return whether ``torch.load(weights_only=True)`` accepts a list of safe types."""
     return is_torch_version(">=", "2.4.0")
 
 
@@ -80,17 +102,21 @@ def is_pippy_available() -> bool:
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether numpy is installed in at least ``min_version``."""
+    """Return whether NumPy is installed in at least ``min_version``.
+
+    Args:
+        min_version: The lowest version that counts.
+    """
     return _is_version_installed("numpy", min_version)
 
 
 def is_4bit_bnb_available() -> bool:
-    """Return whether the installed ``bitsandbytes`` has 4-bit weights."""
+    """Return whether the installed ``bitsandbytes`` supports 4-bit weights."""
     return _is_version_installed("bitsandbytes", "0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """Return whether the installed ``bitsandbytes`` has 8-bit weights."""
+    """Return whether the installed ``bitsandbytes`` supports 8-bit weights."""
     return _is_version_installed("bitsandbytes", "0.37.2")
 
 
@@ -109,14 +135,18 @@ def _is_version_installed(package: str, version: str) -> bool:
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Return whether the installed ``bitsandbytes`` runs on more than CUDA."""
+    """Return whether the installed ``bitsandbytes`` supports devices other than CUDA."""
     if not is_installed("bitsandbytes"):
         return False
     return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", set())
 
 
 def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: raise ImportError where ``torchao`` is not installed."""
+    """Decorate a function to raise ImportError if ``torchao`` is not installed.
+
+    Args:
+        func: The function.
+    """
 
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +161,10 @@ def _make_never_available(kind: str) -> Callable[..., bool]:
     def available(*args: Any, **kwargs: Any) -> bool:
         return False
 
-    available.__doc__ = f"False: Treadle does not run on {kind}."
+    available.__doc__ = (
+        f"Return False: Treadle does not run on {kind}.\n\n"
+        "Args:\n    *args: Accepted and ignored.\n    **kwargs: Accepted and ignored.\n"
+    )
     return available
 
 
@@ -156,7 +189,7 @@ def _make_is_installed(module: str) -> Callable[[], bool]:
     def available() -> bool:
         return is_installed(module)
 
-    available.__doc__ = f"Whether ``{module}`` is installed."
+    available.__doc__ = f"Return whether ``{module}`` is installed."
     return available
 
 

@@ -1,4 +1,4 @@
-"""Single-file checkpoints, written and read by a script itself; a run's own checkpoints have one format."""
+"""Single-file checkpoints that a script writes and reads itself. A run's own checkpoints have one fixed format."""
 
 from __future__ import annotations
 
@@ -19,39 +19,58 @@ __all__ = ["AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO"]
 
 
 class CheckpointIO(ABC):
-    """Writes, reads and removes checkpoints."""
+    """Base of classes that write, read and remove checkpoints."""
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint.
+
+        Args:
+            checkpoint: The checkpoint.
+            path: The path to write to.
+            storage_options: Options of the storage.
+        """
 
     @abstractmethod
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return a checkpoint."""
+        """Return a checkpoint.
+
+        Args:
+            path: The path to read from.
+            map_location: See ``torch.load``.
+            weights_only: See ``torch.load``.
+        """
 
     @abstractmethod
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint."""
+        """Remove a checkpoint.
+
+        Args:
+            path: The checkpoint's path.
+        """
 
     def teardown(self) -> None:  # noqa: B027  a subclass may have nothing to finish
-        """Finish what is under way."""
+        """Finish pending work."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Writes with ``torch.save``, in one move, and reads with ``torch.load``; checkpoints of a run are read too."""
+    """Checkpoints written atomically with ``torch.save`` and read with ``torch.load``.
+
+    Checkpoints of a run can be read, too.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint to a file; its folder is made.
+        """Write a checkpoint to a file, and create its folder.
 
         Args:
-            checkpoint: what to write.
-            path: the file.
-            storage_options: only None.
+            checkpoint: The checkpoint.
+            path: The file.
+            storage_options: Must be None.
 
         Raises:
-            TypeError: for ``storage_options``.
+            TypeError: ``storage_options`` is not None.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is not supported; leave it out.")
@@ -67,15 +86,15 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint in a file, or one of a run as `treadle.load_checkpoint` returns it.
+        """Return the checkpoint in a file, or a run's checkpoint as `treadle.load_checkpoint` returns it.
 
         Args:
-            path: the file, or the directory of a run's checkpoint.
-            map_location: see ``torch.load``; the host's memory by default.
-            weights_only: see ``torch.load``, whose default holds: data only. False runs code that is in the file.
+            path: The file, or the directory of a run's checkpoint.
+            map_location: See ``torch.load``. Default: the CPU.
+            weights_only: See ``torch.load``, whose default, True, applies: data only. False runs code from the file.
 
         Raises:
-            FileNotFoundError: if there is no file.
+            FileNotFoundError: The file does not exist.
         """
         if Path(path).is_dir():
             return load_checkpoint(path, map_location if isinstance(map_location, str | torch.device) else None)
@@ -87,7 +106,11 @@ class TorchCheckpointIO(CheckpointIO):
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a file, or a folder, if it is there."""
+        """Remove a file or folder if it exists.
+
+        Args:
+            path: The file or folder.
+        """
         path = Path(path)
         if path.is_dir():
             shutil.rmtree(path)
@@ -96,13 +119,13 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Writes in a thread, one checkpoint after the other. What it writes is copied first, so training may go on.
+    """Checkpoints written in a thread, one after the other. Tensors are copied first, so training can continue.
 
     Args:
-        checkpoint_io: what writes. Default: a `TorchCheckpointIO`.
+        checkpoint_io: Writes the checkpoints. Default: a `TorchCheckpointIO`.
 
     Raises:
-        Exception: what a write failed with, in the next call or in `teardown`.
+        Exception: The error of a failed write, raised in the next call or in `teardown`.
     """
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
@@ -111,7 +134,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._writes: list[Future[None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """See `CheckpointIO.save_checkpoint`; returns once the tensors are copied."""
+        """Copy the tensors and write them in the thread; see `CheckpointIO.save_checkpoint`."""
         self._raise_failures(Future.done)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1)
@@ -121,17 +144,17 @@ class AsyncCheckpointIO(CheckpointIO):
         )
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See `CheckpointIO.load_checkpoint`; waits for what is being written."""
+        """Wait for pending writes and return a checkpoint; see `CheckpointIO.load_checkpoint`."""
         self._raise_failures(lambda write: True)
         return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """See `CheckpointIO.remove_checkpoint`; waits for what is being written."""
+        """Wait for pending writes and remove a checkpoint; see `CheckpointIO.remove_checkpoint`."""
         self._raise_failures(lambda write: True)
         self.checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Wait for what is being written."""
+        """Wait for pending writes."""
         if self._executor is not None:
             self._executor.shutdown(wait=True)
             self._executor = None

@@ -1,4 +1,4 @@
-"""Constants of Accelerate that public code imports; those that name files of its checkpoints are answered."""
+"""Constants of Accelerate that public code imports, among them the names of the files of its checkpoints."""
 
 from __future__ import annotations
 

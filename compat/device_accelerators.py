@@ -1,4 +1,4 @@
-"""Kinds of devices as objects: ``Trainer(accelerator=CPUAccelerator())`` is ``Trainer(accelerator="cpu")``."""
+"""Kinds of devices as objects: ``Trainer(accelerator=CPUAccelerator())`` equals ``Trainer(accelerator="cpu")``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _QUERIES = {
 
 
 class _Kind(type):
-    """Makes ``isinstance(trainer.accelerator, CUDAAccelerator)`` a question about the device.
+    """Metaclass with which ``isinstance(trainer.accelerator, CUDAAccelerator)`` asks for the device.
 
     A run's own `treadle.Accelerator` does much more than name a device, so it can't be an instance of these classes.
     """
@@ -50,46 +50,66 @@ class _Kind(type):
 
 
 class Accelerator(str, metaclass=_Kind):
-    """Base of the kinds of devices. Each is its name, as the flag ``accelerator`` takes it."""
+    """Base of the kinds of devices. Each equals its name, as the flag ``accelerator`` accepts it."""
 
     kind = ""
 
     def __new__(cls) -> Accelerator:
+        """Return the name as an object of this class."""
         return super().__new__(cls, cls.name())
 
     @classmethod
     def name(cls) -> str:
-        """Return the name that the flag ``accelerator`` takes."""
+        """Return the value of the flag ``accelerator``."""
         return cls.kind
 
     def setup_device(self, device: torch.device) -> None:
         """Make a device the current one.
 
+        Args:
+            device: The device.
+
         Raises:
-            ValueError: for a device of another kind.
+            ValueError: The device is of another kind.
         """
         if device.type != self.kind:
             raise ValueError(f"{type(self).__name__} is for {self.kind!r} devices, not for {device}.")
 
     def setup(self, trainer: Any) -> None:
-        """Do nothing; the Trainer sets its device up."""
+        """Do nothing: the Trainer sets up its device.
+
+        Args:
+            trainer: The Trainer.
+        """
 
     def teardown(self) -> None:
-        """Do nothing; the Trainer lets go of its device."""
+        """Do nothing: the Trainer releases its device."""
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Return what a device's allocator knows, in bytes and counts, by name."""
+        """Return the statistics of a device's allocator by name, in bytes and counts.
+
+        Args:
+            device: The device.
+        """
         return dict(read_device_stats(torch.device(device)))
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> list[int]:
-        """Return the numbers of the devices that the flag ``devices`` means."""
+        """Return the indices of the devices that the flag ``devices`` names.
+
+        Args:
+            devices: The value of the flag: a number, -1, a list of indices, or ``"auto"``.
+        """
         indices = parse_devices(cls.kind, devices)
         return list(range(cls.auto_device_count())) if indices is None else indices
 
     @classmethod
     def get_parallel_devices(cls, devices: int | Sequence[int]) -> list[torch.device]:
-        """Return devices by their numbers, or so many of them."""
+        """Return the devices with the given indices, or the first ``devices`` of them.
+
+        Args:
+            devices: Indices, or a number of devices.
+        """
         return [device_of(cls.kind, index) for index in (range(devices) if isinstance(devices, int) else devices)]
 
     @classmethod
@@ -107,22 +127,30 @@ class Accelerator(str, metaclass=_Kind):
 
 
 class CPUAccelerator(Accelerator):
-    """The CPU."""
+    """CPU as a kind of device."""
 
     kind = "cpu"
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Return the use of the CPU and of memory in percent; needs psutil."""
+        """Return the utilization of CPU and memory in percent. Needs psutil.
+
+        Args:
+            device: Accepted and ignored.
+        """
         return get_cpu_stats()
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> int:  # type: ignore[override]
-        """Return the number of processes that the flag ``devices`` means."""
+        """Return the number of processes that the flag ``devices`` asks for.
+
+        Args:
+            devices: The value of the flag.
+        """
         return len(super().parse_devices(devices))
 
 
 class CUDAAccelerator(Accelerator):
-    """CUDA devices."""
+    """CUDA device as a kind of device."""
 
     kind = "cuda"
 
@@ -133,21 +161,24 @@ class CUDAAccelerator(Accelerator):
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """Return the number of CUDA devices that torch sees."""
+        """Return the number of visible CUDA devices."""
         return torch.cuda.device_count()
 
 
 class MPSAccelerator(Accelerator):
-    """Apple's GPU."""
+    """Apple's GPU as a kind of device."""
 
     kind = "mps"
 
 
 def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
-    """Return what ``nvidia-smi`` says of a device: use, temperature and memory, by the query's name and unit.
+    """Return the utilization, temperature and memory that ``nvidia-smi`` reports for a device, by query and unit.
+
+    Args:
+        device: The device, or its index among those that are visible.
 
     Raises:
-        FileNotFoundError: without that program.
+        FileNotFoundError: ``nvidia-smi`` is not installed.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -163,16 +194,19 @@ def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
 
 
 def get_mps_stats() -> dict[str, float]:
-    """Return what the allocator of Apple's GPU knows, in bytes."""
+    """Return the statistics of the allocator of Apple's GPU, in bytes."""
     return read_device_stats(torch.device("mps"))
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Return the numbers of CUDA devices on which a tensor can be made, so many or, with -1, all.
+    """Return the indices of CUDA devices that accept a tensor: ``num_devices`` of them or, with -1, all.
+
+    Args:
+        num_devices: The number of devices; -1 for all.
 
     Raises:
-        ValueError: if there are no, or not so many, devices.
-        RuntimeError: if not so many are usable.
+        ValueError: There are no, or too few, devices.
+        RuntimeError: Too few devices are usable.
     """
     count = torch.cuda.device_count()
     if num_devices == 0:

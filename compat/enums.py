@@ -1,4 +1,4 @@
-"""Accelerate's enums, whose members scripts pass on and compare with."""
+"""Accelerate's enums, whose members scripts pass as arguments and compare with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class EnumWithContains(enum.EnumMeta):
-    """Metaclass whose enums contain their values: ``"bf16" in PrecisionType``."""
+    """Metaclass of enums that contain their values: ``"bf16" in PrecisionType``."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -20,7 +20,7 @@ class EnumWithContains(enum.EnumMeta):
 
 
 class BaseEnum(enum.Enum, metaclass=EnumWithContains):
-    """Enum whose members read as their values."""
+    """Enum whose members print as their values."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -32,11 +32,11 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
 
 
 class _TextEnum(enum.StrEnum):
-    """Enum whose members equal their values and read as them, like `DistributedType`."""
+    """Enum whose members equal their values and print as them, like `DistributedType`."""
 
 
 class SageMakerDistributedType(_TextEnum):
-    """How SageMaker distributes a run; Treadle runs on none of them."""
+    """Kinds of distribution on SageMaker. Treadle supports none of them."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -44,7 +44,7 @@ class SageMakerDistributedType(_TextEnum):
 
 
 class FP8BackendType(_TextEnum):
-    """Libraries for 8-bit training; Treadle uses none of them."""
+    """Libraries for 8-bit training. Treadle uses none of them."""
 
     NO = "NO"
     TE = "TE"
@@ -53,14 +53,14 @@ class FP8BackendType(_TextEnum):
 
 
 class ComputeEnvironment(_TextEnum):
-    """Where a run takes place."""
+    """Environments of a run."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class DynamoBackend(str, BaseEnum):
-    """Compilers for ``Accelerator(dynamo_backend=...)``; torch decides which of them it has."""
+    """Compilers for ``Accelerator(dynamo_backend=...)``. Their availability depends on torch."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -83,7 +83,7 @@ class DynamoBackend(str, BaseEnum):
 
 
 class LoggerType(BaseEnum):
-    """Trackers by name; ``Accelerator(log_with=...)`` lists those that Treadle has."""
+    """Trackers by name. ``Accelerator(log_with=...)`` lists those that Treadle supports."""
 
     ALL = "all"
     AIM = "aim"
@@ -109,7 +109,7 @@ class PrecisionType(str, BaseEnum):
 
 
 class RNGType(BaseEnum):
-    """Random states for `synchronize_rng_states`; Treadle has ``torch``, ``cuda`` and ``generator``."""
+    """RNG states for `synchronize_rng_states`. Treadle supports ``torch``, ``cuda`` and ``generator``."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -125,7 +125,7 @@ class RNGType(BaseEnum):
 
 
 class CustomDtype(enum.Enum):
-    """Number formats that torch has no dtype for, in device maps."""
+    """Number formats for device maps that torch has no dtype for."""
 
     FP8 = "fp8"
     INT4 = "int4"

@@ -1,4 +1,4 @@
-"""Small things that scripts use: environment variables for a while, memory let go of, a bar on one process."""
+"""Helpers that scripts import from Accelerate: temporary environment variables, freed memory, a bar on one process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,24 @@ from ..strategies.distributed import current_place, variables_set
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set environment variables for a while, their names in capitals; what was there comes back, whatever happens."""
+    """Set environment variables within a ``with`` block, and restore them afterwards, also after an error.
+
+    Args:
+        **kwargs: Values by name. The names are converted to capitals, the values to text.
+
+    Example:
+        >>> import os
+        >>> with patch_environment(treadle_example=1):
+        ...     os.environ["TREADLE_EXAMPLE"]
+        '1'
+    """
     with variables_set({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """An empty environment for a while; what was there comes back, whatever happens."""
+    """Empty the environment within a ``with`` block, and restore it afterwards, also after an error."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -42,7 +52,11 @@ def clear_environment() -> Iterator[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give memory that the device's allocator keeps back to the device."""
+    """Release the memory that the device's allocator caches.
+
+    Args:
+        garbage_collection: Whether to run Python's garbage collector first.
+    """
     if garbage_collection:
         gc.collect()
     if torch.cuda.is_available():
@@ -52,9 +66,13 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage, and return a None for each object given, to rebind their names: ``a, b = release_memory(a, b)``.
+    """Collect garbage and return a None for each argument.
 
-    The caller's names still hold the objects during the call, so their memory is free when these are bound anew.
+    The caller's names refer to the objects during the call. Their memory is freed when the names are bound to the
+    result: ``a, b = release_memory(a, b)``.
+
+    Args:
+        *objects: The objects to release.
     """
     count = len(objects)
     del objects
@@ -63,25 +81,41 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """``tqdm.auto.tqdm``, shown on the first process of each machine only, unless ``main_process_only`` is False."""
+    """Show ``tqdm.auto.tqdm`` on the local rank zero of each machine only, unless ``main_process_only`` is False.
+
+    Args:
+        *args: Positional arguments of tqdm.
+        main_process_only: Whether the bar is disabled on the other ranks of the machine.
+        **kwargs: Keyword arguments of tqdm.
+
+    Returns:
+        The bar.
+
+    Raises:
+        TypeError: The first argument is a bool.
+    """
     from tqdm.auto import tqdm as bar
 
     if args and isinstance(args[0], bool):
-        raise TypeError("tqdm's first argument is what to go through; give main_process_only by its name.")
+        raise TypeError("tqdm's first argument is the iterable; pass main_process_only as a keyword.")
     if main_process_only and current_place()[2] != 0:
         kwargs["disable"] = True
     return bar(*args, **kwargs)
 
 
 def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refused: there is no file that changes what a script does.
+    """Raise RuntimeError: Treadle has no configuration file of the machine.
+
+    Args:
+        *args: Accepted and ignored.
+        **kwargs: Accepted and ignored.
 
     Raises:
-        RuntimeError: always.
+        RuntimeError: Always.
     """
     raise RuntimeError(
-        "Treadle reads no configuration file of the machine, so write_basic_config has nothing to write. Give the "
-        "settings to Accelerator(...), and the number of processes to torchrun or `treadle launch`."
+        "write_basic_config is not supported: Treadle reads no configuration file of the machine. Pass the settings "
+        "to Accelerator(...), and the number of processes to torchrun or `treadle launch`."
     )
 
 
@@ -89,11 +123,11 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``, in any case.
 
     Args:
-        value: the word.
-        to_bool: return a bool.
+        value: The word.
+        to_bool: Whether to return a bool.
 
     Raises:
-        ValueError: for any other word.
+        ValueError: The word is another one.
     """
     word = value.lower()
     if word not in _TRUE_WORDS and word not in _FALSE_WORDS:
@@ -107,46 +141,67 @@ _FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
 
 
 def parse_flag_from_env(key: str, default: Any = False) -> bool:
-    """Return the truth value of an environment variable, or ``default``."""
+    """Return the truth value of an environment variable, or of ``default`` if it is not set.
+
+    Args:
+        key: The name of the variable.
+        default: The value if it is not set.
+    """
     return str_to_bool(os.environ.get(key, str(default))) == 1
 
 
 def parse_choice_from_env(key: str, default: Any = "no") -> str:
-    """Return an environment variable, or ``default`` as text."""
+    """Return the value of an environment variable, or ``default`` as text if it is not set.
+
+    Args:
+        key: The name of the variable.
+        default: The value if it is not set.
+    """
     return os.environ.get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first of the environment variables that holds a number from 0 on, or ``default``."""
+    """Return the first of the environment variables that holds a number of at least 0, or ``default``.
+
+    Args:
+        env_keys: Names of variables.
+        default: The value if none of them holds such a number.
+    """
     return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the libraries that are imported already."""
+    """Return those of the libraries that have been imported.
+
+    Args:
+        *library_names: Names of modules.
+    """
     return [name for name in library_names if name in sys.modules]
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return ``"KEY=value\\n"`` for each variable.
+    r"""Return ``"KEY=value\n"`` for each variable.
 
-    Those that are empty or hold one of ``;<>``, a space or a line break are left out, with a warning.
+    Variables that are empty or contain one of ``;<>``, a space or a line break are left out, with a warning.
     """
     lines = []
     for key, value in current_env.items():
         if key and value and not set(";\n<> ") & set(key + value):
             lines.append(f"{key}={value}\n")
         else:
-            warn(f"{key}={value!r} is left out: a variable may not be empty, nor hold ';', '<', '>', spaces or breaks.")
+            warn(
+                f"{key}={value!r} is left out: a variable must not be empty or contain ';', '<', '>', spaces or breaks."
+            )
     return lines
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return ``("cuda", "MULTI_GPU")``: the kind of accelerator that Treadle runs on, without starting CUDA."""
+    """Return ``("cuda", "MULTI_GPU")``, the kind of accelerator that Treadle supports, without initializing CUDA."""
     return "cuda", "MULTI_GPU"
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the machine's GPUs and their number, from ``nvidia-smi``, without starting CUDA."""
+    """Return the names of the machine's GPUs and their number, from ``nvidia-smi``, without initializing CUDA."""
     names = _query_gpus("name")
     return names, len(names)
 
@@ -162,7 +217,7 @@ def _query_gpus(field: str) -> list[str]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return whether GPUs may exchange data directly: False for several GeForce RTX 40 in one machine."""
+    """Return whether GPUs may exchange data directly: False for two or more GeForce RTX 40 in one machine."""
     try:
         names, count = get_gpu_info()
     except (OSError, subprocess.CalledProcessError):  # no driver: nothing speaks against it
@@ -172,7 +227,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 @dataclass
 class CPUInformation:
-    """This process's place among those that a launcher started."""
+    """Rank and world size of this process, on the machine and in the job."""
 
     rank: int = 0
     world_size: int = 1
@@ -181,7 +236,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return this process's place, from the variables of torchrun, Intel MPI, Open MPI or MVAPICH2."""
+    """Return this process's ranks and world sizes from the variables of torchrun, Intel MPI, Open MPI or MVAPICH2."""
     return CPUInformation(
         get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
         get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
@@ -195,7 +250,11 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorator: restore the variables ``ACCELERATE_*`` after the function, or after each test method of the class."""
+    """Restore the variables ``ACCELERATE_*`` after the decorated function, or after each test method of a class.
+
+    Args:
+        func_or_cls: The function or class.
+    """
     if not isinstance(func_or_cls, type):
         return _restore_variables(func_or_cls)
 
@@ -229,25 +288,34 @@ def _restore_variables(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
-    """Return a variable of paths, such as ``PYTHONPATH``, with one more at the end; the variable stays as it is."""
+    """Return the value of a path variable, such as ``PYTHONPATH``, with one more path. The variable is not changed.
+
+    Args:
+        env_var_name: The name of the variable.
+        path_to_add: The path.
+    """
     return ":".join([path for path in os.environ.get(env_var_name, "").split(":") if path] + [str(path_to_add)])
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a port of this machine, by default 29500, answers."""
+    """Return whether a port of this machine, by default 29500, accepts connections.
+
+    Args:
+        port: The port. Default: 29500.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         return connection.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
 
 def get_free_port() -> int:
-    """Return a port of this machine that is free now."""
+    """Return a free port of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
 
 
 def check_os_kernel() -> None:
-    """Warn where Linux is older than 5.5, on which processes may hang."""
+    """Warn if the Linux kernel is older than 5.5, on which processes may hang."""
     if platform.system() != "Linux":
         return
     version = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
@@ -256,7 +324,11 @@ def check_os_kernel() -> None:
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes in the largest unit in which it is at least 1."""
+    """Return a number of bytes as text, in the largest unit in which it is at least 1.
+
+    Args:
+        size: The number of bytes.
+    """
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -265,7 +337,12 @@ def convert_bytes(size: float) -> str:
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Add the items of ``source`` to ``destination``, dicts within dicts item by item, and return it."""
+    """Merge ``source`` into ``destination``, nested dicts item by item, and return ``destination``.
+
+    Args:
+        source: The dict to take items from.
+        destination: The dict to change.
+    """
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -275,18 +352,31 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return an attribute of an attribute: ``"encoder.layer.weight"``."""
+    """Return a nested attribute by its dotted name, such as ``"encoder.layer.weight"``.
+
+    Args:
+        obj: The object.
+        attr: The dotted name.
+    """
     return operator.attrgetter(attr)(obj)
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a class or function, or of an object's class."""
+    """Return the name of a class or function, or of an object's class.
+
+    Args:
+        obj: The class, function or object.
+    """
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether an error says that memory was not enough (or that cuDNN refused the size)."""
+    """Return whether an error reports too little memory, or that cuDNN rejects the size.
+
+    Args:
+        exception: The error.
+    """
     signs = (
         " out of memory.",
         "MPS backend out of memory",
@@ -299,11 +389,16 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Return None, whatever the arguments."""
+    """Return None for any arguments.
+
+    Args:
+        *args: Accepted and ignored.
+        **kwargs: Accepted and ignored.
+    """
 
 
 def test_launch() -> None:
-    """Make a `PartialState`, which connects the processes."""
+    """Create a `PartialState`, which connects the processes."""
     from ..engine import PartialState
 
     PartialState()

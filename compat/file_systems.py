@@ -1,4 +1,4 @@
-"""File systems by their addresses, as fsspec knows them."""
+"""File systems by path or URL, from fsspec."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 
 def get_filesystem(path: str | Path, **kwargs: Any) -> AbstractFileSystem:
-    """Return the file system of a path or an address, such as ``"s3://bucket/key"``.
+    """Return the file system of a path or URL, such as ``"s3://bucket/key"``.
 
     Args:
-        path: where something lies.
-        kwargs: settings of that file system.
+        path: The path or URL.
+        **kwargs: Settings of the file system.
 
     Raises:
-        ValueError: for a protocol that fsspec does not know.
-        ImportError: where the protocol's package is missing.
+        ValueError: fsspec does not support the protocol.
+        ImportError: The protocol's package is not installed.
     """
     from fsspec.core import url_to_fs  # torch brings it
 

@@ -1,4 +1,4 @@
-"""Functions of ``accelerate.utils.fsdp_utils``, for models that Treadle's FSDP shards."""
+"""Functions of ``accelerate.utils.fsdp_utils`` for models that Treadle's FSDP shards."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ _NO_LIMIT = 2**63  # bytes of a file
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Tell Transformers, through the environment, to load a checkpoint's values on rank zero only."""
+    """Make Transformers load a checkpoint's values on rank zero only, through environment variables."""
     os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Tell Transformers, through the environment, to load a checkpoint's values on every rank."""
+    """Make Transformers load a checkpoint's values on every rank, through an environment variable."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries under the names without what compilation and activation checkpointing put into them."""
+    """Return the entries with the prefixes of compilation and activation checkpointing removed from their names.
+
+    Args:
+        named_params: The entries by name.
+    """
     return {
         strip_compile_prefix(name.replace("._checkpoint_wrapped_module", "")).replace("._orig_mod", ""): value
         for name, value in named_params.items()
@@ -48,9 +52,10 @@ def get_parameters_from_modules(
     """Return the parameters of modules.
 
     Args:
-        modules: The modules; or a regular expression that matches their whole names, and they are moved to ``device``.
-        model: Where names are looked up.
-        device: Where modules given by name are moved.
+        modules: The modules, or a regular expression for their full names. Modules found by name are moved to
+            ``device``.
+        model: The model in which names are looked up.
+        device: The device for modules found by name.
     """
     if isinstance(modules, str):
         pattern = re.compile(modules)
@@ -61,11 +66,11 @@ def get_parameters_from_modules(
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], nn.Module], model: nn.Module, device: torch.device | str
 ) -> Callable[[nn.Module], nn.Module]:
-    """Return an initializer of modules after which tied weights are one tensor again.
+    """Return an initializer of modules that ties the model's tied weights again.
 
     Args:
-        param_init_fn: The initializer; it may give a module new parameters.
-        model: The model; its ``_tied_weights_keys`` names what is tied.
+        param_init_fn: The initializer. It may give a module new parameters.
+        model: The model. Its ``_tied_weights_keys`` names the tied weights.
         device: Not used.
     """
     names: Iterable[str] = getattr(model, "_tied_weights_keys", None) or ()  # type: ignore[assignment]
@@ -86,14 +91,14 @@ def ensure_weights_retied(
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Tensor]) -> None:
-    """Put other parameters into an optimizer, in place.
+    """Replace the parameters of an optimizer in place.
 
     Args:
         optimizer: The optimizer.
-        mapping: The new parameters, by the old ones' ``data_ptr`` methods.
+        mapping: The new parameters by the old ones' ``data_ptr`` methods.
 
     Raises:
-        KeyError: A parameter of the optimizer has no new one, so it would no longer be trained.
+        KeyError: A parameter of the optimizer has no new one and would no longer be trained.
     """
     for group in optimizer.param_groups:
         missing = [tuple(parameter.shape) for parameter in group["params"] if parameter.data_ptr not in mapping]
@@ -103,10 +108,14 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Shard a model with the accelerator's FSDP.
+    """Shard a model with the accelerator's FSDP and return it.
+
+    Args:
+        accelerator: The accelerator.
+        model: The model.
 
     Raises:
-        ValueError: The accelerator shards nothing.
+        ValueError: The accelerator does not shard models.
     """
     _check_sharded(accelerator)
     return accelerator.prepare_model(model)  # type: ignore[no-any-return]
@@ -115,19 +124,20 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> nn.Module:
-    """Load rank zero's whole state into a sharded model. Call it on all processes.
+    """Load rank zero's full state into a sharded model. All ranks must call it.
 
     Args:
         accelerator: The accelerator that sharded the model.
         model: The model.
-        full_sd: The state; of other ranks than zero it is not read.
-        cpu_offload: Accepted: each shard goes where the model's shard is.
+        full_sd: The state. It is ignored on ranks other than zero.
+        cpu_offload: Accepted and ignored: each shard is loaded to the device of the model's shard.
 
     Returns:
         The model.
 
     Raises:
-        KeyError: The state lacks a tensor of the model.
+        ValueError: The accelerator does not shard models.
+        KeyError: The state lacks a tensor of the model. Raised on every rank.
     """
     _check_sharded(accelerator)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -149,17 +159,18 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write a sharded model's weights as Accelerate does. Call it on all processes.
+    """Write a sharded model's weights in Accelerate's format. All ranks must call it.
 
     Args:
-        fsdp_plugin: Its ``state_dict_type`` says how: whole, in ``pytorch_model_fsdp.bin``, or in shards, in a folder
-            ``pytorch_model_fsdp_0`` of ``torch.distributed.checkpoint``. Default: shards with ``fsdp_version=2``.
+        fsdp_plugin: Its ``state_dict_type`` selects the format: the full state in ``pytorch_model_fsdp.bin``, or shards
+            in a folder ``pytorch_model_fsdp_0`` of ``torch.distributed.checkpoint``. Default: shards with
+            ``fsdp_version=2``.
         accelerator: The accelerator that sharded the model.
         model: The model.
-        output_dir: A folder, made if it is missing.
-        model_index: Number of the model, where there are several.
-        adapter_only: Write the trainable parameters only.
-        use_dcp: Must be True.
+        output_dir: The folder, which is created if it is missing.
+        model_index: The index of the model, if there are several.
+        adapter_only: Whether to write only the trainable parameters.
+        use_dcp: Must be True, unless the full state is written.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -178,7 +189,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load what `save_fsdp_model` wrote into a sharded model; the arguments are the same."""
+    """Load the weights that `save_fsdp_model` wrote into a sharded model. The arguments are the same."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     full = _is_full(fsdp_plugin, use_dcp)
@@ -198,7 +209,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of a sharded model's optimizer: ``optimizer.bin`` or a folder ``optimizer_0``.
+    """Write the state of a sharded model's optimizer to ``optimizer.bin`` or to a folder ``optimizer_0``.
 
     The other arguments are those of `save_fsdp_model`.
     """
@@ -221,7 +232,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_optimizer` wrote; the arguments are the same."""
+    """Load the state that `save_fsdp_optimizer` wrote. The arguments are the same."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,
@@ -244,17 +255,17 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Make one file of a sharded checkpoint: ``output_path/model.safetensors``. Rank zero does it, the others wait.
+    """Merge a sharded checkpoint into one file, ``output_path/model.safetensors``, on rank zero. The other ranks wait.
 
     Args:
-        checkpoint_dir: A folder of ``torch.distributed.checkpoint``, whose index is a pickle that torch runs; or a
+        checkpoint_dir: A folder of ``torch.distributed.checkpoint``, whose index is a pickle that torch runs, or a
             checkpoint of Treadle, of which nothing is run.
-        output_path: A folder, made if it is missing.
-        safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
-        remove_checkpoint_dir: Delete the sharded checkpoint when the file is complete.
+        output_path: The folder, which is created if it is missing.
+        safe_serialization: Whether to write safetensors. False writes ``pytorch_model.bin`` in torch's format.
+        remove_checkpoint_dir: Whether to delete the sharded checkpoint once the file is complete.
 
     Raises:
-        ValueError: There is no checkpoint; a folder inside that is one is named.
+        ValueError: There is no checkpoint. If a folder inside is one, the message names it.
     """
     folder, world = Path(checkpoint_dir), current_world()
     inside = [str(folder / name) for name in (f"{_MODEL}_0", f"{_OPTIMIZER}_0") if (folder / name).is_dir()]
@@ -287,8 +298,8 @@ def _merge_distributed(folder: Path) -> dict[str, Any]:
 def _check_sharded(accelerator: Any) -> None:
     if not accelerator.is_fsdp2:
         raise ValueError(
-            "the accelerator shards no models. Make it with fsdp_plugin=FullyShardedDataParallelPlugin(), on several "
-            "processes."
+            "the accelerator does not shard models. Create it with fsdp_plugin=FullyShardedDataParallelPlugin(), on "
+            "several processes."
         )
 
 

@@ -1,4 +1,4 @@
-"""Gradient scalers as Accelerate makes them, for loops that call ``scaler.step`` themselves."""
+"""Gradient scalers with Accelerate's defaults, for loops that call ``scaler.step`` themselves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
     """Return a gradient scaler for this machine's accelerator.
 
     Args:
-        distributed_type: ``DistributedType.FSDP`` for one that looks for overflow in the shards of all processes.
-        kwargs: Arguments of ``torch.amp.GradScaler``.
+        distributed_type: ``DistributedType.FSDP`` for a scaler that finds overflow in the shards of all ranks.
+        **kwargs: Arguments of ``torch.amp.GradScaler``.
     """
     if getattr(distributed_type, "value", distributed_type) == "FSDP":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -23,5 +23,9 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """Return a gradient scaler; the arguments are those of ``torch.amp.GradScaler``."""
+    """Return a gradient scaler.
+
+    Args:
+        **kwargs: Arguments of ``torch.amp.GradScaler``.
+    """
     return torch.amp.GradScaler(**kwargs)

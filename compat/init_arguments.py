@@ -1,4 +1,4 @@
-"""Arguments of ``__init__`` read from a frame, and attributes looked up in a task, its hyperparameters and its data."""
+"""Arguments of ``__init__`` read from a frame, and attributes looked up in a task, its data and its hyperparameters."""
 
 from __future__ import annotations
 
@@ -15,21 +15,33 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Delete what can't be pickled, with a warning for each."""
+    """Delete values that can't be pickled, with a warning for each.
+
+    Args:
+        hparams: The hyperparameters, which are changed in place.
+    """
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         warn(f"hyperparameter {name!r} can't be pickled and is removed; save_hyperparameters(ignore=[{name!r}]) too.")
         del hparams[name]
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
-    """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None where there is none."""
+    """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None for a missing one.
+
+    Args:
+        cls: The class.
+    """
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     positional, keyword = (next((p.name for p in parameters if p.kind == kind), None) for kind in _VARIADIC)
     return parameters[0].name, positional, keyword
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` that runs in a frame; none for any other frame."""
+    """Return the arguments of the ``__init__`` that runs in a frame; empty for any other frame.
+
+    Args:
+        frame: The frame.
+    """
     return _read_frame(frame)[1]
 
 
@@ -49,13 +61,13 @@ def _read_frame(frame: FrameType) -> tuple[Any, dict[str, Any]]:
 def collect_init_args(
     frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Return the arguments of the ``__init__`` calls that a frame is part of, those of the outermost class last.
+    """Return the arguments of the ``__init__`` calls that a frame is part of, the outermost class last.
 
     Args:
-        frame: where to begin.
-        path_args: what to append to.
-        inside: whether ``frame`` is such a call's, so that another frame ends the search.
-        classes: whose ``__init__`` counts; all by default. It must refer to ``__class__``, as ``super()`` does.
+        frame: The frame to start from.
+        path_args: The list to append to.
+        inside: Whether ``frame`` belongs to such a call, so that any other frame ends the search.
+        classes: Classes whose ``__init__`` counts. Default: all. It must refer to ``__class__``, as ``super()`` does.
     """
     current: FrameType | None = frame
     while current is not None and current.f_back is not None:
@@ -79,11 +91,11 @@ def save_hyperparameters(
     """Call ``obj.save_hyperparameters``; see `HyperparametersMixin`.
 
     Args:
-        obj: a task, a data module, or anything else with that method.
-        args: names, or one object that holds all.
-        ignore: names to leave out.
-        frame: whose arguments; the caller's by default.
-        given_hparams: values to keep in place of a frame's.
+        obj: A task, a data module, or another object with that method.
+        *args: Names, or one object that holds all hyperparameters.
+        ignore: Names to leave out.
+        frame: The frame whose arguments are saved. Default: the caller's.
+        given_hparams: Values to save instead of a frame's.
     """
     if dataclasses.is_dataclass(obj) and given_hparams is None:
         given_hparams = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
@@ -94,7 +106,7 @@ def save_hyperparameters(
 
 
 def _find_holders(model: Any, attribute: str) -> list[Any]:
-    """The objects that have the attribute: the task, its hyperparameters, the data module, its hyperparameters."""
+    """Return the objects that have the attribute, of: task, its hyperparameters, data module, its hyperparameters."""
     trainer = model.__dict__.get("_trainer")
     holders = []
     for owner in (model, None if trainer is None else trainer.datamodule):
@@ -108,21 +120,30 @@ def _get_holders(model: Any, attribute: str) -> list[Any]:
     holders = _find_holders(model, attribute)
     if not holders:
         raise AttributeError(
-            f"{attribute!r} is an attribute neither of the task, nor of its data module, nor a hyperparameter of one."
+            f"{attribute!r} is not an attribute of the task or its data module, nor a hyperparameter of either."
         )
     return holders
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Return whether a task, its hyperparameters, its data module or the hyperparameters of that have an attribute."""
+    """Return whether a task, its data module or the hyperparameters of either have an attribute.
+
+    Args:
+        model: The task.
+        attribute: The attribute's name.
+    """
     return bool(_find_holders(model, attribute))
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
     """Return an attribute of the last of these that has it: task, hyperparameters, data module, its hyperparameters.
 
+    Args:
+        model: The task.
+        attribute: The attribute's name.
+
     Raises:
-        AttributeError: if none has it.
+        AttributeError: None of them has it.
     """
     holder = _get_holders(model, attribute)[-1]
     return holder[attribute] if isinstance(holder, Mapping) else getattr(holder, attribute)
@@ -131,8 +152,13 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
     """Set an attribute of all of these that have it: task, hyperparameters, data module, its hyperparameters.
 
+    Args:
+        model: The task.
+        attribute: The attribute's name.
+        value: The new value.
+
     Raises:
-        AttributeError: if none has it.
+        AttributeError: None of them has it.
     """
     for holder in _get_holders(model, attribute):
         if isinstance(holder, MutableMapping):

@@ -1,4 +1,4 @@
-"""Small questions to a module, a value or the machine, asked by scripts."""
+"""Queries about a module, a value or the machine that scripts import from Lightning's utilities."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """The norm of each parameter's gradient, and of all of them together. Reads nothing from the device.
+    """Return the norm of each parameter's gradient and of all gradients together, without a device sync.
 
     Args:
-        module: whose gradients, after a backward; where they are sharded, all processes must ask.
-        norm_type: 2 for the Euclidean norm, ``"inf"`` for the greatest element, or another number above 0.
-        group_separator: stands between the kind of the norm and the parameter's name.
+        module: The module after a backward pass. If its gradients are sharded, all ranks must call this.
+        norm_type: 2 for the Euclidean norm, ``"inf"`` for the largest element, or another number above 0.
+        group_separator: Separates the kind of norm from the parameter's name.
 
     Returns:
-        0-d tensors by name, such as ``"grad_2.0_norm/net.weight"``, the last one ``"grad_2.0_norm_total"``.
+        0-d tensors by name, such as ``"grad_2.0_norm/net.weight"``; the last one is ``"grad_2.0_norm_total"``.
 
     Raises:
-        ValueError: for a norm that is none.
+        ValueError: ``norm_type`` is not above 0.
     """
     order = float(norm_type)
     if order <= 0:
@@ -53,7 +53,11 @@ def _gather_full(value: Tensor) -> Tensor:
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """The names of parameters that are one and the same, those of each in a list."""
+    """Return the names of shared parameters, one list per parameter.
+
+    Args:
+        module: The module to search.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -61,7 +65,15 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Make parameters one and the same again, as `find_shared_parameters` found them: the first of each list stays."""
+    """Tie parameters to each other again, as `find_shared_parameters` reported them.
+
+    Args:
+        module: The module, which is changed in place.
+        shared_params: Lists of names. The parameter of each list's first name is used for all its names.
+
+    Returns:
+        The module.
+    """
     for first, *others in shared_params:
         parameter = module.get_parameter(first)
         for name in others:
@@ -71,7 +83,11 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
 
 
 def is_picklable(obj: object) -> bool:
-    """Whether an object can be pickled, so that it can be sent to another process."""
+    """Return whether an object can be pickled, and so sent to another process.
+
+    Args:
+        obj: The object.
+    """
     try:
         pickle.dumps(obj)
     except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
@@ -80,10 +96,13 @@ def is_picklable(obj: object) -> bool:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Loader workers that each of ``local_world_size`` processes on this machine can have, one core left for itself.
+    """Return the number of dataloader workers for each of this machine's processes, one core left for each process.
+
+    Args:
+        local_world_size: Processes on this machine, at least 1.
 
     Raises:
-        ValueError: for less than one process.
+        ValueError: ``local_world_size`` is below 1.
     """
     check_int("local_world_size", local_world_size, 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -91,17 +110,20 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 
 
 def is_shared_filesystem(strategy: Strategy | World, path: str | Path | None = None) -> bool:
-    """Whether all processes see the same files below ``path``. All processes must ask.
+    """Return whether all ranks see the same files below ``path``. All ranks must call it.
 
     Args:
-        strategy: the run's.
-        path: a directory that exists; the working directory by default.
+        strategy: The run's strategy, or its world.
+        path: An existing directory. Default: the working directory.
+
+    Raises:
+        ValueError: ``path`` is not a directory. Raised on every rank.
     """
     world = strategy if isinstance(strategy, World) else strategy.world
     folder = Path.cwd() if path is None else Path(path)
     with world.together():
         if not folder.is_dir():
-            raise ValueError(f"path={str(path)!r} is no directory.")
+            raise ValueError(f"path={str(path)!r} is not a directory.")
     mark: Any = world.broadcast(folder / f".shared-{uuid.uuid4().hex}" if world.is_main else None)
     with world.together():
         if world.is_main:

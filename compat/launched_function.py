@@ -1,4 +1,4 @@
-"""Accelerate's wrapper of a function that processes are started with."""
+"""Accelerate's wrapper of a function that launched processes run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..strategies.distributed import DistributedType
 class PrepareForLaunch:
     """Callable for ``torch.multiprocessing`` that sets this process's rank and runs a function.
 
-    `treadle.notebook_launcher` does this by itself.
+    `treadle.notebook_launcher` does this itself.
 
     Args:
-        launcher: the function.
-        distributed_type: how the processes work together; with ``MULTI_*`` the rank follows from the variables
-            ``NODE_RANK`` and ``NPROC``.
-        debug: connect by the file that ``ACCELERATE_DEBUG_RDV_FILE`` names.
+        launcher: The function.
+        distributed_type: The kind of distribution. With ``MULTI_*`` the rank follows from the variables ``NODE_RANK``
+            and ``NPROC``.
+        debug: Whether to connect through the file that ``ACCELERATE_DEBUG_RDV_FILE`` names.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: Any = "NO", debug: bool = False) -> None:
@@ -29,6 +29,7 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
+        """Set the rank of process ``index`` and run the function with ``args``."""
         if self.debug:
             size = int(os.environ["WORLD_SIZE"])
             store = torch.distributed.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], size)

@@ -1,4 +1,4 @@
-"""The sizes of one layer, and numbers as a summary writes them."""
+"""Sizes of one layer, and number formats of a summary."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _UNITS = (" ", "K", "M", "B", "T")
 
 
 class ModelSummary(Summary):
-    """The table of a model's parts, built from the model as in Lightning; see `treadle.callbacks.summarize`.
+    """Table of a model's modules, built from the model as in Lightning; see `treadle.callbacks.summarize`.
 
     Args:
-        model: the model.
-        max_depth: levels of parts to list; -1 lists all, 0 only the totals.
+        model: The model.
+        max_depth: Levels of modules to list; -1 lists all, 0 only the totals.
     """
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
@@ -28,10 +28,10 @@ class ModelSummary(Summary):
 
 
 class LayerSummary:
-    """A layer's class, its parameters, and the shapes of its first call.
+    """Class, parameters, and shapes of the first call of a layer.
 
     Args:
-        module: the layer. A hook on it notes the shapes, and is removed then.
+        module: The layer. A hook on it records the shapes and is then removed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -47,7 +47,7 @@ class LayerSummary:
         self.detach_hook()
 
     def detach_hook(self) -> None:
-        """Remove the hook; the shapes stay what they are."""
+        """Remove the hook. The recorded shapes are kept."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -57,12 +57,12 @@ class LayerSummary:
 
     @property
     def in_size(self) -> Any:
-        """Shape of the inputs of the first call; ``"?"`` before it."""
+        """Shape of the inputs of the first call; ``"?"`` before that."""
         return self._sizes[0]
 
     @property
     def out_size(self) -> Any:
-        """Shape of the output of the first call; ``"?"`` before it."""
+        """Shape of the output of the first call; ``"?"`` before that."""
         return self._sizes[1]
 
     @property
@@ -72,32 +72,43 @@ class LayerSummary:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters; those that have no shape yet count nothing."""
+        """Number of parameters; uninitialized ones count as 0."""
         return sum(p.numel() for p in self._module.parameters() if not is_lazy(p))
 
     @property
     def training(self) -> bool:
-        """Whether the layer is in train mode."""
+        """Return whether the layer is in train mode."""
         return self._module.training
 
 
 def parse_batch_shape(batch: Any) -> Any:
-    """Return the shape of a tensor as a list, nested as lists and tuples are; ``"?"`` for anything else."""
+    """Return the shape of a tensor as a list, or nested shapes for lists and tuples; ``"?"`` for any other value.
+
+    Args:
+        batch: The batch.
+    """
     if hasattr(batch, "shape"):
         return list(batch.shape)
     return [parse_batch_shape(part) for part in batch] if isinstance(batch, list | tuple) else UNKNOWN_SIZE
 
 
 def get_formatted_model_size(total_model_size: float) -> str:
-    """Return a size in MB with three decimals."""
+    """Return a size in MB with three decimals.
+
+    Args:
+        total_model_size: The size in MB.
+    """
     return f"{total_model_size:,.3f}"
 
 
 def get_human_readable_count(number: float) -> str:
     """Return a count in thousands, millions, billions or trillions: ``"1.2 K"``, ``"400 T"``.
 
+    Args:
+        number: The count, at least 0.
+
     Raises:
-        ValueError: for a negative number.
+        ValueError: The number is negative.
     """
     if number < 0:
         raise ValueError(f"number={number} must be at least 0.")

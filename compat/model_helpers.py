@@ -1,4 +1,4 @@
-"""Accelerate's helpers for models: compilation by regions, order of modules, state dicts for safetensors."""
+"""Accelerate's helpers for models: regional compilation, order of modules, state dicts for safetensors."""
 
 from __future__ import annotations
 
@@ -22,28 +22,40 @@ from ..engine.weights import save_object
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` made any module within."""
+    """Return whether any submodule was compiled by ``torch.compile``.
+
+    Args:
+        module: The model.
+    """
     return any(is_compiled_module(part) for part in module.modules()) and bool(module._modules)
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether this is a ``ModuleList`` of modules of one class."""
+    """Return whether a module is a ``ModuleList`` of modules of one class.
+
+    Args:
+        module: The module.
+    """
     return isinstance(module, nn.ModuleList) and len(module) > 0 and all(isinstance(m, type(module[0])) for m in module)
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether there is a ``ModuleList`` of modules of one class anywhere within."""
+    """Return whether a module contains a ``ModuleList`` of modules of one class.
+
+    Args:
+        module: The module.
+    """
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Return a copy of the model that shares its parameters, with each repeated block compiled by itself.
+    """Return a copy of the model that shares its parameters and has each repeated block compiled on its own.
 
     Blocks of one class compile once, which shortens the first step; see torch's tutorial on regional compilation.
 
     Args:
-        module: the model. Where it has no repeated blocks, it is compiled as a whole.
-        compile_kwargs: for ``torch.compile``.
+        module: The model. Without repeated blocks it is compiled as a whole.
+        **compile_kwargs: Arguments of ``torch.compile``.
     """
     compiled = _compile_parts(module, compile_kwargs)
     compiled.__dict__.setdefault("_orig_mod", module)  # in __dict__: not a second child
@@ -67,11 +79,11 @@ def _compile_parts(module: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each repeated block, and what lies between, in place; returns the model.
+    """Compile each repeated block, and the modules between them, in place and return the model.
 
     Args:
-        module: the model.
-        compile_kwargs: for ``nn.Module.compile``.
+        module: The model.
+        **compile_kwargs: Arguments of ``nn.Module.compile``.
     """
     if is_repeated_blocks(module):
         for block in module.children():
@@ -85,11 +97,11 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return all modules, each after those within it, the model last.
+    """Return all modules, each after its submodules, the model last.
 
     Args:
-        model: the model.
-        return_fqns: return pairs of name and module.
+        model: The model.
+        return_fqns: Whether to return pairs of name and module.
     """
     waiting, ordered = [("", model)], []
     while waiting:
@@ -100,22 +112,30 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class of that name of a module within, or None.
+    """Return the class with a given name of a submodule, or None.
 
     Args:
-        module: the model.
-        name: the class's name.
+        module: The model.
+        name: The class's name.
     """
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Return whether any parameter is a ``DTensor``."""
+    """Return whether any parameter is a ``DTensor``.
+
+    Args:
+        model: The model.
+    """
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return over how many processes Transformers has split the model's matrices, or None."""
+    """Return the tensor parallel size that Transformers has split the model's matrices over, or None.
+
+    Args:
+        model: The model.
+    """
     size = getattr(model, "tp_size", None)
     if size is not None:
         return int(size)
@@ -126,8 +146,11 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict that safetensors can write: each tensor once, and contiguous.
 
-    Names of one and the same tensor are removed but for the first, with a warning. Other tensors that share memory
-    are copied.
+    Of several names of one tensor all but the first are removed, with a warning. Other tensors that share memory are
+    copied.
+
+    Args:
+        state_dict: The state dict, which is not changed.
     """
     names: dict[Any, str] = {}
     storages: set[tuple[torch.device, int]] = set()
@@ -150,7 +173,12 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def move_to_device(state: Any, device: Any) -> Any:
-    """Return an optimizer's state with every tensor on ``device``."""
+    """Return an optimizer's state with every tensor on ``device``.
+
+    Args:
+        state: The state: tensors in nested lists, tuples and dicts.
+        device: The device.
+    """
     if isinstance(state, list | tuple):
         return honor_type(state, (move_to_device(item, device) for item in state))
     if isinstance(state, dict):
@@ -159,13 +187,13 @@ def move_to_device(state: Any, device: Any) -> Any:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write ``obj`` on rank zero, as ``torch.save`` or safetensors does.
+    """Write an object on rank zero with ``torch.save`` or safetensors.
 
     Args:
-        obj: what to write; for safetensors a dict of tensors.
-        f: the file.
-        save_on_each_node: write on the first process of every machine.
-        safe_serialization: write safetensors.
+        obj: The object; for safetensors a dict of tensors.
+        f: The file.
+        save_on_each_node: Whether to write on the local rank zero of every machine.
+        safe_serialization: Whether to write safetensors.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
@@ -176,12 +204,12 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what ``torch.save`` wrote; by default only tensors, numpy arrays and plain values are unpickled.
+    """Load a file of ``torch.save``; by default only tensors, NumPy arrays and plain values are unpickled.
 
     Args:
-        f: the file.
-        map_location: see ``torch.load``.
-        kwargs: for ``torch.load``.
+        f: The file.
+        map_location: See ``torch.load``.
+        **kwargs: Further arguments of ``torch.load``.
     """
     core = np._core.multiarray  # type: ignore[attr-defined]
     safe = [core._reconstruct, core.scalar, np.ndarray, np.dtype, codecs.encode, *_NUMPY_TYPES]
@@ -193,16 +221,16 @@ _NUMPY_TYPES = [kind for kind in vars(np.dtypes).values() if isinstance(kind, ty
 
 
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write ``obj.state_dict()`` to ``path/custom_checkpoint_{index}.pkl``, on the first process.
+    """Write ``obj.state_dict()`` to ``path/custom_checkpoint_{index}.pkl`` on rank zero.
 
     Args:
-        obj: anything with ``state_dict``.
-        path: the directory.
-        index: the number in the file's name.
-        save_on_each_node: write on the first process of every machine.
+        obj: An object with ``state_dict``.
+        path: The directory.
+        index: The number in the file's name.
+        save_on_each_node: Whether to write on the local rank zero of every machine.
 
     Raises:
-        TypeError: the state is not data, so `load_custom_state` could not read it; nothing is written then.
+        TypeError: The state is not data, so `load_custom_state` could not load it. Nothing is written.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
@@ -222,11 +250,11 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
 
 
 def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
-    """Load what `save_custom_state` wrote; only tensors and plain values are unpickled.
+    """Load the state that `save_custom_state` wrote. Only tensors, NumPy arrays and plain values are unpickled.
 
     Args:
-        obj: anything with ``load_state_dict``.
-        path: the directory.
-        index: the number in the file's name.
+        obj: An object with ``load_state_dict``.
+        path: The directory.
+        index: The number in the file's name.
     """
     obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))

@@ -1,4 +1,4 @@
-"""Questions to an error: did memory run out, and where."""
+"""Queries whether an error reports too little memory, and on which device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ __all__ = [
 
 
 def is_cuda_out_of_memory(exception: BaseException) -> bool:
-    """Return whether a CUDA device ran out of memory."""
+    """Return whether a CUDA device ran out of memory.
+
+    Args:
+        exception: The error.
+    """
     text = str(exception)
     return isinstance(exception, torch.cuda.OutOfMemoryError) or (
         isinstance(exception, RuntimeError) and "CUDA" in text and "out of memory" in text
@@ -28,17 +32,30 @@ def is_cuda_out_of_memory(exception: BaseException) -> bool:
 
 
 def is_cudnn_snafu(exception: BaseException) -> bool:
-    """Return whether cuDNN says that it does not support something: its word for a workspace it could not get."""
+    """Return whether cuDNN reports "not supported", as it does if it can't allocate a workspace.
+
+    Args:
+        exception: The error.
+    """
     return isinstance(exception, RuntimeError) and "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED" in str(exception)
 
 
 def is_out_of_cpu_memory(exception: BaseException) -> bool:
-    """Return whether the host ran out of memory."""
+    """Return whether the host ran out of memory.
+
+    Args:
+        exception: The error.
+    """
     return isinstance(exception, MemoryError) or (
         isinstance(exception, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(exception)
     )
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Return nested data with its tensors detached, and with ``to_cpu`` in host memory."""
+    """Return nested data with its tensors detached, and with ``to_cpu`` moved to the CPU.
+
+    Args:
+        in_dict: The nested data.
+        to_cpu: Whether to move the tensors to the CPU.
+    """
     return apply_to_collection(in_dict, Tensor, lambda t: t.detach().cpu() if to_cpu else t.detach())

@@ -1,4 +1,4 @@
-"""The exchanges of an Accelerator as functions, for code that has none at hand: they use the group that is up."""
+"""Collectives of the Accelerator as functions, for code without an Accelerator. They use the current process group."""
 
 from __future__ import annotations
 
@@ -13,24 +13,50 @@ from ..trainer.arguments import set_determinism
 
 
 def gather(tensor: Any) -> Any:
-    """Concatenate every process's tensors along dimension 0, on every process; see `Accelerator.gather`."""
+    """Concatenate every rank's tensors along dimension 0, on every rank; see `Accelerator.gather`.
+
+    Args:
+        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure on every rank. The
+            numbers of rows may differ.
+
+    Returns:
+        The tensors, nested as the input.
+    """
     world = current_world()
     collectives.check_equal_shapes("gather", tensor, world)
     return collectives.gather(tensor, world)
 
 
 def gather_object(object: Any) -> list[Any]:
-    """Every process's values in one list, on every process; a list (or tuple) counts as its items."""
+    """Return every rank's objects in one list, on every rank.
+
+    Args:
+        object: An object that can be pickled. The items of a list or tuple are gathered one by one.
+    """
     return collectives.gather_objects(object, current_world())
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Return process ``from_process``'s tensors, nested as they are; the input is left as it is."""
+    """Return the tensors of rank ``from_process``, nested as they are. The input is not changed.
+
+    Args:
+        tensor: A tensor, or nested lists, tuples and dicts of tensors.
+        from_process: The rank to send from.
+    """
     return collectives.broadcast(tensor, current_world(), from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Fill ``object_list``, in place, with process ``from_process``'s, and return it."""
+    """Fill ``object_list`` in place with the list of rank ``from_process``, and return it.
+
+    Args:
+        object_list: The list. Its items can be pickled.
+        from_process: The rank to send from.
+
+    Raises:
+        TypeError: ``object_list`` is not a list.
+        ValueError: ``from_process`` is not a rank of the group.
+    """
     world = current_world()
     collectives.check_process(from_process, world.size, "from_process")
     if not isinstance(object_list, list):
@@ -40,27 +66,46 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Combine tensors over the processes; see `Accelerator.reduce`, whose default is the sum."""
+    """Reduce tensors over the ranks; see `Accelerator.reduce`, whose default is the sum.
+
+    Args:
+        tensor: A tensor, or nested lists, tuples and dicts of tensors, of the same shapes on every rank.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        scale: Factor of the result.
+
+    Returns:
+        The reduced tensors, nested as the input.
+    """
     return collectives.reduce(tensor, current_world(), reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad tensors along ``dim`` to the longest of any process."""
+    """Pad tensors along ``dim`` to the greatest length of any rank.
+
+    Args:
+        tensor: A tensor, or nested lists, tuples and dicts of tensors.
+        dim: The dimension to pad.
+        pad_index: The value to pad with.
+        pad_first: Whether to pad at the beginning instead of the end.
+
+    Returns:
+        The padded tensors, nested as the input.
+    """
     return collectives.pad_across_processes(tensor, current_world(), dim, pad_index, pad_first)
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process is here."""
+    """Wait until every rank has called this."""
     current_world().barrier()
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python's, NumPy's and torch's generators.
+    """Seed the generators of Python, NumPy and torch.
 
     Args:
-        seed: from 0 to 2**32 - 1.
-        device_specific: another seed on each process: its rank is added.
-        deterministic: make torch use deterministic algorithms, or raise where there is none.
+        seed: From 0 to 2**32 - 1.
+        device_specific: Whether to add the rank to the seed, so that each rank has a different one.
+        deterministic: Whether torch must use deterministic algorithms, and raise where there is none.
     """
     if device_specific:
         seed_everything(seed)  # a wrong seed is named as it was given
@@ -71,27 +116,38 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_states(rng_types: list[Any], generator: torch.Generator | None = None) -> None:
-    """Give every process rank zero's random states.
+    """Give every rank the RNG states of rank zero.
 
     Args:
-        rng_types: any of ``"torch"``, ``"cuda"`` (the process's own device), ``"generator"``.
-        generator: what ``"generator"`` means.
+        rng_types: Any of ``"torch"``, ``"cuda"`` (the device of this process) and ``"generator"``.
+        generator: The generator that ``"generator"`` refers to.
+
+    Raises:
+        ValueError: A kind is unknown, needs CUDA on a process without it, or needs a generator.
     """
     for kind in rng_types:
         synchronize_rng_state(kind, generator)
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give every process rank zero's random state of one kind; see `synchronize_rng_states`."""
+    """Give every rank the RNG state of rank zero, of one kind; see `synchronize_rng_states`.
+
+    Args:
+        rng_type: ``"torch"``, ``"cuda"`` or ``"generator"``.
+        generator: The generator that ``"generator"`` refers to.
+
+    Raises:
+        ValueError: The kind is unknown, needs CUDA on a process without it, or needs a generator.
+    """
     name = choose("rng_type", getattr(rng_type, "value", rng_type), ("torch", "cuda", "generator"))
     world = current_world()
     if name == "torch":
         torch.set_rng_state(world.broadcast(torch.get_rng_state()))
     elif name == "cuda":
         if world.device.type != "cuda":
-            raise ValueError("rng_type='cuda', but this process computes on the CPU.")
+            raise ValueError("rng_type='cuda' needs a CUDA device, but this process computes on the CPU.")
         torch.cuda.set_rng_state(world.broadcast(torch.cuda.get_rng_state()))
     else:
         if generator is None:
-            raise ValueError("rng_type='generator' needs generator=.")
+            raise ValueError("rng_type='generator' needs the argument generator.")
         generator.set_state(world.broadcast(generator.get_state()))

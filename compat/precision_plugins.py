@@ -1,4 +1,4 @@
-"""Precisions as Lightning's plugins: ``Trainer(plugins=DoublePrecision())`` is ``Trainer(precision="64-true")``."""
+"""Precisions as Lightning's plugins: ``Trainer(plugins=DoublePrecision())`` equals ``Trainer(precision="64-true")``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DoublePrecision", "FSDPPrecision", "HalfPrecision", "MixedPrecision"
 
 
 class _Named(Precision):
-    """A precision that is built from its name."""
+    """Precision built from its name."""
 
     names: tuple[str, ...] = ()
 
@@ -23,39 +23,39 @@ class _Named(Precision):
             raise ValueError(f"{type(self).__name__}: precision={precision!r} is not one of {', '.join(self.names)}.")
         if scaler is not None:
             raise ValueError(
-                f"{type(self).__name__}: scaler={scaler!r} can't be used, as a run makes its own: leave it out, or use "
-                "an Accelerator with kwargs_handlers=[GradScalerKwargs(init_scale=..., ...)]."
+                f"{type(self).__name__}: scaler={scaler!r} is not supported, because a run creates its own. Leave "
+                "it out, or use an Accelerator with kwargs_handlers=[GradScalerKwargs(init_scale=..., ...)]."
             )
         for field in fields(Precision):
             object.__setattr__(self, field.name, getattr(Precision.parse(precision), field.name))
 
     @property
     def precision(self) -> str:
-        """The name."""
+        """Name of the precision."""
         return self.name
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return a module with its floating-point parameters in the storage format."""
+        """Return a module with its floating-point parameters in the storage dtype."""
         return module if self.storage is None else module.to(dtype=self.storage)
 
     def convert_input(self, data: Any) -> Any:
-        """Return a batch with its floating-point tensors in the storage format."""
+        """Return a batch with its floating-point tensors in the storage dtype."""
         return self.cast(data)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which new tensors get the storage format."""
+        """Return a context in which new tensors have the storage dtype."""
         return nullcontext() if self.storage is None else Precision.context(self, torch.device("cpu")) or nullcontext()
 
     module_init_context = tensor_init_context
 
 
 class MixedPrecision(_Named):
-    """Weights in float32, computations in a smaller format.
+    """Precision with weights in float32 and computations in a 16-bit format.
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        device: accepted; computations are cast on the device of the run.
-        scaler: only None; a run scales the loss of float16 itself.
+        device: The device of `forward_context`. A run computes on its own device.
+        scaler: Must be None: a run scales the loss of float16 itself.
     """
 
     names = ("16-mixed", "bf16-mixed")
@@ -65,12 +65,12 @@ class MixedPrecision(_Named):
         object.__setattr__(self, "device", device)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context to compute in on ``device``."""
+        """Return the autocast context for ``device``."""
         return self.context(torch.device(self.device)) or nullcontext()  # type: ignore[attr-defined]
 
 
 class HalfPrecision(_Named):
-    """Weights and computations in a format of 16 bits.
+    """Precision with weights and computations in a 16-bit format.
 
     Args:
         precision: ``"16-true"`` or ``"bf16-true"``.
@@ -82,12 +82,12 @@ class HalfPrecision(_Named):
         super().__init__(precision)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context to compute in."""
+        """Return the context for computations."""
         return self.tensor_init_context()
 
 
 class DoublePrecision(_Named):
-    """Weights and computations in float64."""
+    """Precision with weights and computations in float64."""
 
     names = ("64-true",)
 
@@ -95,16 +95,16 @@ class DoublePrecision(_Named):
         super().__init__("64-true")
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context to compute in."""
+        """Return the context for computations."""
         return self.tensor_init_context()
 
 
 class FSDPPrecision(_Named):
-    """A precision for sharded models.
+    """Precision for sharded models.
 
     Args:
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.
-        scaler: only None; a run scales the loss of float16 itself.
+        scaler: Must be None: a run scales the loss of float16 itself.
     """
 
     names = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")

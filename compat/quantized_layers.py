@@ -1,4 +1,4 @@
-"""Questions about layers of torchao, bitsandbytes and Transformer Engine, none of which has to be installed."""
+"""Queries about layers of torchao, bitsandbytes and Transformer Engine, none of which has to be installed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from ..engine.big_models import group_tied_names, named_tensors
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of a model's first and last linear layer; None if it has none."""
+    """Return the names of a model's first and last linear layer; None without any.
+
+    Args:
+        model: The model.
+    """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Return True unless a module is named in ``layers_to_filter`` or a linear layer of sizes that 16 doesn't divide.
+    """Return False for a listed module and for a linear layer whose sizes are not multiples of 16, else True.
 
     Args:
         module: The module.
@@ -28,22 +32,39 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return what `filter_linear_layers` does, with the first and last linear layer of ``module`` left out."""
+    """Return the result of `filter_linear_layers` with the first and last linear layer of ``module`` filtered.
+
+    Args:
+        module: The module.
+        fqn: Its name in the model.
+    """
     return filter_linear_layers(module, fqn, [name for name in find_first_last_linear_layers(module) if name])
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Return True if a model has float8 layers of torchao."""
+    """Return True if a model has float8 layers of torchao.
+
+    Args:
+        model: The model.
+    """
     return _has_layers(model, "torchao", {"Float8Linear"})
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Return True if a model has 4-bit layers of bitsandbytes."""
+    """Return True if a model has 4-bit layers of bitsandbytes.
+
+    Args:
+        model: The model.
+    """
     return _has_layers(model, "bitsandbytes", {"Linear4bit"})
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Return True if a model has layers of Transformer Engine."""
+    """Return True if a model has layers of Transformer Engine.
+
+    Args:
+        model: The model.
+    """
     return _has_layers(model, "transformer_engine", {"LayerNorm", "Linear", "TransformerLayer"})
 
 
@@ -57,12 +78,20 @@ def _has_layers(model: nn.Module, package: str, names: set[str]) -> bool:
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """Return the device of a module's first parameter."""
+    """Return the device of a module's first parameter.
+
+    Args:
+        parameter: The module.
+    """
     return next(parameter.parameters()).device
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Return the names of the modules that quantization should leave alone: tied ones and the last, often the head."""
+    """Return the names of modules that quantization should skip: tied ones and the last one, often the head.
+
+    Args:
+        model: The model.
+    """
     tensors = {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, nn.Parameter)}
     tied = [name for names in group_tied_names(tensors) if len(names) > 1 for name in names]
     prefix = getattr(model, "base_model_prefix", None)

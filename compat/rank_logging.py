@@ -1,4 +1,4 @@
-"""A logger whose words appear once, not once per process."""
+"""Logger whose records appear once per job instead of once per process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..strategies.distributed import current_place, current_world
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A standard logger that by default speaks on rank zero only. It needs no Accelerator.
+    """Standard logger that logs on rank zero only, by default. It needs no Accelerator.
 
-    Each method takes two more arguments: ``main_process_only`` (default True), and ``in_order``: all processes speak,
-    one after the other, so that all have to call.
+    Each method takes two more arguments. ``main_process_only`` (default True) restricts the record to rank zero. With
+    ``in_order=True`` (default False) all ranks log one after the other, so all ranks must call.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -31,7 +31,16 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         in_order: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Log ``msg`` at ``level``, on the processes that are asked for."""
+        """Log ``msg`` at ``level`` on the requested ranks.
+
+        Args:
+            level: The level of `logging`.
+            msg: The message, a format string for ``args``.
+            *args: Arguments of the message.
+            main_process_only: Whether only rank zero logs.
+            in_order: Whether all ranks log one after the other.
+            **kwargs: Keyword arguments of ``Logger.log``.
+        """
         rank, size, _ = current_place()
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         turns = range(size) if in_order else [rank]
@@ -45,12 +54,23 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
                 world.barrier()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Say which process speaks, where there are several."""
+        """Prefix the message with the rank if there are several processes.
+
+        Args:
+            msg: The message.
+            kwargs: Keyword arguments of the call, which are returned unchanged.
+        """
         rank, size, _ = current_place()
         return (f"[RANK {rank}] {msg}" if size > 1 else msg), kwargs
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """A warning that this logger gives only once."""
+        """Log a warning the first time this logger gets its text.
+
+        Args:
+            msg: The message, a format string for ``args``.
+            *args: Arguments of the message.
+            **kwargs: Keyword arguments of `log`.
+        """
         text = str(msg) % args if args else str(msg)
         if text not in self._warned_texts:
             self._warned_texts.add(text)
@@ -64,7 +84,10 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 class _FallbackHandler(logging.StreamHandler[TextIO]):
-    """Shows what would be shown nowhere: `logging` has no handler yet, and its last resort hides all below WARNING."""
+    """Handler for records that no other handler shows.
+
+    Without any handler `logging` falls back to its last resort, which hides all records below WARNING.
+    """
 
     def __init__(self, logger: logging.Logger) -> None:
         logging.Handler.__init__(self)
@@ -90,12 +113,12 @@ class _FallbackHandler(logging.StreamHandler[TextIO]):
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """Return the logger ``name``, which speaks once and not once per process.
+    """Return a logger that logs once per job instead of once per process.
 
     Args:
-        name: such as ``__name__``.
-        log_level: from which level on it speaks, shown on standard error where no handler is set up. Default: what
-            ``ACCELERATE_LOG_LEVEL`` says, else what `logging` is set to: its own default hides all below WARNING.
+        name: The logger's name, such as ``__name__``.
+        log_level: The lowest level to log. Without another handler, records go to standard error. Default: the value of
+            ``ACCELERATE_LOG_LEVEL``, else the level of `logging`, which by default hides all below WARNING.
     """
     logger = logging.getLogger(name)
     if log_level is None:

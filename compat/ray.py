@@ -22,25 +22,30 @@ __all__ = [
 
 
 def RayLightningEnvironment() -> LaunchEnvironment:
-    """Return what Ray says about this process, for a Trainer's ``plugins``; a Trainer without it reads the same.
+    """Return the ranks that Ray assigned to this process, for a Trainer's ``plugins``.
+
+    A Trainer without it reads the same ranks itself.
 
     Raises:
-        RuntimeError: this is not a worker of Ray Train.
+        RuntimeError: This is not a worker of Ray Train.
     """
     launched = LaunchEnvironment.read()
     if launched is None or launched.launcher != "ray":
         raise RuntimeError(
-            "this is not a worker of Ray Train: make the Trainer in the function that ray.train.torch.TorchTrainer "
-            "gets, or leave RayLightningEnvironment() out."
+            "this is not a worker of Ray Train: create the Trainer in the function passed to "
+            "ray.train.torch.TorchTrainer, or leave RayLightningEnvironment() out."
         )
     return launched
 
 
 def prepare_trainer(trainer: Trainer) -> Trainer:
-    """Return a Trainer once it is known to run on all workers that Ray has started.
+    """Return the Trainer after checking that it runs on all workers that Ray has started.
+
+    Args:
+        trainer: The Trainer.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: It does not.
     """
     launched = RayLightningEnvironment()
     if (trainer.global_rank, trainer.world_size) != (launched.rank, launched.world_size):

@@ -1,6 +1,6 @@
-"""Accelerate's samplers for one of several processes, with exactly its indices: short last batches are filled up.
+"""Accelerate's samplers for one of several ranks, with the same indices: short last batches are filled up.
 
-`treadle.Accelerator` and the Trainer use none of them: they share out every batch without repeating a sample.
+`treadle.Accelerator` and the Trainer use none of them. They distribute every batch without repeating a sample.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Random sampler whose order in an epoch follows from a seed and the epoch's number alone.
+    """Random sampler whose order depends on a seed and the epoch alone.
 
-    A complete pass sets the next epoch.
+    A complete pass advances the epoch.
 
     Args:
-        args, kwargs: those of torch's ``RandomSampler``; a ``generator`` is seeded anew for each pass.
-        data_seed: the seed of epoch 0; by default the seed of torch's generator.
+        args, kwargs: Arguments of torch's ``RandomSampler``. A ``generator`` is reseeded for each pass.
+        data_seed: The seed of epoch 0. Default: the seed of torch's generator.
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
@@ -37,23 +37,27 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next pass draws."""
+        """Set the epoch of the next pass.
+
+        Args:
+            epoch: The epoch.
+        """
         self.epoch = epoch
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process, out of those of a batch sampler that is alike on all of them.
+    """Share of one rank in the batches of a batch sampler that is identical on all ranks.
 
     Args:
-        batch_sampler: yields lists of indices; only its last batch may be short.
-        num_processes: how many processes share the batches.
-        process_index: the process whose batches these are.
-        split_batches: take a slice of every batch, not every ``num_processes``-th batch.
-        even_batches: fill the last round with indices from the beginning, so that all processes have as many batches
-            of one size. Otherwise the last batches may be short or missing.
+        batch_sampler: Yields lists of indices. Only its last batch may be short.
+        num_processes: Number of ranks that share the batches.
+        process_index: The rank.
+        split_batches: Whether the share is a slice of every batch instead of every ``num_processes``-th batch.
+        even_batches: Whether to fill the last round with indices from the beginning, so that all ranks have equally
+            many batches of equal size. Otherwise the last batches may be short or missing.
 
     Raises:
-        ValueError: for ``split_batches`` where the batch size is not a multiple of ``num_processes``.
+        ValueError: With ``split_batches``, the batch size is not a multiple of ``num_processes``.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of all processes."""
+        """Number of batches of all ranks."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -135,7 +139,7 @@ class BatchSamplerShard(BatchSampler):
             yield from self._fill_round(index, batch, first_round)
 
     def _fill_round(self, index: int, batch: list[Any], first_round: list[list[Any]]) -> Iterator[list[Any]]:
-        """Complete the last round, whose last batch was ``batch``, from the beginning."""
+        """Complete the last round, whose last batch was ``batch``, with indices from the beginning."""
         if self._is_complete(batch):
             index, batch = index + 1, []
         fill_batches = itertools.cycle(first_round)
@@ -151,19 +155,19 @@ class BatchSamplerShard(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
-    """The samples of one process, out of a stream that is alike on all of them.
+    """Share of one rank in a stream that is identical on all ranks.
 
     Args:
-        dataset: the stream. One with a ``generator`` and no ``set_epoch`` is seeded with the epoch's number.
-        batch_size: the size of a process's batch; with ``split_batches`` that of all processes together.
-        drop_last: leave out the samples after the last complete global batch; otherwise it is filled up with samples
-            from the beginning.
-        num_processes: how many processes share the stream.
-        process_index: the process whose samples these are.
-        split_batches: share each batch of ``batch_size`` samples, not one of ``batch_size * num_processes``.
+        dataset: The stream. A stream with a ``generator`` and no ``set_epoch`` is seeded with the epoch.
+        batch_size: The batch size per rank; with ``split_batches`` the global batch size.
+        drop_last: Whether to leave out the samples after the last complete global batch. Otherwise it is filled with
+            samples from the beginning.
+        num_processes: Number of ranks that share the stream.
+        process_index: The rank.
+        split_batches: Whether to share each batch of ``batch_size`` samples instead of ``batch_size * num_processes``.
 
     Raises:
-        ValueError: for ``split_batches`` where the batch size is not a multiple of ``num_processes``.
+        ValueError: With ``split_batches``, the batch size is not a multiple of ``num_processes``.
     """
 
     def __init__(
@@ -189,7 +193,11 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, also the dataset's."""
+        """Set the epoch, also of the dataset.
+
+        Args:
+            epoch: The epoch.
+        """
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -216,11 +224,11 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches, which are drawn all the same.
+    """Batch sampler without its first batches, which are drawn nevertheless.
 
     Args:
-        batch_sampler: the batch sampler.
-        skip_batches: how many.
+        batch_sampler: The batch sampler.
+        skip_batches: Number of batches to skip.
     """
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
@@ -232,7 +240,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches before the skip."""
+        """Number of batches without the skip."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""Accelerate's loaders for one of several processes, without an Accelerator; `prepare_data_loader` makes them.
+"""Accelerate's dataloaders for one of several ranks, without an Accelerator; see `prepare_data_loader`.
 
-They follow Accelerate to the sample: last batches are filled up with samples from the beginning. A loader that
-`treadle.Accelerator` prepares repeats none.
+They yield exactly Accelerate's samples: last batches are filled with samples from the beginning. A dataloader prepared
+by `treadle.Accelerator` repeats none.
 """
 
 from __future__ import annotations
@@ -39,18 +39,21 @@ _OWN_SETTINGS = {
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler that draws a loader's indices, or None."""
+    """Return the sampler that draws a dataloader's indices, or None.
+
+    Args:
+        dataloader: The dataloader.
+    """
     holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     return getattr(holder, "sampler", None)
 
 
 class DataLoaderStateMixin:
-    """State of a loader that `GradientState` shows.
+    """State of a dataloader that `GradientState` reports.
 
     Attributes:
-        end_of_dataloader: whether the last batch is being worked on.
-        remainder: samples of the last global batch that are no repetitions; -1 where that is not known, 0 where no
-            sample is repeated.
+        end_of_dataloader: Whether the current batch is the last one.
+        remainder: Samples of the last global batch that are not repeated; -1 if unknown, 0 if no sample is repeated.
     """
 
     end_of_dataloader = False
@@ -58,11 +61,11 @@ class DataLoaderStateMixin:
     gradient_state: Any
 
     def reset(self) -> None:
-        """Forget where the last iteration ended."""
+        """Reset the state of the last iteration."""
         self.end_of_dataloader, self.remainder = False, -1
 
     def begin(self) -> None:
-        """Make this loader the active one of `GradientState`."""
+        """Make this dataloader the active one of `GradientState`."""
         self.reset()
         loader: Any = self
         if not getattr(loader, "_drop_last", True):
@@ -74,19 +77,19 @@ class DataLoaderStateMixin:
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """Give the place in `GradientState` back."""
+        """Remove this dataloader from `GradientState`."""
         self.gradient_state._remove_dataloader(self)
 
 
 class DataLoaderAdapter:
-    """A ``DataLoader`` (or torchdata's ``StatefulDataLoader``) with another iteration.
+    """``DataLoader`` (or torchdata's ``StatefulDataLoader``) with a different iteration.
 
-    It passes for an instance of the loader's class, whose attributes it has.
+    It is an instance of the dataloader's class and has its attributes.
 
     Args:
-        dataset: the dataset.
-        use_stateful_dataloader: build torchdata's ``StatefulDataLoader``.
-        batch_sampler, kwargs: the loader's arguments.
+        dataset: The dataset.
+        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
+        batch_sampler, kwargs: Arguments of the dataloader.
     """
 
     def __init__(
@@ -127,11 +130,15 @@ class DataLoaderAdapter:
         return len(self.base_dataloader)
 
     def state_dict(self) -> Any:
-        """The position after the last batch that was given out; only torchdata's loader has one."""
+        """Return the position after the last batch that was yielded. Only torchdata's dataloader has one."""
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a position."""
+        """Restore a position.
+
+        Args:
+            state_dict: The position that `state_dict` returned.
+        """
         self.base_dataloader.load_state_dict(state_dict)
 
     def _update_state_dict(self) -> None:
@@ -144,13 +151,21 @@ class DataLoaderAdapter:
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Draw indices with ``sampler``, within the batch sampler."""
+        """Replace the sampler that draws the indices, inside the batch sampler.
+
+        Args:
+            sampler: The new sampler.
+        """
         loader: Any = self
         holder = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
         _set_in_batch_sampler(holder, sampler)
 
     def skip_first_batches(self, num_batches: int) -> Any:
-        """Return a loader like this one without its first batches; `treadle.skip_first_batches` calls it."""
+        """Return a dataloader like this one without its first batches, for `treadle.skip_first_batches`.
+
+        Args:
+            num_batches: Number of batches to skip.
+        """
         loader: Any = self
         settings = _copy_settings(loader)
         names = ("iteration", "_drop_last", "_non_blocking", *_OWN_SETTINGS.get(type(loader).__name__, ()))
@@ -184,7 +199,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
-    """Set the epoch of a batch sampler and of the samplers within; returns whether one has such a method."""
+    """Set the epoch of a batch sampler and of the samplers inside, and return whether one has such a method."""
     found = False
     for holder in (sampler, getattr(sampler, "sampler", None)):
         if holder is not None and hasattr(holder, "set_epoch"):
@@ -195,18 +210,17 @@ def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader of one process's batches, on its device.
+    """Dataloader of one rank's batches on its device.
 
     Args:
-        dataset: the dataset.
-        device: where batches are moved to; None leaves them.
-        rng_types: random states that all processes take from rank zero before each iteration; see
-            `synchronize_rng_states`.
-        synchronized_generator: what ``"generator"`` means in ``rng_types``.
-        skip_batches: batches that each iteration passes over.
-        use_stateful_dataloader: build torchdata's loader.
-        iteration: the epoch to begin with.
-        kwargs: the ``DataLoader``'s arguments.
+        dataset: The dataset.
+        device: The device to move batches to. None does not move them.
+        rng_types: RNG states that all ranks take from rank zero before each iteration; see `synchronize_rng_states`.
+        synchronized_generator: The generator that ``"generator"`` in ``rng_types`` refers to.
+        skip_batches: Batches to skip in each iteration.
+        use_stateful_dataloader: Whether to build torchdata's dataloader.
+        iteration: The first epoch.
+        kwargs: Arguments of the ``DataLoader``.
     """
 
     def __init__(
@@ -255,19 +269,23 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also of the samplers, or else of the dataset."""
+        """Set the epoch of the next iteration, also of the samplers or else of the dataset.
+
+        Args:
+            epoch: The epoch.
+        """
         _set_epoch(self, epoch)
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of one batch of all processes together."""
+        """Global batch size."""
         batches = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
         count = 1 if getattr(batches, "split_batches", False) else getattr(batches, "num_processes", 1)
         return int(batches.batch_size * count)
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of all processes together."""
+        """Number of samples of all ranks together."""
         return self.dataset.total_length if hasattr(self.dataset, "total_length") else len(self.dataset)
 
 
@@ -276,17 +294,17 @@ _NOTHING: tuple[Any, ...] = ()
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader that only rank zero reads from: it sends every process its rows. All processes iterate it together.
+    """Dataloader that only rank zero reads from. It sends every rank its rows, so all ranks iterate together.
 
     Args:
-        dataset: the dataset.
-        split_batches: share each batch of the loader; otherwise ``num_processes`` of them, joined.
-        skip_batches: batches that each iteration passes over.
-        use_stateful_dataloader: build torchdata's loader.
-        slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts rows out of a batch; by default
+        dataset: The dataset.
+        split_batches: Whether to share each batch of the dataloader instead of ``num_processes`` batches joined.
+        skip_batches: Batches to skip in each iteration.
+        use_stateful_dataloader: Whether to build torchdata's dataloader.
+        slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` returns rows of a batch. Default:
             `slice_tensors`.
-        iteration: the epoch to begin with.
-        kwargs: the ``DataLoader``'s arguments.
+        iteration: The first epoch.
+        kwargs: Arguments of the ``DataLoader``.
     """
 
     def __init__(
@@ -318,7 +336,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._non_blocking = _non_blocking
 
     def _read_global_batch(self, batches: Iterator[Any]) -> Any:
-        """Read the next global batch on rank zero; `_END` after the last."""
+        """Read the next global batch on rank zero; return `_END` after the last."""
         wanted = 1 if self.split_batches else self.state.num_processes
         parts = []
         for _ in range(wanted):
@@ -379,7 +397,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also of the samplers, or else of the dataset."""
+        """Set the epoch of the next iteration, also of the samplers or else of the dataset.
+
+        Args:
+            epoch: The epoch.
+        """
         _set_epoch(self, epoch)
 
     def __len__(self) -> int:
@@ -390,24 +412,24 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of one batch of all processes together."""
+        """Global batch size."""
         size = self.batch_size if self.batch_sampler is None else self.batch_sampler.batch_size
         return int(size * (1 if self.split_batches else self.state.num_processes))
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of all processes together."""
+        """Number of samples of all ranks together."""
         return len(self.dataset)
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader without its first batches, which are read all the same; see `skip_first_batches`.
+    """Dataloader without its first batches, which are read nevertheless; see `skip_first_batches`.
 
     Args:
-        dataset: the dataset.
-        skip_batches: how many.
-        use_stateful_dataloader: build torchdata's loader.
-        kwargs: the ``DataLoader``'s arguments.
+        dataset: The dataset.
+        skip_batches: Number of batches to skip.
+        use_stateful_dataloader: Whether to build torchdata's dataloader.
+        kwargs: Arguments of the ``DataLoader``.
     """
 
     def __init__(
@@ -446,30 +468,30 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> Any:
-    """Return a loader of one process's batches, as Accelerate makes it; no Accelerator is needed.
+    """Return a dataloader of one rank's batches with Accelerate's semantics. No Accelerator is needed.
 
-    A shuffled loader's processes draw the same order if torch is seeded alike on all of them, if ``rng_types`` has
-    ``"generator"``, or with ``use_seedable_sampler`` and ``data_seed``.
+    The ranks of a shuffled dataloader draw the same order if torch has the same seed on all of them, if ``rng_types``
+    contains ``"generator"``, or with ``use_seedable_sampler`` and ``data_seed``.
 
     Args:
-        dataloader: a ``DataLoader``.
-        device: where batches are moved to, with ``put_on_device``.
-        num_processes: how many processes share the batches; by default all.
-        process_index: the process whose batches these are; by default this one.
-        split_batches: share each batch, whose size then is the global one.
-        put_on_device: move batches to ``device``.
-        rng_types: random states that all processes take from rank zero before each iteration.
-        dispatch_batches: let only rank zero read; by default for an ``IterableDataset`` with ``put_on_device``.
-        even_batches: fill the last batches with samples from the beginning.
-        slice_fn_for_dispatch: see `DataLoaderDispatcher`.
-        use_seedable_sampler: draw a random order with `SeedableRandomSampler`.
-        data_seed: its seed.
-        non_blocking: move batches without waiting for the copy.
-        use_stateful_dataloader: build torchdata's ``StatefulDataLoader``.
-        torch_device_mesh: processes that differ only in its dimensions ``"tp"`` and ``"cp"`` read the same batches.
+        dataloader: A ``DataLoader``.
+        device: The device to move batches to, with ``put_on_device``.
+        num_processes: Number of ranks that share the batches. Default: all.
+        process_index: The rank. Default: this process's.
+        split_batches: Whether to share each batch, so that its size is the global one.
+        put_on_device: Whether to move batches to ``device``.
+        rng_types: RNG states that all ranks take from rank zero before each iteration.
+        dispatch_batches: Whether only rank zero reads. Default: for an ``IterableDataset`` with ``put_on_device``.
+        even_batches: Whether to fill the last batches with samples from the beginning.
+        slice_fn_for_dispatch: See `DataLoaderDispatcher`.
+        use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`.
+        data_seed: The seed of that sampler.
+        non_blocking: Whether to move batches without waiting for the copy.
+        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``.
+        torch_device_mesh: Ranks that differ only in its dimensions ``"tp"`` and ``"cp"`` read the same batches.
 
     Raises:
-        ValueError: for a batch size that can not be split, or ``dispatch_batches`` without ``put_on_device``.
+        ValueError: The batch size can't be split, or ``dispatch_batches`` is set without ``put_on_device``.
     """
     dispatches = _decide_dispatch(dataloader, dispatch_batches, put_on_device)
     rank, count = _place(num_processes, process_index, torch_device_mesh)
@@ -508,7 +530,7 @@ def _decide_dispatch(dataloader: Any, dispatch_batches: bool | None, put_on_devi
 
 
 def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
-    """Return rank and number of the processes that share the batches out."""
+    """Return the rank and the number of ranks that share the batches."""
     state = PartialState()
     count = state.num_processes if num_processes is None else num_processes
     rank = state.process_index if process_index is None else process_index
@@ -532,7 +554,7 @@ def _make_shard(
     order: Any,
     settings: dict[str, Any],
 ) -> Any:
-    """Return the loader of one process's share; ``order`` is the sampler that all processes draw alike, if any."""
+    """Return the dataloader of one rank's share; ``order`` is the sampler that all ranks draw identically, or None."""
     dataset, batches, generator = dataloader.dataset, dataloader.batch_sampler, None
     by_sampler = isinstance(dataloader.sampler, BatchSampler)
     if isinstance(dataset, IterableDataset):
@@ -557,7 +579,7 @@ def _make_shard(
 
 
 def _select_rng_types(rng_types: Sequence[Any] | None, generator: torch.Generator | None) -> list[Any] | None:
-    """Leave out ``"generator"`` where there is none."""
+    """Return the RNG types, without ``"generator"`` if there is no generator."""
     if rng_types is None or generator is not None:
         return None if rng_types is None else list(rng_types)
     return [kind for kind in rng_types if getattr(kind, "value", kind) != "generator"]
@@ -568,7 +590,7 @@ def _copy_settings(dataloader: Any) -> dict[str, Any]:
 
 
 def _place_in_mesh(mesh: Any, rank: int) -> tuple[int, int]:
-    """Return rank and number of the processes with different data."""
+    """Return the rank and the number of ranks with different data."""
 
     def measure(*names: str) -> int:
         return math.prod(mesh[name].size() for name in names if name in mesh.mesh_dim_names)
@@ -604,7 +626,7 @@ def _shard_stream(dataloader: Any, count: int, rank: int, split_batches: bool) -
 
 
 def _seed_generator(sampler: Any) -> torch.Generator | None:
-    """Return the generator of a sampler that can have one, made and seeded from torch's if need be."""
+    """Return the generator of a sampler, created and seeded from torch's if missing; None if it can't have one."""
     if not hasattr(sampler, "generator"):
         return None
     if sampler.generator is None:

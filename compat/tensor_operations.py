@@ -1,4 +1,4 @@
-"""Accelerate's less common operations on nested tensors."""
+"""Less common operations of Accelerate on nested tensors."""
 
 from __future__ import annotations
 
@@ -19,33 +19,53 @@ from .operations import gather_object
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Category for filters; Treadle raises where a nested tensor can not be padded, and does not warn."""
+    """Category for warning filters. Treadle raises an error if a nested tensor can't be padded, and does not warn."""
 
 
 def get_shape(data: Any) -> Any:
-    """Return ``data`` with the shape of every tensor, as a list, in its place."""
+    """Return ``data`` with each tensor replaced by its shape, as a list.
+
+    Args:
+        data: Nested tensors.
+    """
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return ``data`` with a `TensorInformation` in place of every tensor."""
+    """Return ``data`` with each tensor replaced by a `TensorInformation`.
+
+    Args:
+        data: Nested tensors.
+    """
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Return whether this is a `TensorInformation`."""
+    """Return whether an object is a `TensorInformation`.
+
+    Args:
+        tensor_info: The object.
+    """
     return isinstance(tensor_info, TensorInformation)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return what `get_data_structure` described, with tensors of undefined values."""
+    """Return the data that `get_data_structure` described, with uninitialized tensors.
+
+    Args:
+        data_structure: The nested descriptions.
+    """
     return recursively_apply(
         lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the batch size of ``data``, or None where it holds no tensor."""
+    """Return the batch size of ``data``, or None if it contains no tensor.
+
+    Args:
+        data: Nested tensors.
+    """
     try:
         return find_batch_size(data)
     except TypeError:
@@ -53,18 +73,22 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Return whether a tensor lies on an Intel GPU."""
+    """Return whether a tensor is on an Intel GPU.
+
+    Args:
+        tensor: The tensor.
+    """
     return isinstance(tensor, Tensor) and tensor.device.type == "xpu"
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Append rows of zeros until their number is a multiple of ``num_processes``.
+    """Append rows of zeros until the number of rows is a multiple of ``num_processes``.
 
     Args:
-        tensor: nested tensors of ``batch_size`` rows.
-        batch_size: their length.
-        num_processes: what it has to be a multiple of.
-        dim: the dimension of the rows.
+        tensor: Nested tensors of ``batch_size`` rows.
+        batch_size: The number of rows.
+        num_processes: The divisor of the new number of rows.
+        dim: The dimension of the rows.
     """
     missing = -batch_size % num_processes
 
@@ -76,10 +100,13 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Return, on all processes, the tensor that one of them has; the others give None.
+    """Return, on all ranks, the tensor that one of them passes; the others pass None.
+
+    Args:
+        tensor: The tensor, or None.
 
     Raises:
-        ValueError: on every process, where not exactly one gave a tensor.
+        ValueError: Not exactly one rank passed a tensor. Raised on every rank.
     """
     world = current_world()
     owners = [rank for rank, given in enumerate(world.gather_objects(tensor is not None)) if given]
@@ -91,10 +118,13 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: with ``ACCELERATE_DEBUG_MODE`` set, compare the shapes of all processes before the operation.
+    """Decorate a collective to compare shapes of all ranks first, if ``ACCELERATE_DEBUG_MODE`` is set.
+
+    Args:
+        function: The collective.
 
     Raises:
-        DistributedOperationException: on every process, if they differ.
+        DistributedOperationException: The shapes differ. Raised on every rank.
     """
 
     @wraps(function)
@@ -116,7 +146,11 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: name the outer operation in which a `DistributedOperationException` was raised."""
+    """Decorate an operation to be named in a `DistributedOperationException` that is raised inside it.
+
+    Args:
+        function: The operation.
+    """
 
     @wraps(function)
     def chained(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +167,7 @@ class ConvertOutputsToFp32:
     """Callable that runs a function and converts its half-precision outputs to float32.
 
     Args:
-        model_forward: the function.
+        model_forward: The function.
     """
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
@@ -141,6 +175,7 @@ class ConvertOutputsToFp32:
         update_wrapper(self, model_forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function and return its output in float32."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> Any:
@@ -151,5 +186,12 @@ class ConvertOutputsToFp32:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Do nothing: only DeepSpeed's ZeRO-3 has parameters to gather here. The arguments are Accelerate's."""
+    """Do nothing: only DeepSpeed's ZeRO-3 gathers parameters here. The arguments are Accelerate's.
+
+    Args:
+        params: Accepted and ignored.
+        modifier_rank: Accepted and ignored.
+        fwd_module: Accepted and ignored.
+        enabled: Accepted and ignored.
+    """
     yield

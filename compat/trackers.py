@@ -1,4 +1,4 @@
-"""Accelerate's helpers around trackers."""
+"""Accelerate's helpers for trackers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from .enums import LoggerType
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for a tracker's method: run on rank zero only, where the tracker has ``main_process_only``."""
+    """Decorate a tracker's method to run on rank zero only, if the tracker has ``main_process_only``.
+
+    Args:
+        function: The method.
+    """
 
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -26,20 +30,20 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Return those of Accelerate's trackers that Treadle has and whose packages are installed."""
+    """Return those of Accelerate's trackers that Treadle supports and whose packages are installed."""
     return [LoggerType(name) for name in list_installed_trackers() if name in LoggerType]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """Return the trackers of ``log_with``, each once; ``"all"`` stands for all that are installed.
+    """Return the trackers of ``log_with``, each once. ``"all"`` selects all that are installed.
 
     Args:
-        log_with: names, members of `LoggerType`, trackers, or a list of them.
-        logging_dir: where those that write files do so.
+        log_with: Names, members of `LoggerType`, trackers, or a list of them.
+        logging_dir: Folder for trackers that write files.
 
     Raises:
-        ValueError: for a name that Treadle does not have, or without a ``logging_dir`` that is needed.
-        ModuleNotFoundError: for a tracker whose package is not installed.
+        ValueError: Treadle does not have a tracker, or a needed ``logging_dir`` is missing.
+        ModuleNotFoundError: The package of a tracker is not installed.
     """
     if log_with is None:
         return []

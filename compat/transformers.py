@@ -1,4 +1,4 @@
-"""``TrainingArguments`` of transformers in Treadle's words: arguments of the Trainer, the loaders and the task."""
+"""Transformers' ``TrainingArguments`` translated to arguments of the Trainer, the dataloaders and the task."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BY_THE_SCRIPT = (
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing"),
     *("activation_checkpointing_kwargs",),
 )
-"""What is not the Trainer's: the script's, the loaders', the task's."""
+"""Fields that are not the Trainer's: the script's, the dataloaders', the task's."""
 
 _WITHOUT_EFFECT = (
     *("log_level", "log_level_replica", "log_on_each_node", "logging_nan_inf_filter", "logging_first_step"),
@@ -48,14 +48,14 @@ _WITHOUT_EFFECT = (
     *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
     *("enable_jit_checkpoint", "length_column_name"),
 )
-"""What decides nothing here: numbers are exact over all tokens and ranks, and everything is saved."""
+"""Fields without effect: numbers are exact over all tokens and ranks, and everything is saved."""
 
 _REFUSED = {
     "push_to_hub": "call task.save_pretrained(folder) after fit, and upload the folder",
     "deepspeed": "use strategy='fsdp'",
     "parallelism_config": "use FSDP(tensor_parallel_size=...)",
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
-    "ignore_data_skip": "a resume goes on with the next batch always",
+    "ignore_data_skip": "a resume always continues with the next batch",
     "group_by_length": "give the DataLoader a batch sampler that groups by length",
     "label_smoothing_factor": "override training_step of the task",
     "neftune_noise_alpha": "add the noise in a forward hook of the embeddings",
@@ -68,7 +68,7 @@ _REFUSED = {
     "optim_args": "override configure_optimizers of the task",
     "optim_target_modules": "override configure_optimizers of the task",
 }
-"""What has to be said in another way, where it is not at its default."""
+"""Fields that are refused unless they have their default, with the replacement."""
 
 _DEFAULT_TIMEOUT = 1800  # seconds
 
@@ -81,17 +81,17 @@ _LOGGERS: dict[str, Any] = {
 
 
 def training_arguments(args: Any) -> dict[str, Any]:
-    """Return the arguments of a `Trainer` that does what ``TrainingArguments`` say.
+    """Return the arguments of the `Trainer` that corresponds to ``TrainingArguments``.
 
-    ``Trainer(**training_arguments(args))``. Batch sizes are `loader_arguments`, the optimizer's fields
-    `task_arguments`; call ``seed_everything(args.seed)`` first, and pass ``args.resume_from_checkpoint`` to ``fit`` as
+    ``Trainer(**training_arguments(args))``. Batch sizes are in `loader_arguments`, the optimizer's fields in
+    `task_arguments`. Call ``seed_everything(args.seed)`` first, and pass ``args.resume_from_checkpoint`` to ``fit`` as
     ``ckpt_path``. A table of all fields is in ``docs/from_hf_trainer.md``.
 
     Args:
-        args: a ``transformers.TrainingArguments``.
+        args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: names each field that has to be said in another way, and how.
+        ValueError: Fields have no direct translation; names each with its replacement.
     """
     _refuse(args)
     interval = _count_accumulated(args)
@@ -116,11 +116,11 @@ def training_arguments(args: Any) -> dict[str, Any]:
 
 
 def loader_arguments(args: Any, training: bool = True) -> dict[str, Any]:
-    """Return the arguments of a ``DataLoader`` that ``TrainingArguments`` name.
+    """Return the arguments of a ``DataLoader`` that ``TrainingArguments`` contain.
 
     Args:
-        args: a ``transformers.TrainingArguments``.
-        training: of the loader for training; else of one for evaluation.
+        args: A ``transformers.TrainingArguments``.
+        training: Whether the dataloader is for training instead of evaluation.
     """
     workers = args.dataloader_num_workers
     return {
@@ -137,13 +137,13 @@ def loader_arguments(args: Any, training: bool = True) -> dict[str, Any]:
 
 
 def task_arguments(args: Any) -> dict[str, Any]:
-    """Return the arguments of a `TransformersTask` that ``TrainingArguments`` name.
+    """Return the arguments of a `TransformersTask` that ``TrainingArguments`` contain.
 
     Args:
-        args: a ``transformers.TrainingArguments``.
+        args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: for another optimizer than AdamW.
+        ValueError: The optimizer is not AdamW.
     """
     if _read(args, "optim") not in _OPTIMIZERS:
         raise ValueError(
@@ -164,7 +164,7 @@ def task_arguments(args: Any) -> dict[str, Any]:
 
 
 def _read(args: Any, name: str) -> Any:
-    """Return a field, a member of an enum as its value."""
+    """Return a field, or the value of an enum's member."""
     value = getattr(args, name, None)
     return getattr(value, "value", value)
 
@@ -183,13 +183,13 @@ def _refuse(args: Any) -> None:
     if _read(args, "logging_strategy") == "epoch":
         lines.append("logging_strategy='epoch': log with on_step=False, on_epoch=True in the task")
     if lines:
-        raise ValueError("TrainingArguments that are said in another way here:\n  " + "\n  ".join(lines))
+        raise ValueError("TrainingArguments without a direct translation:\n  " + "\n  ".join(lines))
     changed = [name for name, default in defaults.items() if default is not MISSING and _read(args, name) != default]
     if idle := [name for name in changed if name in _WITHOUT_EFFECT]:
-        announce(f"TrainingArguments that change nothing in Treadle: {', '.join(idle)}; see docs/from_hf_trainer.md")
+        announce(f"TrainingArguments without effect in Treadle: {', '.join(idle)}; see docs/from_hf_trainer.md")
     known = {*_BY_THE_SCRIPT, *_WITHOUT_EFFECT, *_REFUSED, *_TRANSLATED}
     if newer := [name for name in changed if name not in known]:
-        warn(f"training_arguments does not know {', '.join(newer)} of this version of transformers; left out.")
+        warn(f"training_arguments does not know {', '.join(newer)} of this version of transformers; ignored.")
 
 
 _TRANSLATED = (
@@ -201,7 +201,7 @@ _TRANSLATED = (
     *("ddp_static_graph", "ddp_timeout", "fsdp", "fsdp_config", "auto_find_batch_size", "accelerator_config"),
     *("project", "trackio_space_id", "trackio_bucket_id"),
 )
-"""What `training_arguments` reads."""
+"""Fields that `training_arguments` translates."""
 
 
 def _count_accumulated(args: Any) -> int:
@@ -212,7 +212,7 @@ def _read_steps(args: Any, name: str) -> int:
     """Return a number of optimizer steps.
 
     Raises:
-        ValueError: for a share of the run, whose length only the loader knows.
+        ValueError: The field is a share of the run, whose length only the dataloader determines.
     """
     value = getattr(args, name)
     if not 0 < value < math.inf or value != int(value):

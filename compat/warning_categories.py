@@ -1,4 +1,4 @@
-"""Lightning's category of warnings that may be wrong. Treadle warns with none of it; libraries do."""
+"""Lightning's category of warnings that may be wrong. Treadle issues none; libraries do."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import warnings
 
 
 class PossibleUserWarning(UserWarning):
-    """Warns of what may be meant as it is."""
+    """Warning about something that may be intended."""
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Show no `PossibleUserWarning` any more.
+    """Ignore all warnings of category `PossibleUserWarning`.
 
     Args:
-        module: a regular expression; only warnings of modules whose names begin so. By default all.
+        module: A regular expression for the beginning of module names. Default: all modules.
     """
     warnings.filterwarnings("ignore", category=PossibleUserWarning, module=module)

@@ -1,11 +1,11 @@
-"""Teach a small network to read handwritten digits: the whole Trainer in one short file.
+"""Train a small network to recognize handwritten digits: the whole Trainer in one short file.
 
-    python examples/digits.py                                    one process, on whatever this machine has
+    python examples/digits.py                                    one process, on this machine's best device
     python examples/digits.py --devices 2                        two processes
-    torchrun --nproc-per-node 2 examples/digits.py               two processes, started by someone else
+    torchrun --nproc-per-node 2 examples/digits.py               two processes, started by torchrun
     python examples/digits.py --precision bf16-mixed --accumulate 4
 
-The 1,797 images of 8 x 8 pixels come with scikit-learn. `own_loop.py` does the same job with a hand-written loop.
+The 1,797 images of 8 x 8 pixels come with scikit-learn. `own_loop.py` does the same with a hand-written loop.
 """
 
 import argparse
@@ -23,7 +23,7 @@ EXPECTED_ACCURACY = 0.97
 
 
 def build_loaders(batch_size: int) -> tuple[DataLoader, DataLoader, DataLoader]:
-    """Training, validation and test images; the same split in every run."""
+    """Return dataloaders of training, validation and test images, with the same split in every run."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))

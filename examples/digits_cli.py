@@ -3,7 +3,7 @@
 treadle fit --config digits.yaml                                          in this folder
 treadle fit --config digits.yaml --config digits_sgd.yaml data.batch_size=32 trainer.devices=2
 python digits_cli.py fit trainer.max_epochs=3                             without a file
-treadle runs                                                              what came of them
+treadle runs                                                              list the runs and their results
 """
 
 from digits import DigitsTask, build_loaders
@@ -16,7 +16,7 @@ class DigitsData(tl.DataModule):
     """Images of handwritten digits.
 
     Args:
-        batch_size: images per process and micro-batch.
+        batch_size: Images per process and micro-batch.
     """
 
     def __init__(self, batch_size: int = 64) -> None:

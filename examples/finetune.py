@@ -3,12 +3,12 @@
     python examples/finetune.py                          a few minutes on two CPU cores
     python examples/finetune.py --devices 2              two processes
     python examples/finetune.py --devices 2 --streaming  each of them reads its own shards of a stream
-    python examples/finetune.py --model gpt2 --targets c_attn    a model from the Hub in place of the small one
+    python examples/finetune.py --model gpt2 --targets c_attn    a model from the Hub instead of the small one
 
 Without `--model` nothing is downloaded. A GPT-2 of 1.1 million parameters is built from a configuration and trained on
 the source text of Python's standard library, with a tokenizer made from the same text. Then its weights are frozen, and
 adapters are trained on the functions of that library: the signature is the prompt, the first line of the docstring is
-what the model is to write. Checkpoints hold the adapters alone.
+the target. Checkpoints contain only the adapters.
 
 Needs `pip install treadle[transformers] datasets torchmetrics`.
 """
@@ -46,7 +46,7 @@ PROMPTS = (
 
 
 def read_sources(max_bytes: int) -> list[str]:
-    """Return Python's own modules in the order of their names, tests left out."""
+    """Return Python's own modules sorted by name, without tests."""
     root = Path(os.__file__).parent
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     texts, size = [], 0
@@ -58,7 +58,7 @@ def read_sources(max_bytes: int) -> list[str]:
 
 
 def find_functions(source: str) -> Iterator[dict[str, str]]:
-    """Yield each function's signature as a prompt, and the first line of its docstring."""
+    """Yield each function's signature as a prompt with the first line of its docstring."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
             prompt = f'def {node.name}({ast.unparse(node.args)}):\n    """'
@@ -66,7 +66,7 @@ def find_functions(source: str) -> Iterator[dict[str, str]]:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
-    """Make a byte-level BPE tokenizer from texts; the same texts make the same one on every process."""
+    """Train a byte-level BPE tokenizer on texts. It is the same on every process."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,7 +79,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
 
 
 def cut_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
-    """Return the texts as blocks of tokens for the training of the small model."""
+    """Return the texts as blocks of tokens for training the small model."""
     tokens = torch.tensor(tokenizer("\n".join(texts), verbose=False)["input_ids"])
     blocks = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     return datasets.Dataset.from_dict({"input_ids": blocks.tolist(), "labels": blocks.tolist()})
@@ -123,7 +123,7 @@ def make_trainer(args: argparse.Namespace, steps: int, **flags: Any) -> tl.Train
 
 
 def train_base(args: argparse.Namespace, texts: list[str]) -> Path:
-    """Train a small model from nothing; returns the folder of its weights and its tokenizer."""
+    """Train a small model from scratch and return the folder of its weights and its tokenizer."""
     tokenizer = make_tokenizer(texts)
     config = GPT2Config(
         n_layer=4, n_head=4, n_embd=128, n_positions=CONTEXT + 64, vocab_size=len(tokenizer),
@@ -141,7 +141,7 @@ def train_base(args: argparse.Namespace, texts: list[str]) -> Path:
 
 
 def finetune(args: argparse.Namespace, model: Path | str, texts: list[str]) -> None:
-    """Train adapters on the docstrings, evaluate them, and write a few."""
+    """Train adapters on the docstrings, evaluate them, and generate a few."""
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")  # as generation needs it
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     task = TransformersTask(

@@ -1,12 +1,12 @@
-"""Train a GPT on the source text of Python's own standard library, byte by byte, and let it write some.
+"""Train a GPT on the source text of Python's own standard library, byte by byte, and generate text with it.
 
     python examples/gpt.py                                    0.8 M parameters, two minutes on two CPU cores
     python examples/gpt.py --size small --devices 2           11 M, two processes
-    python examples/gpt.py --devices 2 --strategy fsdp        each keeps a half of every parameter
+    python examples/gpt.py --devices 2 --strategy fsdp        each holds one half of every parameter
     torchrun --nproc-per-node 8 examples/gpt.py --size gpt2 --batch-size 32 --accumulate 4
     treadle fit --config gpt.yaml model.size=small            the same from a file, in this folder
 
-Nothing is downloaded: the text lies beside the interpreter. Losses are in bits per byte, so 8 is knowing nothing.
+Nothing is downloaded: the text is installed with the interpreter. Losses are in bits per byte; 8 is a uniform guess.
 """
 
 import argparse
@@ -84,10 +84,10 @@ class GPT(nn.Module):
 
 
 class LanguageModel(tl.TaskModule):
-    """Predicts the next byte.
+    """Task that predicts the next byte.
 
     Args:
-        size: of the network.
+        size: The size of the network.
     """
 
     def __init__(self, size: SizeName) -> None:
@@ -112,7 +112,7 @@ class LanguageModel(tl.TaskModule):
         return [bytes(row).decode(errors="replace") for row in self.generate(batch, 400).tolist()]
 
     def generate(self, tokens: Tensor, count: int, temperature: float = 0.7) -> Tensor:
-        """Appends `count` sampled bytes to each row of `tokens`."""
+        """Append `count` sampled bytes to each row of `tokens`."""
         for _ in range(count):
             logits = self.model(tokens[:, -self.size.context :])[:, -1].float()
             tokens = torch.cat([tokens, torch.multinomial((logits / temperature).softmax(-1), 1)], dim=1)
@@ -149,7 +149,7 @@ class Blocks(Dataset):
 
 
 def standard_library(max_bytes: int) -> tuple[bytes, bytes]:
-    """Python's sources in the order of their names, tests left out; every tenth file is for validation."""
+    """Return Python's sources sorted by name, without tests, and every tenth file of them for validation."""
     root = Path(os.__file__).parent
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     texts, size = [], 0
@@ -165,9 +165,9 @@ class StandardLibrary(tl.DataModule):
     """Python's own sources in blocks.
 
     Args:
-        size: of the network, whose context is the length of a block.
-        batch_size: blocks per process and micro-batch.
-        max_bytes: how much source text to read.
+        size: The size of the network, whose context is the length of a block.
+        batch_size: Blocks per process and micro-batch.
+        max_bytes: Maximum size of the source text.
     """
 
     def __init__(self, size: SizeName, batch_size: int = 8, max_bytes: int = 8_000_000) -> None:

@@ -1,11 +1,11 @@
 """The digits of `digits.py` on a Ray cluster: one training on two workers, or a search for the learning rate.
 
     python examples/on_ray.py                            two workers of this machine
-    python examples/on_ray.py --search                   four learning rates; the bad ones are stopped early
+    python examples/on_ray.py --search                   four learning rates; bad ones are stopped early
     RAY_ADDRESS=head:6379 python examples/on_ray.py --workers 16 --gpu --storage /mnt/shared/runs
 
-Ray comes with `pip install 'treadle[ray]'`. The task and its Trainer are those of one process; a callback reports to
-Ray, and `ckpt_path="auto"` resumes from what was reported when Ray restarts a worker.
+Install Ray with `pip install 'treadle[ray]'`. The task and its Trainer are those of one process; a callback reports to
+Ray, and `ckpt_path="auto"` resumes from the last report when Ray restarts a worker.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def fit(task: Digits, epochs: int, report: tl.Callback) -> None:
 
 
 def train_worker(config: dict[str, Any]) -> None:
-    """Runs in each worker, in the process group that Ray has made."""
+    """Train in one worker, in the process group that Ray has created."""
     tl.seed_everything(0)
     fit(Digits(), config["epochs"], RayTrainReportCallback())
 
@@ -66,7 +66,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def trial(config: dict[str, Any]) -> None:
-    """Runs once per learning rate."""
+    """Train with one learning rate."""
     tl.seed_everything(0)
     fit(Digits(config["lr"]), config["epochs"], TuneReportCheckpointCallback(["val_loss", "val_acc"]))
 

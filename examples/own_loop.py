@@ -1,9 +1,9 @@
-"""The job of `digits.py` with a loop of one's own: the same model, data and losses, to the last bit.
+"""The training of `digits.py` with a hand-written loop: the same model, data and losses, bit for bit.
 
     python examples/own_loop.py
     torchrun --nproc-per-node 2 examples/own_loop.py
 
-The Trainer's loop makes the same calls, so whatever works there (processes, precisions, checkpoints) works here.
+The Trainer's loop makes the same calls, so processes, precisions and checkpoints work here as well.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import treadle as tl
 
 
 def train(args: argparse.Namespace) -> tuple[list[Tensor], float]:
-    """Trains, and tests the weights that did best in validation.
+    """Train, and test the weights that were best in validation.
 
     Returns:
         This process's loss in each micro-batch, and the test accuracy.
@@ -63,7 +63,7 @@ def train(args: argparse.Namespace) -> tuple[list[Tensor], float]:
 
 @torch.no_grad()
 def evaluate(accelerator: tl.Accelerator, model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Accuracy over all of a loader's images, each counted once, whatever the number of processes."""
+    """Return the accuracy over all of a dataloader's images, each counted once on any number of processes."""
     model.eval()
     correct = []
     for images, labels in loader:

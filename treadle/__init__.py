@@ -1,6 +1,6 @@
 """Treadle: a trainer framework for PyTorch.
 
-What a name stands for is imported when it is first used, so that nobody waits for a part that is not needed.
+The object behind a name is imported when the name is first used, so that unused parts cost no import time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m treadle COMMAND ...`, the same as `treadle COMMAND ...`."""
+"""Entry point of `python -m treadle COMMAND ...`, which is the same as `treadle COMMAND ...`."""
 
 import sys
 

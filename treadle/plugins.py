@@ -1,4 +1,4 @@
-"""What ``Trainer(plugins=...)`` takes: names, nothing else."""
+"""Names for ``Trainer(plugins=...)``."""
 
 from .common.peer_names import find_peer_names
 from .strategies import Precision, TorchSyncBatchNorm

@@ -1,4 +1,4 @@
-"""What ``Trainer(profiler=...)`` takes: names, nothing else."""
+"""Profilers for ``Trainer(profiler=...)``."""
 
 from .common.peer_names import find_peer_names
 from .engine.profilers import (

@@ -1,4 +1,4 @@
-"""Run folders: `RunFolder` makes ``runs/<name>/<number>/`` and reads it."""
+"""Run folders: `RunFolder` creates and reads ``runs/<name>/<number>/``."""
 
 from .trainer.runs import RunFolder
 

@@ -1,4 +1,4 @@
-"""Commands: `treadle fit`, `plan`, `runs`, `export` and their kin."""
+"""Commands: `treadle fit`, `plan`, `runs`, `export` and others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command lines of `treadle fit` and its kin, read without waiting for torch."""
+"""Command lines of `treadle fit`, `validate`, `test` and `predict`, read without importing torch."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ GRACE = 3.0  # seconds; launchers look after their processes several times a sec
 
 WORDS = {
     "fit": "train a task",
-    "validate": "measure a task with its validation steps",
-    "test": "measure a task with its test steps",
+    "validate": "evaluate a task with its validation steps",
+    "test": "evaluate a task with its test steps",
     "predict": "run a task's predict steps",
 }
 OPTIONS = {
-    "-c, --config FILE": "a YAML file; give several, and a later one wins",
+    "-c, --config FILE": "a YAML file; may be repeated, later files take precedence",
     "KEY=VALUE": "set one value: trainer.max_epochs=3, model.lr=3e-4, trainer.callbacks.0.monitor=val_loss",
     "KEY+=VALUE": "add to a list: trainer.callbacks+=LearningRateMonitor",
-    "~KEY": "take a key out",
-    "--from-run RUN": "begin with an earlier run's configuration: its number, NAME/NUMBER, folder, or a checkpoint",
-    "--print-config": "print the whole configuration, with defaults and where each value came from, and run nothing",
-    "-h, --help [NAME]": "this, or what a section or class takes: --help model, --help EarlyStopping, --help my.Task",
+    "~KEY": "remove a key",
+    "--from-run RUN": "start from an earlier run's configuration: its number, NAME/NUMBER, folder, or a checkpoint",
+    "--print-config": "print the whole configuration with defaults and the source of each value, and run nothing",
+    "-h, --help [NAME]": "this, or help of a section or class: --help model, --help EarlyStopping, --help my.Task",
 }
 
 
 def format_usage(stage: str, program: str) -> str:
-    """The help of a command."""
+    """Return the help text of a command.
+
+    Args:
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        program: The name of the command in the text.
+    """
     lines = [
         f"usage: {program} [--config FILE ...] [KEY=VALUE ...]",
         "",
@@ -49,21 +54,21 @@ def format_usage(stage: str, program: str) -> str:
     lines += [f"  {name:<20}  {words}" for name, words in SECTIONS.items()]
     lines += [
         "",
-        f"`{program} --help trainer` lists the Trainer's flags, `--help EarlyStopping` what that callback takes.",
+        f"`{program} --help trainer` lists the Trainer's flags, `--help EarlyStopping` that callback's arguments.",
     ]
     return "\n".join(lines)
 
 
 @dataclass
 class Options:
-    """What a command line asks for.
+    """Parsed command line.
 
     Attributes:
-        files: configuration files, in order.
-        overrides: what is set on the line.
-        from_run: a run's folder or checkpoint, whose configuration comes first.
-        show: print the configuration, run nothing.
-        help: None, or what help is wanted about; empty for the command itself.
+        files: Configuration files, in order.
+        overrides: Overrides, in order.
+        from_run: Folder or checkpoint of a run whose configuration comes first.
+        show: Whether to print the configuration and run nothing.
+        help: Topic of the requested help; empty for the command itself, None without a request.
     """
 
     files: list[str] = field(default_factory=list)
@@ -74,10 +79,16 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Read a command line. ``--key.path=value`` and ``--key.path value``, as of LightningCLI, are overrides too.
+    """Parse a command line. LightningCLI's ``--key.path=value`` and ``--key.path value`` are overrides, too.
+
+    Args:
+        arguments: The words after the stage.
+
+    Returns:
+        The options.
 
     Raises:
-        ConfigError: an option is unknown, with the nearest name, or lacks its value.
+        ConfigError: An option is unknown, which names the closest one, or lacks its value.
     """
     options, rest = Options(), list(arguments)
     while rest:
@@ -105,16 +116,16 @@ def parse_options(arguments: Sequence[str]) -> Options:
         elif equals or word.startswith("~"):
             options.overrides.append(word)
         elif word.endswith((".yaml", ".yml")):
-            raise ConfigError(f"{COMMAND_LINE}: {word}: a file stands behind --config.")
+            raise ConfigError(f"{COMMAND_LINE}: {word}: write a file after --config, as in --config {word}.")
         else:
-            raise ConfigError(f"{COMMAND_LINE}: {word}: write it as key.path=value, or a file behind --config.")
+            raise ConfigError(f"{COMMAND_LINE}: {word}: write it as key.path=value, or a file after --config.")
     if options.from_run is not None:
         options.from_run = _locate_run(options.from_run, options.overrides)
     return options
 
 
 def _locate_run(run: str, overrides: Sequence[str]) -> str:
-    """The path of a run that is named as `treadle runs show` names them."""
+    """Return the path of a run that is named as in `treadle runs show`."""
     from ...trainer.runs import locate
 
     directory = next(
@@ -130,25 +141,32 @@ def _take_value(name: str, equals: str, value: str, rest: list[str], value_kind:
     if equals:
         return value
     if not rest:
-        raise ConfigError(f"{COMMAND_LINE}: {name} needs {value_kind} behind it.")
+        raise ConfigError(f"{COMMAND_LINE}: {name} needs {value_kind} after it.")
     return rest.pop(0)
 
 
 def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> Config:
-    """The configuration that a command line asks for.
+    """Load the configuration that a command line asks for.
+
+    Args:
+        options: The parsed command line.
+        defaults: A configuration that files and overrides take precedence over.
 
     Raises:
-        ConfigError: it can't be read, merged or resolved.
+        ConfigError: The configuration can't be read, merged or resolved.
     """
     earlier_config = None if options.from_run is None else read_earlier_config(options.from_run)
     return load(options.files, options.overrides, defaults=defaults, earlier=earlier_config)
 
 
 def read_earlier_config(place: str | Path) -> tuple[str, str]:
-    """Name and text of the configuration that a run has left, in its folder or in one of its checkpoints.
+    """Return name and text of the configuration that a run saved, in its folder or in one of its checkpoints.
+
+    Args:
+        place: The run's folder, or a checkpoint.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: There is no configuration.
     """
     from ...engine.checkpoint import find_again
 
@@ -158,7 +176,7 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
         return str(folder), _read_checkpoint_config(folder)
     file = folder / CONFIG if folder.is_dir() else folder
     if not file.is_file():
-        problem = f"has no {CONFIG} and is no checkpoint" if folder.is_dir() else "there is no such folder"
+        problem = f"has no {CONFIG} and is not a checkpoint" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"--from-run {place}: {problem}.")
     return str(file), read_text(local_folder(folder) / CONFIG if isinstance(file, RemotePath) else file)
 
@@ -178,16 +196,24 @@ def _read_checkpoint_config(folder: AnyPath) -> str:
 
 
 def say(text: str) -> None:
-    """Print a text, of all processes of a job on rank zero alone."""
+    """Print a text on rank zero only.
+
+    Args:
+        text: The text.
+    """
     if not any(_read_nonzero_ranks()):
         print(text)
 
 
 def report_error(program: str, error: ConfigError) -> int:
-    """Say what is wrong, once for all processes of a job; returns the exit status.
+    """Print an error once per job and return the exit status.
 
-    The others give rank zero time to say it, and the launcher to end them. Who is still there, on another machine or
-    because rank zero sees nothing wrong, says it too.
+    Ranks other than zero wait, so that rank zero can print the error and the launcher can end them. A rank that is
+    still running after that, because it is on another machine or because rank zero has no error, prints its own.
+
+    Args:
+        program: The name of the command, which begins the message.
+        error: The error.
     """
     time.sleep(GRACE * sum(_read_nonzero_ranks()))
     problems = ["\n".join(map(make_printable, problem.splitlines())) for problem in error.problems]
@@ -199,5 +225,5 @@ def report_error(program: str, error: ConfigError) -> int:
 
 
 def _read_nonzero_ranks() -> list[bool]:
-    """Whether a launcher started this process as another than the first of the job, and than its machine's first."""
+    """Return whether the launcher's rank and its local rank are other than zero."""
     return [os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")]

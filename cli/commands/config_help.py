@@ -1,4 +1,4 @@
-"""What `--help NAME` prints: what a section or a class takes."""
+"""Text of `--help NAME`: the arguments of a section or a class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from .printed import format_word
 
 
 def describe_target(target: Any, title: str = "") -> str:
-    """What a class or function takes: each argument with its type, default and words."""
+    """Return the arguments of a class or function as text, each with its type, default and description.
+
+    Args:
+        target: The class or function.
+        title: The name in the first line. Default: the target's own.
+    """
     takes, words = signature(target), described(target)
     summary = (inspect.getdoc(target) or "").split("\n\n")[0].replace("\n", " ")
     home = getattr(target, "__module__", "")
@@ -35,20 +40,20 @@ def describe_target(target: Any, title: str = "") -> str:
         lines.append(f"  {name}: {kind}; {default}")
         lines += _wrap_text(words.get(name, "").replace("``", ""), "      ")
     if takes.open and target is not Trainer:
-        lines += ["", "  and other arguments, which it does not say."]
+        lines += ["", "  and other arguments, which its signature does not name."]
     return "\n".join(lines)
 
 
 def find_target(name: str, config: dict[str, Any], default_classes: dict[str, type | None]) -> Any:
-    """What `--help NAME` is about: a section's class, a short name, or an import path.
+    """Return the class that `--help NAME` is about.
 
     Args:
-        name: see above.
-        config: the configuration so far, which may name classes.
-        default_classes: classes that need no naming, by section.
+        name: A section, a short name, or an import path.
+        config: The configuration so far, which may name classes.
+        default_classes: Default classes by section.
 
     Raises:
-        ConfigError: there is nothing of this name.
+        ConfigError: No class has this name.
     """
     if name == "trainer":
         return Trainer
@@ -61,7 +66,7 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
             raise ConfigError(f"{name}: {SECTIONS[name]}.")
         if not isinstance(named, str):
             raise ConfigError(
-                f"the configuration names no class for {name!r}: --config FILE, or --help my_module.MyClass."
+                f"the configuration names no class for {name!r}. Use --config FILE, or --help my_module.MyClass."
             )
         name = named
     if "." in name:
@@ -71,7 +76,7 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
             return catalog.find(name, base)
     all_names = [short_name for base in catalog.list_shelved() for short_name in catalog.list_short_names(base)]
     hint = nearest(name, [*SECTIONS, *all_names])
-    raise ConfigError(f"there is no section and no class {name!r}.{hint} A class of yours needs its import path.")
+    raise ConfigError(f"there is no section and no class {name!r}.{hint} A user-defined class needs its import path.")
 
 
 def _format_default(default: Any) -> str:

@@ -1,4 +1,4 @@
-"""`treadle doctor`: check the machines, libraries and connections a run would use."""
+"""`treadle doctor`: checks of the machines, libraries and connections of a run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Check what a run would use: versions on all ranks, devices, backends, disks, lim
 an all-reduce with its latency and bandwidth. Prints one line for each, marked good, note or FAULT, and exits with
 status 1 if anything is at fault.
 
-    treadle doctor                                                   two ranks of its own; one per GPU of several
+    treadle doctor                                                   two ranks, or one per GPU if there are several
     treadle launch --nproc-per-node 8 -m treadle doctor              the ranks that the launcher starts
     torchrun --nproc-per-node 8 -m treadle doctor                    likewise
     srun treadle doctor                                              likewise
-    treadle doctor --json > doctor.json                              everything that was found, for a bug report"""
+    treadle doctor --json > doctor.json                              all findings, for a bug report"""
 
 _WIDTH, _SUBJECT = 80, 12  # columns
 
@@ -37,21 +37,29 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
-    """Return the options of the command."""
+    """Return the parser of the command's options.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--dir", default=".", metavar="FOLDER", help="where the run would write (default: .)")
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for a rank (30)")
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks to start where no launcher did")
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks to start if no launcher has started any")
     parser.add_argument("--cpu", action="store_true", help="measure the all-reduce on the CPU")
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON, an object")
+    parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
     parser.add_argument("--report", metavar="FILE", help=argparse.SUPPRESS)  # of a rank that this command started
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 if anything is at fault, 2 for a wrong command."""
+    """Run the command and return its exit status: 1 after a fault, 2 for a wrong command line.
+
+    Args:
+        arguments: The words after `treadle doctor`.
+    """
     try:
         options = _parse(arguments)
     except ValueError as error:
@@ -89,10 +97,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the options.
+    """Parse the options.
 
     Raises:
-        ValueError: an option is unknown, with the nearest name, or its value can't be used.
+        ValueError: An option is unknown, which names the closest one, or has an unusable value.
     """
     parser = build_parser()
     names = [name for name in parser._option_string_actions if name not in ("--report", "-h")]
@@ -103,12 +111,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not options.timeout > 0:
         raise ValueError(f"--timeout {options.timeout:g} must be a positive number of seconds.")
     if options.nproc_per_node is not None and options.nproc_per_node < 2:
-        raise ValueError(f"--nproc-per-node {options.nproc_per_node} must be at least 2: one rank has no other.")
+        raise ValueError(
+            f"--nproc-per-node {options.nproc_per_node} must be at least 2: an all-reduce needs two ranks."
+        )
     return options
 
 
 def format_report(report: Report) -> str:
-    """Return a report as lines of at most 80 columns."""
+    """Return a report as lines of at most 80 columns.
+
+    Args:
+        report: The report of `examine`.
+    """
     lines = []
     for finding in report["findings"]:
         mark = finding["mark"].upper() if finding["mark"] == "fault" else finding["mark"]

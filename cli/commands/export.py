@@ -1,4 +1,4 @@
-"""`treadle export`: turn a checkpoint's model into files that other programs load."""
+"""`treadle export`: conversion of a checkpoint's model into files that other programs load."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import torch
 
 DESCRIPTION = """\
-Write the model of a checkpoint, whole and without its optimizer, as safetensors. Shards are put together one tensor
-after the other, so a model that fits into no memory can be exported too.
+Write the full model of a checkpoint, without its optimizer, as safetensors. Shards are merged one tensor at a time, so
+a model that is larger than memory can be exported, too.
 
     treadle export runs/last.ckpt model.safetensors                     one file
-    treadle export runs/last.ckpt weights/                              a folder, as Hugging Face's loaders want it
+    treadle export runs/last.ckpt weights/                              a folder in Hugging Face's format
     treadle export runs/last.ckpt weights/ --max-shard-size 2GB --dtype bfloat16
 
 The files load with safetensors.torch.load_file, from_pretrained, or treadle.load_weights."""
@@ -33,20 +33,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("checkpoint", help="the checkpoint's folder")
     parser.add_argument("output", help="a file whose name ends in .safetensors, or a folder")
     parser.add_argument("--dtype", help="convert floating-point weights: float32, bfloat16, float16, float64")
-    parser.add_argument("--max-shard-size", default="5GB", help="the most bytes of a file in a folder (default: 5GB)")
-    parser.add_argument("--model", type=int, default=0, help="which model, where the run prepared several (default: 0)")
+    parser.add_argument("--max-shard-size", default="5GB", help="maximum size of a file in a folder (default: 5GB)")
+    parser.add_argument(
+        "--model", type=int, default=0, help="index of the model, if the run prepared several (default: 0)"
+    )
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit status."""
+    """Run the command and return its exit status.
+
+    Args:
+        arguments: The words after `treadle export`.
+    """
     try:
         options = build_parser().parse_args(arguments)
         summary = export(options.checkpoint, options.output, options.dtype, options.max_shard_size, options.model)
@@ -64,24 +74,24 @@ def export(
     max_shard_size: int | str = "5GB",
     model: int = 0,
 ) -> str:
-    """Write a checkpoint's model as safetensors, one tensor in memory at a time.
+    """Write a checkpoint's model as safetensors, with one tensor in memory at a time.
 
     Args:
-        checkpoint: A committed checkpoint, of any strategy and number of processes; a folder or a URL.
-        output: A file whose name ends in ``.safetensors``, or a folder: one that is there, or a name with a slash at
-            its end, or without the ending of a file of weights; a path or a URL. What stands there is replaced once
-            the new files are complete.
-        dtype: What to convert floating-point weights to; others are left as they are.
-        max_shard_size: The most bytes of a file in a folder, a number or ``"500MB"``, ``"2GiB"``.
-        model: Which model, where the run prepared several.
+        checkpoint: A committed checkpoint, of any strategy and world size; a folder or a URL.
+        output: A file whose name ends in ``.safetensors``, or a folder; a path or a URL. A name is a folder if the
+            folder exists, the name ends with a slash, or it does not have the suffix of a file of weights. Existing
+            files are replaced once the new ones are complete.
+        dtype: The dtype to convert floating-point weights to. Default: None, no conversion.
+        max_shard_size: The maximum size of a file in a folder, in bytes or as ``"500MB"``, ``"2GiB"``.
+        model: The index of the model, if the run prepared several.
 
     Returns:
-        What was written and what was left out, in words.
+        A sentence about what was written and what was left out.
 
     Raises:
-        ValueError: It is no checkpoint, is damaged, or an argument is none of those above; or the output is in the
+        ValueError: The checkpoint is damaged or is not a checkpoint, an argument is invalid, or the output is in the
             folder of a checkpoint, which it would destroy.
-        OSError: The disk refused.
+        OSError: The files can't be written.
     """
     # torch, for which --help need not wait
     from ...engine.checkpoint import OpenCheckpoint, extra_part, model_part
@@ -112,20 +122,20 @@ def export(
         make_parent(target)
         write_atomically(target, lambda beside: write_file(Path(beside), tensors, aliases))
     size = sum(nbytes(tensor) for tensor in tensors.values())
-    without = f", without what is no tensor: {', '.join(left_out)}" if left_out else ""
+    without = f", without values that are not tensors: {', '.join(left_out)}" if left_out else ""
     return f"{target}: {len(stored)} tensors, {size:,} bytes{without}"
 
 
 def _is_folder(output: str | Path) -> bool:
-    """Whether the name is that of a folder: those of models have dots in them too (Qwen2.5-7B)."""
+    """Return whether an output names a folder. Names of models contain dots, too (Qwen2.5-7B)."""
     target = as_path(output)
     if target.is_dir() or str(output).endswith(("/", os.sep)):
         return True
     suffix = PurePosixPath(target.name).suffix
     if suffix in _OTHER_ENDINGS:
         raise ValueError(
-            f"{target}: weights are written as safetensors, so a file's name must end in .safetensors; a folder that "
-            "is not there yet and is to have this name needs a slash at its end."
+            f"{target}: weights are written as safetensors, so a file's name must end in .safetensors. For a "
+            "new folder of this name add a slash at its end."
         )
     return suffix != ".safetensors"
 
@@ -143,7 +153,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 class _Converted:
-    """A stored tensor in another format."""
+    """Stored tensor that is converted to another dtype when it is read."""
 
     def __init__(self, stored: Any, dtype: torch.dtype | None) -> None:
         self._stored = stored

@@ -1,4 +1,4 @@
-"""`treadle migrate`: rewrite the imports of a project that uses Lightning, Fabric or Accelerate."""
+"""`treadle migrate`: rewriting of the imports of a project that uses Lightning, Fabric or Accelerate."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Rewrite a project's imports of lightning, pytorch_lightning, lightning_fabric and accelerate, and what uses them:
-lightning.pytorch.X becomes treadle.X, or treadle.compat.X. Everything else in the files stays as it is.
+lightning.pytorch.X becomes treadle.X, or treadle.compat.X. Everything else in the files is unchanged.
 
     treadle migrate .                   print what would change, as a diff
-    treadle migrate src/train.py        the same of a single file
+    treadle migrate src/train.py        the same for a single file
     treadle migrate . --write           change the files
 
 Looks at Python files, code cells of notebooks, and class paths in configurations. Hidden folders, virtual
 environments and symbolic links are left out. Lists, by file and line, what has no counterpart and what behaves
-otherwise. Ends with status 1 if something needs a change by hand."""
+differently. Ends with status 1 if something needs a change by hand."""
 
 NEEDS_A_HAND = "Needs a change by hand"
-DIFFERS = "Runs, and behaves otherwise (docs/differences.md)"
+DIFFERS = "Runs, but behaves differently (docs/differences.md)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,7 +35,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -45,13 +49,17 @@ def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 if something needs a change by hand, 2 for a wrong command."""
+    """Run the command and return its exit status: 1 if something needs a change by hand, 2 for a wrong command line.
+
+    Args:
+        arguments: The words after `treadle migrate`.
+    """
     try:
         options = build_parser().parse_args(arguments)
         path = Path(options.path)
         if not path.is_dir() and not path.is_file():
             state = "is neither a folder nor a file" if path.exists() else "does not exist"
-            raise ValueError(f"{options.path!r} {state}; name a project's folder or a file of it.")
+            raise ValueError(f"{options.path!r} {state}. Name a project's folder or a file in it.")
         require("treadle migrate", "libcst", extra="migrate")
         from ..migrate import migrate_project
 
@@ -69,7 +77,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def format_summary(migration: Migration, is_written: bool) -> str:
-    """Return the lists of findings and a last line with the numbers."""
+    """Return the lists of findings and a last line with the counts.
+
+    Args:
+        migration: The migration.
+        is_written: Whether the files have been changed.
+    """
     by_hand = [finding for finding in migration.findings if finding.by_hand]
     differs = [finding for finding in migration.findings if not finding.by_hand]
     count = len(migration.changes)
@@ -92,7 +105,7 @@ def _print(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
 
 
 def _print_bytes(raw: bytes) -> None:
-    """Print a diff byte by byte as the files are, so that it can be applied to them."""
+    """Print a diff with the bytes of the files, so that it can be applied to them."""
     sys.stdout.flush()
     if hasattr(sys.stdout, "buffer"):
         sys.stdout.buffer.write(raw)

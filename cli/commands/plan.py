@@ -1,4 +1,4 @@
-"""`treadle plan`: what a run would do and need, before anything trains and without its machines."""
+"""`treadle plan`: the steps, memory, traffic and time of a run, computed before it starts and without its machines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from .plan_subject import Subject
 
 DESCRIPTION = """\
-Say what a run would do and need, on one screen: processes, batch, steps, schedule, memory, checkpoint, what is
-exchanged, and how long a step takes. One process of the run goes through one step without values, so a laptop can
-answer for machines that are not there, in seconds.
+Show what a run would do and need, on one screen: processes, batch, steps, schedule, memory, checkpoint, traffic, and
+the time of a step. One rank of the run takes one step without values, so a laptop can plan in seconds for machines
+that it does not have.
 
-    treadle plan --config run.yaml                                      the run of a configuration, where it is
-    treadle plan --config run.yaml --world-size 1024 --gpu h100         the same run elsewhere
+    treadle plan --config run.yaml                                      the run of a configuration, unchanged
+    treadle plan --config run.yaml --world-size 1024 --gpu h100         the same run on other machines
     treadle plan --config run.yaml --world-size 64 model.width=8192     with other values
-    treadle plan --model 7b --world-size 1024 --micro-batch 2           a transformer of that size, before there is one
+    treadle plan --model 7b --world-size 1024 --micro-batch 2           a transformer of that size, no configuration
 
-Where a plan does not fit it names the change that would make it fit, and where one would be faster it says so; each
-has been planned as well (--no-advice leaves that out)."""
+If a plan does not fit, changes that would make it fit are listed; so are changes that would make it faster. Each has
+been planned, too (--no-advice leaves that out)."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,19 +36,32 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--config", action="append", metavar="FILE", help="a run's configuration; a later one wins over those before")
+    add(
+        "--config",
+        action="append",
+        metavar="FILE",
+        help="a run's configuration; may be repeated, later files take precedence",
+    )
     add("--model", metavar="NAME", help="instead: gpt-162m, llama-1b, 7b, 8b, 70b, 405b, trained with AdamW")
-    add("--world-size", type=_parse_count, metavar="N", help="processes. Default: what the configuration says, or 1")
-    add("--gpu", metavar="NAME", help="what each has: h100, h200, b200, a100, ... Default: the one here, or h100")
-    add("--per-machine", type=_parse_count, metavar="N", help="GPUs of a machine. Default: the configuration's, or 8")
+    add("--world-size", type=_parse_count, metavar="N", help="world size. Default: the configuration's, or 1")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help="GPU of each process: h100, h200, b200, a100, ... Default: this machine's, or h100",
+    )
+    add("--per-machine", type=_parse_count, metavar="N", help="GPUs per machine. Default: the configuration's, or 8")
     add("--strategy", metavar="NAME", help="auto, single, ddp, fsdp. Default: the configuration's, or fsdp for --model")
     add("--replicate", type=_parse_count, metavar="N", help="shards in N replicas: hybrid sharding")
-    add("--checkpoint-activations", action="store_true", help="compute the activations of every block again")
+    add("--checkpoint-activations", action="store_true", help="recompute the activations of every block")
     add(
         "--micro-batch",
         type=_parse_count,
@@ -63,21 +76,21 @@ def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
     )
     add("--precision", metavar="NAME", help="as Trainer(precision=...). Default: the configuration's, or bf16-mixed")
     add("--compile", action="store_true", help="the model is compiled: pointwise operations are fused")
-    add("--clip", type=_parse_positive, metavar="NORM", help="gradients are clipped to this norm")
+    add("--clip", type=_parse_positive, metavar="NORM", help="clip gradients to this norm")
     add("--length", type=_parse_count, metavar="N", help="tokens of a sample, for --model")
     add("--samples", type=_parse_count, metavar="N", help="samples of an epoch")
     add("--max-epochs", type=_parse_count, metavar="N", help="epochs")
     add("--max-steps", type=_parse_count, metavar="N", help="optimizer steps")
     add("--lr", type=_parse_positive, metavar="X", help="for --model: learning rate, a warm-up and then half a cosine")
     add("--warmup-steps", type=_parse_count, metavar="N", help="for --lr: steps of the warm-up. Default: none")
-    add("--no-advice", action="store_true", help="plan what is asked for, and nothing beside it")
-    add("overrides", nargs="*", metavar="key=value", help="for --config: values in the place of the files'")
+    add("--no-advice", action="store_true", help="plan only the requested run, without advice")
+    add("overrides", nargs="*", metavar="key=value", help="for --config: values that override the files'")
     return parser
 
 
 def _parse_count(text: str) -> int:
     if not text.replace(",", "").isdecimal() or int(text.replace(",", "")) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text.replace(",", ""))
 
 
@@ -87,18 +100,15 @@ def _parse_positive(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
     return number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Run the command and return its exit status: 1 if the run would not fit, 2 if it can't be planned.
 
     Args:
-        arguments: What follows `treadle plan`. Default: the command line.
-
-    Returns:
-        The exit status: 1 where the run would not fit, 2 where it can not be planned.
+        arguments: The words after `treadle plan`. Default: those of the command line.
     """
     try:
         options = _parse_options(sys.argv[1:] if arguments is None else arguments)
@@ -107,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _is_treadle_error(error):
             traceback.print_exc()
         print(
-            f"treadle plan: {error if _is_treadle_error(error) else 'the run to be planned fails, see above'}",
+            f"treadle plan: {error if _is_treadle_error(error) else 'the planned run raised the error above'}",
             file=sys.stderr,
         )
         return 2
@@ -116,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_treadle_error(error: Exception) -> bool:
-    """Whether Treadle says what is wrong, rather than the code of a task, its data or torch."""
+    """Return whether the error was raised by Treadle, not by the code of a task, its data or torch."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -135,20 +145,23 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _check_options(options: argparse.Namespace) -> None:
     if (options.model is None) == (not options.config):
-        raise ValueError("say what to plan, either --config run.yaml or --model 7b; `treadle plan --help` tells more.")
+        raise ValueError("give either --config run.yaml or --model 7b, not both; see `treadle plan --help`.")
     if options.config:
         model_options = {"--length": options.length, "--lr": options.lr, "--warmup-steps": options.warmup_steps}
         for name in (name for name, value in model_options.items() if value is not None):
-            raise ValueError(f"{name} is for --model; a configuration says it itself.")
+            raise ValueError(f"{name} is for --model. With --config, set it in the configuration.")
     elif options.overrides:
-        raise ValueError(f"{options.overrides[0]!r}: overrides are for --config.")
+        raise ValueError(f"{options.overrides[0]!r}: overrides need --config.")
 
 
 def run(options: argparse.Namespace) -> tuple[str, bool]:
-    """Plan what the options ask for.
+    """Plan the run that the options describe.
+
+    Args:
+        options: The parsed command line.
 
     Returns:
-        The screen, and whether the run would fit.
+        The plan as text, and whether the run would fit.
     """
     from ...engine.planning import Plan, advise, screen, simulate
     from ...strategies import simulation
@@ -175,7 +188,7 @@ def _choose_width() -> int:
 
 
 def _choose_gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[GPU, str]:
-    """What each process has, and how that is known where it was not asked for."""
+    """Return the GPU of each process, and the origin of that choice if no option made it."""
     from ...engine.planning import detect_gpu, find_gpu
 
     local_gpu = detect_gpu() if options.gpu is None else None
@@ -185,7 +198,7 @@ def _choose_gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[G
         gpu = replace(gpu, per_machine=per_machine)
     if options.gpu is not None:
         return gpu, ""
-    return gpu, "the one here" if local_gpu else "assumed, as none is known here: --gpu names another"
+    return gpu, "this machine's" if local_gpu else "assumed, because none was detected: --gpu names another"
 
 
 def _build_subject(options: argparse.Namespace) -> Subject:
@@ -199,7 +212,7 @@ def _build_subject(options: argparse.Namespace) -> Subject:
 
 
 def _merge_settings(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    """What `simulate` is given beside the subject; options win over what the subject says."""
+    """Return the arguments of `simulate` beyond the subject's functions. Options override the subject."""
     requested = {
         "world_size": options.world_size,
         "micro_batch": options.micro_batch,

@@ -1,4 +1,4 @@
-"""The run of a configuration, to be planned: nothing of it is started."""
+"""Plan subject built from a run's configuration. Nothing of the run is started."""
 
 from __future__ import annotations
 
@@ -41,11 +41,14 @@ _LENGTH = (
 
 
 def build_config_subject(options: argparse.Namespace) -> Subject:
-    """The run of a configuration: its task, the first batch of its data, its optimizer and schedule.
+    """Build the plan subject of a configuration: its task, the first batch of its data, its optimizer and schedule.
+
+    Args:
+        options: The parsed command line of `treadle plan`.
 
     Raises:
-        ConfigError: the configuration is wrong.
-        ValueError: its task can't be planned.
+        ConfigError: The configuration is wrong.
+        ValueError: The task can't be planned.
     """
     if (current_directory := os.getcwd()) not in sys.path:
         sys.path.insert(0, current_directory)  # modules beside the configuration can be named in it
@@ -65,11 +68,11 @@ def build_config_subject(options: argparse.Namespace) -> Subject:
 
 
 class PlannedTrainer(Trainer):
-    """The Trainer of a run, in this process, that answers for all of the run's.
+    """Trainer in this process that reports the world size of the planned run.
 
     Args:
-        processes: of the run.
-        flags: as `Trainer` has them.
+        processes: World size of the run.
+        flags: Flags of `Trainer`.
     """
 
     def __init__(self, processes: int, **flags: Any) -> None:
@@ -83,24 +86,24 @@ class PlannedTrainer(Trainer):
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
+        """World size of the run."""
         return self._processes
 
     @property
     def num_training_batches(self) -> int | None:
-        """Micro-batches of an epoch, of each process; None where that is not known."""
+        """Micro-batches per epoch and rank; None if unknown."""
         return self.batches
 
 
 class _SilentMetrics:
-    """Takes what a step logs."""
+    """Metrics that discard all values a step logs."""
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Nothing: there are no values."""
+        """Do nothing: there are no values."""
 
 
 class _PlannedRun:
-    """A configuration's parts, as a plan asks for them."""
+    """Functions and settings that a plan needs, from a checked configuration."""
 
     def __init__(self, checked: CheckedConfig, options: argparse.Namespace) -> None:
         self.checked = checked
@@ -123,7 +126,7 @@ class _PlannedRun:
 
     def _read_placement(self, flags: dict[str, Any]) -> None:
         if flags.get("sync_batchnorm"):
-            raise ValueError("a plan does not know what sync_batchnorm=True sends; set it to false to plan the rest.")
+            raise ValueError("sync_batchnorm=True can't be planned: its traffic is unknown. Set it to false.")
         devices, nodes = flags.get("devices", 1), flags.get("num_nodes", 1)
         count = len(devices) if isinstance(devices, list) else devices
         count = max(1, int(count)) if isinstance(count, int) or str(count).isdecimal() else 1
@@ -138,11 +141,11 @@ class _PlannedRun:
         self._strategy = self.options.strategy or flags.get("strategy", "auto")
 
     def _read_data(self) -> None:
-        """Its loader, and the first batch of it, as the run's own first process would get it alone."""
+        """Set up the dataloader and load its first batch, as rank zero of a run with one process would."""
         trainer, data = self.trainer, self.checked.build_datamodule()
         task = self._make_task()
         if not task.automatic_optimization:
-            raise ValueError("a task with automatic_optimization=False decides about its steps itself: no plan of it.")
+            raise ValueError("automatic_optimization=False can't be planned: the task controls its own steps.")
         trainer.task, trainer.datamodule = task, data
         if data is not None:
             data.trainer = trainer
@@ -156,11 +159,11 @@ class _PlannedRun:
         self.batch = next(iter(loader), None)
         trainer.accelerator.close_loaders()
         if self.batch is None:
-            raise ValueError(f"{type(self.source).__name__} yields no batch: a plan needs one to know its form.")
+            raise ValueError(f"{type(self.source).__name__} yields no batch: a plan needs one to know its shapes.")
         self.size = _count_samples(self.source, self.batch)
 
     def _count_batches(self) -> int | None:
-        """Micro-batches of an epoch and process, by the Trainer's own count."""
+        """Return the micro-batches per epoch and rank, counted by the Trainer's own code."""
         micro, processes = self.settings["micro_batch"], self._count_data_processes()
         if self.options.samples is not None:
             return -(-self.options.samples // (micro * processes))
@@ -181,32 +184,52 @@ class _PlannedRun:
     # -- what simulate is given ----------------------------------------------------------------------------------
 
     def make_strategy(self, world_size: int) -> Any:
-        """The configuration's, or the one that was asked for."""
+        """Return the configuration's strategy, or the one that the options name.
+
+        Args:
+            world_size: World size of the plan.
+        """
         return vary_strategy(self.options, self._strategy, world_size)
 
     def build_model(self) -> nn.Module:
-        """The task, where parameters get no memory."""
+        """Build the task with parameters on the meta device."""
         task = self._configure_task(self._make_task())
         self.trainer.task = task
         return task
 
     def make_batch(self, samples: int) -> Any:
-        """As the first one, of so many samples."""
+        """Return a batch like the first one, of another size.
+
+        Args:
+            samples: Samples in the batch.
+        """
         return _make_like(self.batch, self.size, samples)
 
     def compute_loss(self, step: Callable[..., Any], batch: Any) -> Tensor:
-        """What ``training_step`` returns."""
+        """Run ``training_step`` and return its loss.
+
+        Args:
+            step: The step, which runs through the strategy.
+            batch: The batch.
+
+        Raises:
+            ValueError: ``training_step`` returned no loss that requires gradients.
+        """
         assert self.trainer.task is not None
         indexed = count_positional(self.trainer.task.training_step) > 1
         output = step(batch, 0) if indexed else step(batch)
         value = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(value, Tensor) or not value.requires_grad:
             description = "a tensor without a graph" if isinstance(value, Tensor) else type(output).__name__
-            raise ValueError(f"training_step returned {description}, and a plan needs a loss to go backward from.")
+            raise ValueError(f"training_step returned {description}, but a plan needs a loss that requires gradients.")
         return value
 
     def make_optimizer(self, _: Iterable[nn.Parameter]) -> Optimizer:
-        """The task's own."""
+        """Return the first optimizer of the task's ``configure_optimizers``.
+
+        Raises:
+            ValueError: ``configure_optimizers`` returned None.
+        """
         task = self.trainer.task
         assert task is not None
         optimizers, schedulers = configure(task)
@@ -217,7 +240,7 @@ class _PlannedRun:
         return optimizers[0]
 
     def _make_task(self) -> TaskModule:
-        """The task, without memory where its constructor allows that."""
+        """Build the task on the meta device if its constructor allows that, otherwise on the CPU."""
         try:
             with torch.device("meta"):
                 task = self.checked.build_task()
@@ -229,7 +252,7 @@ class _PlannedRun:
         return task
 
     def _configure_task(self, task: TaskModule) -> TaskModule:
-        """With what its hooks add before a run."""
+        """Run the task's ``setup`` and ``configure_model``, and move it to the meta device."""
         with torch.device("cpu"):
             task.setup("fit")  # may read data, so values are needed
         with torch.device("meta"):
@@ -241,7 +264,11 @@ class _PlannedRun:
     # -- the schedule --------------------------------------------------------------------------------------------
 
     def make_schedule(self, plan: Plan) -> Schedule:
-        """How long the run is, and its learning rates."""
+        """Return the number of steps and the learning rates of the run.
+
+        Args:
+            plan: The plan of one optimizer step.
+        """
         steps = self.trainer.estimated_stepping_batches
         total = None if steps == float("inf") else int(steps)
         per_epoch = None if self.trainer.batches is None else -(-self.trainer.batches // plan.accumulate)
@@ -252,9 +279,9 @@ class _PlannedRun:
         if not schedulers:
             words = f"learning rate {first} throughout"
         elif by_value is not None:
-            words = f"learning rate {first} at first, then as {by_value.monitor} goes"
+            words = f"learning rate {first} at first, then depending on {by_value.monitor}"
         elif per_epoch is None and any(config.interval == "epoch" for config in schedulers):
-            words = f"learning rate {first} at first; it changes with epochs, and their length is not known"
+            words = f"learning rate {first} at first; it changes with epochs of unknown length"
         elif total is None or total > _MOST_STEPS:
             words = f"learning rate {first} at first; drawn for runs of up to {_MOST_STEPS:,} steps"
         else:
@@ -265,19 +292,19 @@ class _PlannedRun:
         return Schedule(steps=total, samples=samples, per_epoch=per_epoch, rates=rates, words=words)
 
     def _make_optimizer_and_schedulers(self) -> tuple[Optimizer, list[SchedulerConfig]]:
-        """The optimizer and its schedulers as they are before the first step."""
+        """Return the optimizer and its schedulers, in their state before the first step."""
         optimizers, schedulers = configure(self._configure_task(self._make_task()))
         return optimizers[0], schedulers
 
 
 class _SimulatedAccelerator:
-    """Prepares loaders as one of ``processes`` does."""
+    """Accelerator that prepares loaders for rank zero of ``processes``."""
 
     def __init__(self, processes: int) -> None:
         self.world: Any = SimpleNamespace(rank=0, size=processes)  # all that a loader asks of a `World`
 
     def prepare_data_loader(self, source: Any, *, shard: bool, evaluation: bool, move: Any) -> Loader:
-        """See `Accelerator.prepare_data_loader`."""
+        """Prepare a dataloader; see `Accelerator.prepare_data_loader`."""
         kind = JointLoader if isinstance(source, CombinedLoader) else Loader
         return kind(
             source, world=self.world, cursor=Cursor(), stream=RandomStream(random_state()), accumulate=lambda: 1,
@@ -286,7 +313,11 @@ class _SimulatedAccelerator:
 
 
 def drop_values(module: nn.Module) -> None:
-    """Move a module off its memory; what is tied stays tied."""
+    """Move a module to the meta device and keep tied parameters tied.
+
+    Args:
+        module: The module, which is changed in place.
+    """
     places = [(part, name, p) for part in module.modules() for name, p in part._parameters.items() if p is not None]
     module.to("meta")
     moved: dict[Any, Any] = {}
@@ -295,7 +326,7 @@ def drop_values(module: nn.Module) -> None:
 
 
 def _count_samples(source: Any, batch: Any) -> int:
-    """How many samples the loader's batches hold."""
+    """Return the number of samples in a batch of a dataloader."""
     if isinstance(source, CombinedLoader):
         parts = batch.values() if isinstance(batch, Mapping) else batch
         return sum(_count_samples(loader, part) for loader, part in zip(source.flattened, parts, strict=False))
@@ -304,7 +335,7 @@ def _count_samples(source: Any, batch: Any) -> int:
 
 
 def _read_leading_size(batch: Any) -> int:
-    """The first size of the first tensor in a batch."""
+    """Return the length of the first dimension of the first tensor in a batch."""
     pending = [batch]
     while pending:
         value = pending.pop(0)
@@ -314,16 +345,19 @@ def _read_leading_size(batch: Any) -> int:
             pending[:0] = value.values()
         elif isinstance(value, list | tuple):
             pending[:0] = value
-    raise ValueError(f"a plan can't tell how many samples a {type(batch).__name__} holds: there is no tensor in it.")
+    raise ValueError(
+        f"the number of samples in a {type(batch).__name__} is unknown, because it contains no tensor. Give the "
+        "DataLoader a batch_size."
+    )
 
 
 def _is_plain_loader(source: Any) -> bool:
-    """Whether its batches are cut from a sampler by torch's own batch sampler."""
+    """Return whether batches are cut from a sampler by torch's own batch sampler."""
     return isinstance(source, DataLoader) and type(source.batch_sampler) is BatchSampler
 
 
 def _resize_batches(source: Any, micro: int) -> Any:
-    """The loader with batches of another size; as it is where its batches are its own."""
+    """Return the dataloader with batches of another size; unchanged if it makes its own batches."""
     if not _is_plain_loader(source):
         return source
     resized, batch_sampler = copy.copy(source), source.batch_sampler
@@ -334,7 +368,7 @@ def _resize_batches(source: Any, micro: int) -> Any:
 
 
 def _make_like(batch: Any, size: int, samples: int) -> Any:
-    """The same without values, with ``samples`` where the loader's own size stands first."""
+    """Return a batch of zeros with the same structure, its leading sizes scaled from ``size`` to ``samples``."""
     if isinstance(batch, Tensor):
         shape = list(batch.shape)
         if shape:
@@ -353,7 +387,7 @@ def _make_like(batch: Any, size: int, samples: int) -> Any:
 def _simulate_rates(
     optimizer: Optimizer, schedulers: list[SchedulerConfig], steps: int, per_epoch: int | None
 ) -> list[float]:
-    """Learning rates of the first group, evenly over so many steps."""
+    """Return learning rates of the first parameter group, spaced evenly over a number of steps."""
     interval = max(1, steps // _POINTS)
     rates = []
     with warnings.catch_warnings():

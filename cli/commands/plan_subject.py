@@ -1,4 +1,4 @@
-"""What a plan is of: a run's configuration, or a model by its name."""
+"""Subject of a plan: the run of a configuration, or a model by its name."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is planned.
+    """Functions and settings that describe a run to `simulate`.
 
     Attributes:
-        name: in words.
-        build_model: makes the model, where parameters get no memory.
-        make_batch: makes a batch of so many samples.
-        loss: what is trained on.
-        optimizer: makes one.
-        strategy: makes one for so many processes.
-        schedule: how long the run of a plan is, with its learning rates.
-        step: the method of the model that returns the loss, where that is not `loss`.
-        settings: what `simulate` is given beside these, and ``per_machine`` where the run says it.
+        name: Name of the model.
+        build_model: Builds the model with parameters on the meta device.
+        make_batch: Makes a batch with a number of samples.
+        loss: Computes the loss.
+        optimizer: Makes the optimizer.
+        strategy: Makes the strategy for a world size.
+        schedule: Returns the number of steps of a plan's run, with its learning rates.
+        step: The method of the model that returns the loss, if it is not ``forward``.
+        settings: Further arguments of `simulate`, and ``per_machine`` if the run sets it.
     """
 
     name: str
@@ -48,10 +48,13 @@ class Subject:
 
 
 def build_model_subject(options: argparse.Namespace) -> Subject:
-    """A transformer of the usual kind, trained with AdamW.
+    """Build the plan subject of a standard transformer that is trained with AdamW.
+
+    Args:
+        options: The parsed command line of `treadle plan`.
 
     Raises:
-        ValueError: for a name that is none, with the nearest known.
+        ValueError: The model's name is unknown, which names the closest one.
     """
     sizes = sizes_of(options.model)
     if options.length is not None:
@@ -78,7 +81,14 @@ def _build_schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
 
 
 def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> list[float]:
-    """Learning rates of a linear warm-up, then half a cosine down to a tenth, evenly over a run."""
+    """Return learning rates of a linear warm-up and half a cosine down to a tenth, spaced evenly over a run.
+
+    Args:
+        peak: The highest rate.
+        warmup: Steps of the warm-up.
+        steps: Steps of the run.
+        points: Number of rates.
+    """
 
     def compute_rate(step: float) -> float:
         if step < warmup:
@@ -90,10 +100,15 @@ def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> lis
 
 
 def vary_strategy(options: argparse.Namespace, name: str | Strategy, world_size: int) -> Strategy:
-    """The strategy that was asked for, with what the options change of it.
+    """Return the requested strategy with the changes that the options ask for.
+
+    Args:
+        options: The parsed command line of `treadle plan`.
+        name: The strategy or its name.
+        world_size: World size of the plan.
 
     Raises:
-        ValueError: for an unknown name, or options that the strategy has no use for.
+        ValueError: The name is unknown, or the strategy does not support an option.
     """
     strategy = name if isinstance(name, Strategy) else simulation.strategy_named(name, world_size)
     changes: dict[str, Any] = {}

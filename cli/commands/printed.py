@@ -1,4 +1,4 @@
-"""A configuration as YAML, each value with the place it came from."""
+"""Configuration as YAML, each value with its source."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Line = tuple[str, str]
 
 
 def dump_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str = "") -> str:
-    """YAML that reads back as ``root``, with the source of each value behind it.
+    """Return YAML that reads back as ``root``, each value with its source in a comment.
 
     Args:
-        root: a mapping.
-        secrets: text that is not to be written, and what stands for it.
-        head: lines to begin with, as remarks.
+        root: A mapping.
+        secrets: References by the secret text that they replace.
+        head: Comment lines to begin with.
     """
     lines = list(_format_mapping(root, "", secrets or {}))
     width = min(_WIDEST, max((len(text) for text, source in lines if source), default=0))
@@ -44,7 +44,7 @@ def _format_mapping(value: Value, indent: str, secrets: Mapping[str, str]) -> It
 
 
 def _format_entry(begin: str, value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
-    """A value behind ``key:`` or ``-``, on the same line where it is short."""
+    """Yield the lines of a value after ``key:`` or ``-``; a short value stays on the same line."""
     data = value.data
     if isinstance(data, dict):
         if all(isinstance(item.data, Opaque) for item in data.values()):
@@ -63,7 +63,7 @@ def _format_entry(begin: str, value: Value, indent: str, secrets: Mapping[str, s
 
 
 def _format_item(value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
-    """An item of a list: the first line of a mapping stands behind the dash."""
+    """Yield the lines of a list item; the first line of a mapping follows the dash."""
     if not isinstance(value.data, dict) or not value.data:
         yield from _format_entry(f"{indent}-", value, indent + "  ", secrets)
         return
@@ -85,12 +85,12 @@ def _format_value(value: Value, secrets: Mapping[str, str], within: bool = False
 
 
 def format_word(data: Any, secrets: Mapping[str, str] | None = None, within: bool = False) -> str:
-    """A single value as YAML.
+    """Return a single value as YAML.
 
     Args:
         data: None, a bool, a number or text.
-        secrets: text that is not to be written, and what stands for it.
-        within: whether it stands within brackets.
+        secrets: References by the secret text that they replace.
+        within: Whether the value is inside brackets.
     """
     if data is None:
         return "null"
@@ -104,7 +104,7 @@ def format_word(data: Any, secrets: Mapping[str, str] | None = None, within: boo
 
 
 def _escape(text: str, reference: str) -> str:
-    """A text that is to be read as it is, before a reference, if one follows."""
+    """Return a literal text with its references escaped, up to the reference that follows it."""
     text = _REFERENCE_START.sub(r"\1\1\\${", text)
     return text + text[len(text.rstrip("\\")) :] if reference else text
 

@@ -24,16 +24,16 @@ from ..sweep import format_parameters
 from .terminal_plot import plot
 
 DESCRIPTION = """\
-List the runs in a folder, the newest last, or open one of them here, with its curves.
+List the runs in a folder, the latest last, or show one of them with its curves.
 
-    treadle runs                        those in runs/
-    treadle runs DIR --state failed     those elsewhere that failed; DIR may be a URL, s3://bucket/runs
-    treadle runs show                   the newest
-    treadle runs show 3                 the one with this number; NAME/3 where several names have it, or its path
+    treadle runs                        the runs in runs/
+    treadle runs DIR --state failed     failed runs in DIR, which may be a URL, s3://bucket/runs
+    treadle runs show                   the latest
+    treadle runs show 3                 the run with this number; NAME/3 if several names have it, or its path
     treadle runs show 3 --metric val_loss
-    treadle runs compare 3 4            what differs between them, and a page with the curves of both
+    treadle runs compare 3 4            the differences between two runs, and a page with their curves
 
-A run is running, finished, failed, interrupted (Ctrl-C), killed (its process is gone and could not say why) or
+A run is running, finished, failed, interrupted (Ctrl-C), killed (its process died without recording why) or
 unreadable; a trial of a sweep may also be waiting or pruned. Nothing in the folders is changed, and nothing in them is
 run."""
 
@@ -49,33 +49,39 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
-    """The options of the list."""
+    """Return the parser of `treadle runs`.
+
+    Args:
+        program: The name of the command in the help.
+    """
     parser = _make_parser(program, DESCRIPTION)
-    parser.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="where the runs are (default: runs)")
-    parser.add_argument("--name", help="only those of this name")
-    parser.add_argument("--state", help=f"only those in this state: {', '.join(STATES)}")
-    parser.add_argument("--json", action="store_true", help="print them as JSON, a list of objects")
+    parser.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
+    parser.add_argument("--name", help="only runs of this name")
+    parser.add_argument("--state", help=f"only runs in this state: {', '.join(STATES)}")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of objects")
     return parser
 
 
 def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentParser:
-    """The options of a look at one."""
-    parser = _make_parser(program, "Open one run: facts, configuration, environment, last values, curves.")
+    """Return the parser of `treadle runs show`.
+
+    Args:
+        program: The name of the command in the help.
+    """
+    parser = _make_parser(program, "Show one run: metadata, configuration, environment, last values, curves.")
     parser.add_argument(
         "run",
         nargs="?",
         metavar="N|PATH",
-        help="its number, NAME/NUMBER or path (default: the newest)",
+        help="its number, NAME/NUMBER or path (default: the latest)",
     )
-    parser.add_argument("--dir", default="runs", help="where the runs are (default: runs)")
-    parser.add_argument("--name", help="only those of this name")
-    parser.add_argument(
-        "--metric", action="append", metavar="NAME", help="draw this curve only; may be given repeatedly"
-    )
-    parser.add_argument("--defaults", action="store_true", help="show the configuration with the defaults in it")
-    parser.add_argument("--width", type=int, help="letters in a row (default: as the terminal has them)")
-    parser.add_argument("--ascii", action="store_true", help="draw with plain letters")
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON, an object")
+    parser.add_argument("--dir", default="runs", help="folder of the runs (default: runs)")
+    parser.add_argument("--name", help="only runs of this name")
+    parser.add_argument("--metric", action="append", metavar="NAME", help="draw only this curve; may be repeated")
+    parser.add_argument("--defaults", action="store_true", help="show the configuration with its defaults")
+    parser.add_argument("--width", type=int, help="characters per row (default: the terminal's width)")
+    parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
     return parser
 
 
@@ -103,7 +109,11 @@ def _make_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit status."""
+    """Run the command and return its exit status.
+
+    Args:
+        arguments: The words after `treadle runs`.
+    """
     try:
         if arguments and arguments[0] == "show":
             output = _show(build_show_parser().parse_args(arguments[1:]))
@@ -190,7 +200,7 @@ def _check(option: str, value: str, valid: Iterable[str]) -> None:
 
 def _show(options: argparse.Namespace) -> str:
     if options.width is not None and not _NARROWEST <= options.width <= 1000:
-        raise ValueError(f"--width {options.width} is not between {_NARROWEST} and 1000 letters.")
+        raise ValueError(f"--width {options.width} is not between {_NARROWEST} and 1000 characters.")
     directory = as_path(options.dir)
     if options.name is not None:
         _filter_by_name(index.find(directory), options.name)  # a name that no run has
@@ -227,7 +237,7 @@ def _show(options: argparse.Namespace) -> str:
 
 
 def _drop_defaults(lines: Sequence[str]) -> Iterator[str]:
-    """What somebody has written of a configuration, as `printed.dump_yaml` marks it, and what it stands in."""
+    """Yield the lines of a configuration that do not come from defaults, with the sections that contain them."""
     written = [line for line in lines if f"  # {DEFAULT}" not in line]
     for line, after in pairwise([*written, ""]):
         if not line.endswith(":") or _count_indent(after) > _count_indent(line):
@@ -372,7 +382,7 @@ def _format_time(moment: float) -> str:
 
 
 def _format_age(moment: float) -> str:
-    """How long ago that was, in the unit that fits."""
+    """Return the time since a moment as text, in the largest unit of which at least one has passed."""
     seconds = max(0.0, time.time() - moment)
     for unit, length in (("day", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -382,7 +392,7 @@ def _format_age(moment: float) -> str:
 
 
 def _cut(line: str) -> str:
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}... ({len(line):,} letters)"
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}... ({len(line):,} characters)"
 
 
 def _get_encoding() -> str:

@@ -1,4 +1,4 @@
-"""`treadle fit`, `validate`, `test` and `predict`: a configuration, checked, then run."""
+"""`treadle fit`, `validate`, `test` and `predict`: a configuration, validated and then run."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """What a command line has run.
+    """Objects and result of a command line that was run.
 
     Attributes:
-        trainer, model, data: what was built.
-        result: what the stage returned.
+        trainer: The Trainer.
+        model: The task.
+        data: The data module, or None.
+        result: The return value of the stage.
     """
 
     trainer: Trainer
@@ -53,21 +55,22 @@ def run(
     defaults: Mapping[str, Any] | None = None,
     keep: bool = True,
 ) -> Session | None:
-    """Do what a command line asks for.
+    """Run the stage that a command line names.
 
     Args:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        arguments: what stands behind that.
-        program: the name of the command, for help.
-        model, data: classes that the configuration need not name.
-        defaults: a configuration that files and overrides win over.
-        keep: whether anybody wants the predictions of ``predict``.
+        arguments: The words after the stage.
+        program: The name of the command, for help.
+        model: The task's class, if the configuration need not name one.
+        data: The data module's class, if the configuration need not name one.
+        defaults: A configuration that files and overrides take precedence over.
+        keep: Whether the predictions of ``predict`` are returned.
 
     Returns:
-        What was run; None where only something was printed.
+        The session; None if something was printed and nothing run.
 
     Raises:
-        ConfigError: something is wrong with the command line or the configuration.
+        ConfigError: The command line or the configuration is wrong.
     """
     follow_scheduler()
     if (current_directory := os.getcwd()) not in sys.path:
@@ -87,7 +90,7 @@ def run(
     from .printed import dump_yaml
 
     checked = check(config, model, data)
-    text = dump_yaml(checked.resolve_defaults(), config.secrets, f"{program}, with everything filled in")
+    text = dump_yaml(checked.resolve_defaults(), config.secrets, f"{program}, with all defaults")
     if options.show:
         say(text.rstrip("\n"))
         return None
@@ -98,7 +101,7 @@ def run(
 
 
 def _execute(stage: str, program: str, checked: CheckedConfig, text: str, options: Options, keep: bool) -> Session:
-    """The Trainer comes first: where it starts other processes, this one only waits for them."""
+    """Build the objects and run the stage. The Trainer comes first: if it launches processes, this one only waits."""
     from ...engine import seed_everything
     from ...trainer import Trainer, as_callbacks
     from ..config.instantiate import locate_error
@@ -142,7 +145,7 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
         if stage == "fit":
             stage_options["schedule"] = checked.schedule
         elif checked.config.find_source("schedule") == COMMAND_LINE:
-            raise ConfigError(f"{COMMAND_LINE}: schedule is for fit, which resumes; {stage} has none. Leave it out.")
+            raise ConfigError(f"{COMMAND_LINE}: schedule applies to fit only, not to {stage}. Leave it out.")
         if stage == "predict" and not keep:
             stage_options["return_predictions"] = False
         try:
@@ -175,7 +178,7 @@ def _describe_next_steps(trainer: Trainer, model: TaskModule, place: str, progra
 
 
 def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | DataModule | None]) -> None:
-    """Raise a ConfigError if hyperparameters, which are saved and logged, hold what is to be written nowhere."""
+    """Raise ConfigError if hyperparameters contain a secret: they are saved and logged, secrets must not be."""
     for section, owner in owners.items():
         hyperparameters = make_value(owner.plain_hparams() if owner is not None else {}, "")
         for path, value in iterate_values(hyperparameters, (section,)):
@@ -183,14 +186,14 @@ def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | Data
                 value.data
             ):
                 raise ConfigError(
-                    f"{config.find_source(format_path(path))}: {format_path(path)} holds a secret, and "
-                    f"save_hyperparameters() would put it into checkpoints and logs: leave it out "
-                    f"there, with ignore={[path[1]]!r}."
+                    f"{config.find_source(format_path(path))}: {format_path(path)} holds a secret, "
+                    "which save_hyperparameters() would write to checkpoints and logs. Exclude it "
+                    f"with ignore={[path[1]]!r}."
                 )
 
 
 def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Callback]:
-    """The callbacks, with one that writes the predictions if none of them may take them."""
+    """Return the callbacks, with a `PredictionWriter` unless one of them may use the predictions."""
     from ...callbacks import PredictionWriter
 
     if any(map(_can_take_predictions, callbacks)):
@@ -200,7 +203,7 @@ def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Ca
 
 
 def _can_take_predictions(callback: Callback) -> bool:
-    """Whether it may: of ours the writers do, and LambdaCallback; bars and monitors only count."""
+    """Return whether a callback may use predictions: of Treadle's, the writers and LambdaCallback do."""
     from ...callbacks import BasePredictionWriter, Callback
 
     hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")
@@ -213,7 +216,7 @@ def _can_take_predictions(callback: Callback) -> bool:
 
 
 def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) -> str | None:
-    """The checkpoint to evaluate: that of the earlier run, unless another is named."""
+    """Return the checkpoint to evaluate: the named one, else the earlier run's."""
     from ...common.messages import warn
     from ...engine.checkpoint import MANIFEST
 
@@ -224,12 +227,12 @@ def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) 
         return earlier
     if earlier is not None and (as_path(earlier) / CONFIG).is_file():
         return "best" if any(callback.monitor is not None for callback in trainer.checkpoint_callbacks) else "last"
-    warn("no ckpt_path: the weights are those that the task is built with.")
+    warn("ckpt_path is not set: the task's initial weights are used.")
     return None
 
 
 def _prepare_callbacks(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]:
-    """The callbacks, for which ``last`` and ``best`` are checkpoints of the earlier run."""
+    """Return the callbacks with the earlier run's folder as the one in which ``last`` and ``best`` are looked up."""
     from ...callbacks import ModelCheckpoint
     from ...trainer import as_callbacks
     from ...trainer.runs import CHECKPOINTS
@@ -247,7 +250,7 @@ def _prepare_callbacks(earlier: str | None, flags: Mapping[str, Any]) -> list[Ca
 def _open_run_folder(
     checked: CheckedConfig, flags: Mapping[str, Any], options: Options
 ) -> AbstractContextManager[RunFolder, bool | None]:
-    """The folder of the run: a new one, or the earlier run's own where that is gone on with."""
+    """Open a new run folder, or the earlier run's folder if that run is resumed."""
     from ...trainer.runs import RunFolder
 
     earlier, word = options.from_run, checked.ckpt_path
@@ -256,22 +259,22 @@ def _open_run_folder(
     file = as_path(earlier) / CONFIG
     if not file.is_file():
         raise ConfigError(
-            f"--from-run {earlier} is not a run's folder, in which ckpt_path={word} could look. Name the folder, to go "
-            "on in it; or give ckpt_path=CHECKPOINT, to begin a new run."
+            f"--from-run {earlier} is not the folder of a run, which ckpt_path={word} needs. Name the run's folder to "
+            "resume it, or set ckpt_path=CHECKPOINT to start a new run."
         )
     for key in ("run.name", "run.dir"):
         source = checked.config.find_source(key)
         if source != "defaults" and f"{file}:" not in source:
             raise ConfigError(
-                f"{source}: {key} is for a new run, but with ckpt_path={word} the one in {earlier} goes on where it "
-                f"is. Leave {key} out; or give ckpt_path=CHECKPOINT, to begin a new run."
+                f"{source}: {key} is for a new run, but ckpt_path={word} resumes the run in {earlier}. Leave {key} "
+                "out, or set ckpt_path=CHECKPOINT to start a new run."
             )
     return RunFolder.open(earlier, flags)
 
 
 @contextmanager
 def _create_run_folder(checked: CheckedConfig, flags: Mapping[str, Any]) -> Iterator[RunFolder]:
-    """A new run's folder, which goes again where the run is refused before it begins."""
+    """Create the folder of a new run. Discard it if the run is refused before it starts."""
     from ...trainer.runs import RunFolder
 
     with RunFolder.create(checked.run_dir, checked.run_name, flags) as folder:
@@ -293,20 +296,36 @@ def _run_main(stage: str, arguments: Sequence[str]) -> int:
 
 
 def fit(arguments: Sequence[str]) -> int:
-    """`treadle fit`; returns the exit status."""
+    """Run `treadle fit` and return the exit status.
+
+    Args:
+        arguments: The words after `treadle fit`.
+    """
     return _run_main("fit", arguments)
 
 
 def validate(arguments: Sequence[str]) -> int:
-    """`treadle validate`; returns the exit status."""
+    """Run `treadle validate` and return the exit status.
+
+    Args:
+        arguments: The words after `treadle validate`.
+    """
     return _run_main("validate", arguments)
 
 
 def test(arguments: Sequence[str]) -> int:
-    """`treadle test`; returns the exit status."""
+    """Run `treadle test` and return the exit status.
+
+    Args:
+        arguments: The words after `treadle test`.
+    """
     return _run_main("test", arguments)
 
 
 def predict(arguments: Sequence[str]) -> int:
-    """`treadle predict`; returns the exit status."""
+    """Run `treadle predict` and return the exit status.
+
+    Args:
+        arguments: The words after `treadle predict`.
+    """
     return _run_main("predict", arguments)

@@ -1,4 +1,4 @@
-"""`treadle sweep`: many runs of one configuration, each with other values."""
+"""`treadle sweep`: many runs of one configuration, each with different values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ if TYPE_CHECKING:
 
 OPTIONS = {
     "-c, --config FILE": "the sweep file, YAML",
-    "KEY=VALUE": "set one value: trials=40, processes=4; or one of the configuration: trainer.max_epochs=3",
-    "--dry-run": "check everything, say what would be run, and run nothing",
-    "-h, --help": "this",
+    "KEY=VALUE": "set one value: trials=40, processes=4; or a value of the configuration: trainer.max_epochs=3",
+    "--dry-run": "check everything, print the plan, and run nothing",
+    "-h, --help": "this help",
 }
 
 
 def format_usage(program: str = "treadle sweep") -> str:
-    """Return the help of the command."""
+    """Return the help text of the command.
+
+    Args:
+        program: The name of the command in the text.
+    """
     from ..sweep import KEYS
 
     lines = [f"usage: {program} --config FILE [KEY=VALUE ...]", "", *_DESCRIPTION, "", "options:"]
@@ -36,14 +40,18 @@ def format_usage(program: str = "treadle sweep") -> str:
 
 
 _DESCRIPTION = (
-    "Run many trials of one configuration, each with other values for some of its keys. Each trial is a run, NAME/1,",
-    "NAME/2, ... The same command continues a sweep that was interrupted; on several machines with one file system it",
-    "shares the trials out among them.",
+    "Run many trials of one configuration, each with different values for some of its keys. Each trial is a run,",
+    "NAME/1, NAME/2, ... The same command continues an interrupted sweep. Run on several machines with a shared file",
+    "system, it distributes the trials over them.",
 )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`treadle sweep`; returns the exit status."""
+    """Run `treadle sweep` and return the exit status.
+
+    Args:
+        arguments: The words after `treadle sweep`.
+    """
     return run(arguments, "treadle sweep", [sys.executable, "-m", "treadle"])
 
 
@@ -55,14 +63,15 @@ def run(
     data: type[DataModule] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> int:
-    """Do what a command line asks for, and return the exit status.
+    """Run the sweep that a command line asks for and return the exit status.
 
     Args:
-        arguments: what stands behind ``sweep``.
-        program: the name of the command, for messages.
-        command: what ``fit`` is added to, to run a trial.
-        model, data: classes that the configuration need not name.
-        defaults: a configuration that the sweep's wins over.
+        arguments: The words after ``sweep``.
+        program: The name of the command, for messages.
+        command: The words before ``fit`` in the command of a trial.
+        model: The task's class, if the configuration need not name one.
+        data: The data module's class, if the configuration need not name one.
+        defaults: A configuration that the sweep's takes precedence over.
     """
     try:
         file, overrides, dry = _parse(arguments)
@@ -85,7 +94,7 @@ def run(
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
-    """Return the sweep file, None where help is wanted, the overrides, and whether to run nothing."""
+    """Return the sweep file (None if help is requested), the overrides, and whether it is a dry run."""
     files: list[str] = []
     overrides: list[str] = []
     dry, rest = False, list(arguments)
@@ -96,7 +105,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
             return None, [], False
         if name in ("-c", "--config"):
             if not equals and not rest:
-                raise ConfigError(f"command line: {name} needs a file behind it.")
+                raise ConfigError(f"command line: {name} needs a file after it.")
             files.append(value if equals else rest.pop(0))
         elif word == "--dry-run":
             dry = True
@@ -107,9 +116,9 @@ def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
         elif word.endswith((".yaml", ".yml")):
             files.append(word)
         else:
-            raise ConfigError(f"command line: {word}: write it as key.path=value, or a file behind --config.")
+            raise ConfigError(f"command line: {word}: write it as key.path=value, or a file after --config.")
     if len(files) != 1:
-        raise ConfigError(f"command line: give one sweep file: --config sweep.yaml; here are {len(files)}.")
+        raise ConfigError(f"command line: expected one sweep file, got {len(files)}: give --config sweep.yaml.")
     return files[0], overrides, dry
 
 

@@ -1,4 +1,4 @@
-"""Curves drawn with letters, for a terminal."""
+"""Curves drawn with characters, for a terminal."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ def plot(
     ascii: bool = False,
     colour: bool = False,
 ) -> str:
-    """Draw lines over the optimizer steps.
+    """Draw curves over the optimizer steps.
 
-    Values of two orders of magnitude or more are drawn on a logarithmic axis. With several lines a letter beside the
-    chart stands where each ends.
+    The axis is logarithmic if the values span two orders of magnitude or more. With several curves a letter next to the
+    chart marks the end of each.
 
     Args:
-        title: what they show.
-        lines: by name, the steps and values of each.
-        width: letters in a row, 24 at least.
-        height: rows of the chart itself.
-        ascii: use plain letters instead of braille's, which have eight dots each.
-        colour: give each line a colour, as terminals know them.
+        title: The title.
+        lines: Steps and values of each curve, by name.
+        width: Characters per row, at least 24.
+        height: Rows of the chart without title, axis and legend.
+        ascii: Whether to use plain characters instead of braille's, which have eight dots each.
+        colour: Whether to give each curve an ANSI colour.
+
+    Returns:
+        The chart as lines of text.
     """
     chart = Chart(title, lines)
     drawn = {name: points for name, points in chart.lines.items() if points[0]}
@@ -66,12 +69,12 @@ def plot(
 
 
 class Canvas:
-    """Dots: two by four of them in a letter, or one, where there is only ASCII.
+    """Grid of dots, two by four per braille character or one per ASCII character.
 
     Args:
-        columns: letters in a row.
-        height: rows.
-        ascii: whether a letter is one dot.
+        columns: Characters per row.
+        height: Rows.
+        ascii: Whether a character is one dot.
     """
 
     def __init__(self, columns: int, height: int, ascii: bool) -> None:
@@ -80,13 +83,23 @@ class Canvas:
         self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # of a letter: its bits, and the line drawn last
 
     def set_dot(self, x: int, y: int, line: int) -> None:
-        """Set one; ``y`` counts from above."""
+        """Set a dot.
+
+        Args:
+            x: The column, in dots from the left.
+            y: The row, in dots from the top.
+            line: The number of the curve.
+        """
         cell = (y // self.high, x // self.wide)
         bits = 0 if self.ascii else self._cells.get(cell, (0, 0))[0] | _BRAILLE[y % 4][x % 2]
         self._cells[cell] = (bits, line)
 
     def render_rows(self, colour: bool) -> list[str]:
-        """The letters."""
+        """Return the rows of characters.
+
+        Args:
+            colour: Whether to colour the characters.
+        """
         return [
             "".join(self._render_letter(row, column, colour) for column in range(self.columns))
             for row in range(self.height)
@@ -102,7 +115,7 @@ class Canvas:
 
 
 def _draw(canvas: Canvas, chart: Chart, points: tuple[Sequence[float], Sequence[float]], line: int) -> int:
-    """Draw one line; returns the row in which it ends."""
+    """Draw one curve and return the row in which it ends."""
     right, bottom = canvas.columns * canvas.wide - 1, canvas.height * canvas.high - 1
     x = y = 0
     before: tuple[int, int] | None = None
@@ -118,7 +131,7 @@ def _draw(canvas: Canvas, chart: Chart, points: tuple[Sequence[float], Sequence[
 
 
 def _place_labels(chart: Chart, height: int) -> dict[int, str]:
-    """Round values by the row they lie in."""
+    """Return labels of round values by the row they belong to."""
     labels: dict[int, str] = {}
     for value in choose_ticks(chart.bottom, chart.top, chart.logarithmic):
         row = round((1 - chart.scale_value(value)) * (height - 1))
@@ -130,7 +143,7 @@ def _place_labels(chart: Chart, height: int) -> dict[int, str]:
 
 
 def _format_steps(chart: Chart, columns: int) -> str:
-    """The first and the last step below the ends of the axis; a single one in its middle."""
+    """Return the label below the axis: the first and the last step at its ends, or a single one in the middle."""
     steps = [step for steps, _ in chart.lines.values() for step in steps]
     first, last = f"{min(steps):,}", f"{max(steps):,} steps"
     if min(steps) == max(steps):

@@ -1,4 +1,4 @@
-"""Configurations: files, then overrides, merged and resolved. OmegaConf's grammar fills in ``${...}``."""
+"""Configurations of files and overrides, merged and resolved. OmegaConf's grammar resolves ``${...}``."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SECTIONS = {
     "data": "the data module, likewise",
     "optimizer": "AdamW or {class: AdamW, lr: 1e-3}, in place of the task's configure_optimizers",
     "lr_scheduler": "{class: CosineAnnealingLR, T_max: 10, interval: step}, likewise",
-    "seed": "of all random numbers; null leaves them alone",
-    "ckpt_path": "a checkpoint to go on from, or to evaluate",
-    "schedule": "with ckpt_path in fit: whose learning rates and schedule hold, saved or script",
+    "seed": "the seed of all random number generators; null sets none",
+    "ckpt_path": "a checkpoint to resume from or to evaluate",
+    "schedule": "with ckpt_path in fit: whose learning rates and schedule apply, saved or script",
     "run": "{name: default, dir: runs}: where the run's folder is",
-    "vars": "whatever you like, to refer to as ${vars.name}",
+    "vars": "user-defined values, which ${vars.name} refers to",
 }
-"""What a configuration may hold."""
+"""Sections of a configuration, with their descriptions."""
 
 COMMAND_LINE = "command line"
 MOST_EXPANDED = 100_000
@@ -59,28 +59,35 @@ _SECRET = re.compile(r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASS$|_PWD|CREDENTIAL|_AUT
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration with nothing left open.
+    """Resolved configuration.
 
     Attributes:
-        root: its values, each with its source.
-        secrets: values of environment variables that look like secrets, and how the configuration refers to them;
-            they are written down in no place.
+        root: The values, each with its source.
+        secrets: References by value for environment variables that look like secrets. The values are never written.
     """
 
     root: Value
     secrets: Mapping[str, str] = field(default_factory=dict)
 
     def get_section(self, name: str) -> Value | None:
-        """A section; None where there is none, or nothing in it."""
+        """Return a section; None if it is missing or empty.
+
+        Args:
+            name: The name of the section.
+        """
         section = self.root.data.get(name)
         return None if section is None or section.data is None else section
 
     def to_plain(self) -> dict[str, Any]:
-        """The data alone."""
+        """Return the configuration as plain data."""
         return dict(to_plain(self.root))
 
     def find_source(self, key: str) -> str:
-        """Where the value of a dotted key was written, or the nearest one above it."""
+        """Return the source of the value at a dotted key, or of the closest value above it.
+
+        Args:
+            key: The dotted key.
+        """
         value = self.root
         for part in key.split("."):
             entries = value.data
@@ -103,14 +110,14 @@ def load(
     """Read, merge and resolve a configuration. Nothing in it is run, imported or built.
 
     Args:
-        files: YAML files; a later one wins over those before.
-        overrides: ``key.path=value`` (lists by number, the value as in YAML), ``key.path+=value`` to add to a list,
-            ``~key.path`` to take out. They win over the files.
-        defaults: what the files win over.
-        earlier: name and YAML of the configuration of an earlier run, which comes before the files.
+        files: YAML files. A later file takes precedence.
+        overrides: ``key.path=value`` (lists by number, the value as in YAML), ``key.path+=value`` to append to a list,
+            ``~key.path`` to remove a key. They take precedence over the files.
+        defaults: Values that the files take precedence over.
+        earlier: Name and YAML of an earlier run's configuration, which comes before the files.
 
     Raises:
-        ConfigError: names file, line and key.
+        ConfigError: The configuration is wrong; names file, line and key.
     """
     return resolve(merge_sources(files, overrides, defaults=defaults, earlier=earlier))
 
@@ -122,14 +129,16 @@ def merge_sources(
     defaults: Mapping[str, Any] | None = None,
     earlier: tuple[str, str] | None = None,
 ) -> Value:
-    """Read and merge a configuration whose references are still open; see `load`, which resolves it too.
+    """Read and merge a configuration without resolving its references; see `load`.
 
     Args:
-        files: YAML files, or values that were read from elsewhere.
-        overrides, defaults, earlier: see `load`.
+        files: YAML files, or values from elsewhere.
+        overrides: See `load`.
+        defaults: See `load`.
+        earlier: See `load`.
 
     Raises:
-        ConfigError: names file, line and key.
+        ConfigError: The configuration is wrong; names file, line and key.
     """
     root = normalize(make_value(dict(defaults or {}), "script"))
     if earlier is not None:
@@ -142,15 +151,14 @@ def merge_sources(
 
 
 def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
-    """Fill in the references of a merged configuration.
+    """Resolve the references of a merged configuration.
 
     Args:
-        root: what `merge_sources` returned.
-        settings: values by dotted key, which win over what is there. Like those of the command line, each must have an
-            effect.
+        root: The return value of `merge_sources`.
+        settings: Values by dotted key, which take precedence. Like those of the command line, each must have an effect.
 
     Raises:
-        ConfigError: names file, line and key.
+        ConfigError: The configuration is wrong; names file, line and key.
     """
     settings = settings or {}
     for key, value in settings.items():
@@ -166,7 +174,7 @@ def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
 
 
 def _parse_earlier_config(name: str, text: str) -> Value:
-    """What an earlier run was configured with. If that went on from a checkpoint of its own, this begins anew."""
+    """Parse an earlier run's configuration. A ``ckpt_path`` that refers to its own checkpoints is dropped."""
     parsed = parse(text, name)
     if parsed is None or parsed.data is None:
         return Value({}, name)
@@ -193,8 +201,8 @@ def _apply_override(root: Value, override: str) -> Value:
         path = parse_path(key)
         if not text:
             raise ConfigError(
-                f"nothing stands behind '='. Write {key}=null for none, {key}='\"\"' for empty text, or ~{key} to take "
-                "it out."
+                f"there is no value after '='. Write {key}=null for none, {key}='\"\"' for empty text, or ~{key} to "
+                "remove it."
             )
         return normalize(place_value(root, path, parse_override_value(text), add))
     except ConfigError as error:
@@ -202,7 +210,12 @@ def _apply_override(root: Value, override: str) -> Value:
 
 
 def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
-    """Return the value of an override: YAML where it is a list, a mapping or in quotes, else one word or text."""
+    """Return the value of an override: YAML for a list, a mapping or quoted text, otherwise a single word.
+
+    Args:
+        text: The text after ``=``, not empty.
+        source: The source of the value.
+    """
     if text[0] in "[{\"'":
         parsed = parse(text, "its value", lines=False)
         assert parsed is not None
@@ -215,7 +228,7 @@ def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
 
 
 def _replace_sources(value: Value, new: Callable[[str], str]) -> Value:
-    """The same values, said to come from elsewhere."""
+    """Return the same values with other sources."""
     data, source = value.data, new(value.source)
     if isinstance(data, dict):
         return replace(value, data={key: _replace_sources(item, new) for key, item in data.items()}, source=source)
@@ -225,23 +238,29 @@ def _replace_sources(value: Value, new: Callable[[str], str]) -> Value:
 
 
 def parse_path(key: str) -> Path:
-    """The parts of a dotted key, in LightningCLI's words too (``model.init_args.lr``).
+    """Split a dotted key; LightningCLI's form (``model.init_args.lr``) is accepted, too.
+
+    Args:
+        key: The dotted key.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: It is not a key.
     """
     parts = key.split(".")
     if not all(re.fullmatch(r"[\w-]+", part) for part in parts):
-        raise ConfigError(f"{key!r} is no key: words with dots between them, as in trainer.max_epochs.")
+        raise ConfigError(f"{key!r} is not a key: a key is words joined by dots, such as trainer.max_epochs.")
     return tuple("class" if part == "class_path" else part for part in parts if part != "init_args")
 
 
 def resolve_references(root: Value, explicit: Container[str] = (COMMAND_LINE,)) -> Value:
-    """Return the values with every ``${...}`` filled in.
+    """Return the values with every ``${...}`` resolved.
 
     Args:
-        root: the values.
-        explicit: sources whose values must have an effect.
+        root: The values.
+        explicit: Sources whose values must have an effect.
+
+    Raises:
+        ConfigError: A value is missing, or a reference can't be resolved.
     """
     leaves = {path: value for path, value in iterate_values(root) if isinstance(value.data, str)}
     missing = next(((path, value) for path, value in leaves.items() if value.data == "???"), None)
@@ -258,40 +277,40 @@ def resolve_references(root: Value, explicit: Container[str] = (COMMAND_LINE,)) 
 
 
 def _find_reference_error(text: str) -> str | None:
-    """What is wrong with a text as it is written; None if nothing is."""
+    """Return the syntax error in a text's references; None if there is none."""
     for opened in _OPEN.finditer(text):
         resolver = _RESOLVER.match(text, opened.start())
         if resolver is None and _REFERENCE.match(text, opened.start()) is None:
             if "${" in text[opened.end() :].partition("}")[0]:
-                return ": no ${...} inside the key of another."
-            return f" is no reference. {_REFERENCE_HINT}"
+                return ": a ${...} can't be inside another's key."
+            return f" is not a reference. {_REFERENCE_HINT}"
         if resolver is not None and _REFUSED.match(resolver[1]):
-            return f": {resolver[1]!r} is not taken; use ${{section.key}} or ${{oc.env:NAME,default}}."
+            return f": {resolver[1]!r} is not supported; use ${{section.key}} or ${{oc.env:NAME,default}}."
         if resolver is not None and resolver[1] == "oc.env" and not _VARIABLE.match(text, opened.end() - 2):
             return ": write the variable's own name: ${oc.env:NAME} or ${oc.env:NAME,default}."
     try:
         OmegaConf.create([text])
     except OmegaConfBaseException as error:
-        return f" is no reference: {_get_first_line(error)}. {_REFERENCE_HINT}"
+        return f" is not a reference: {_get_first_line(error)}. {_REFERENCE_HINT}"
     return None
 
 
 def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> None:
-    """Raise for a variable of these sources that nothing refers to: setting it would do nothing."""
+    """Raise ConfigError for an explicitly set variable that no reference uses: setting it would have no effect."""
     section = root.data.get("vars")
     for path, value in iterate_values(section, ("vars",)) if section is not None else ():
         alone = not isinstance(value.data, dict | list) and value.source in explicit
         if alone and not any(path[: len(target)] == target for target in targets):
             valid_targets = [format_path(target) for target in targets if target[:1] == ("vars",)]
             raise ConfigError(
-                f"{value.source}: {format_path(path)}={value.data!r}: nothing refers to it."
+                f"{value.source}: {format_path(path)}={value.data!r}: no reference uses it."
                 f"{nearest(format_path(path), valid_targets)} "
-                "In the configuration of an earlier run references have become values: set those."
+                "In an earlier run's configuration references are replaced by values: set those."
             )
 
 
 def _interpolate(value: Value, path: Path, carried: Any) -> Value:
-    """What OmegaConf makes of a text at a path."""
+    """Return OmegaConf's interpolation of a text at a path."""
     text = value.data
     try:
         node = carried
@@ -327,7 +346,7 @@ def _collect_secrets(root: Value) -> dict[str, str]:
 
 
 class _References:
-    """The references among values: where they lead, how much they stand for, what they become."""
+    """References between values: their targets, the number of values they expand to, and the results."""
 
     def __init__(self, root: Value) -> None:
         self.values = dict(iterate_values(root))
@@ -337,7 +356,7 @@ class _References:
         self.resolved_values: dict[Path, Value] = {}
 
     def check(self, marked: Iterable[Path]) -> None:
-        """Refuse references to nothing, in a circle, or without end, before anything is written out."""
+        """Raise ConfigError for references that are dangling, circular or unbounded, before any is expanded."""
         for path in marked:
             value = self.values[path]
             try:
@@ -346,18 +365,18 @@ class _References:
                 raise ConfigError(f"{value.source}: {format_path(path)}: too many references in a row.") from error
             if extent > MOST_EXPANDED:
                 raise ConfigError(
-                    f"{value.source}: {format_path(path)}={value.data!r:.100} has no end: written out, more than "
+                    f"{value.source}: {format_path(path)}={value.data!r:.100} expands to more than "
                     f"{MOST_EXPANDED:,} values."
                 )
 
     def measure_extent(self, path: Path) -> int:
-        """How many values there are below a path once every reference is written out."""
+        """Return the number of values below a path after every reference is expanded."""
         if path in self.extents:
             return self.extents[path]
         value = self.values[path]
         if path in self.open:
             circle = " -> ".join(format_path(step) for step in [*self.open[self.open.index(path) :], path])
-            raise ConfigError(f"{value.source}: {format_path(path)}: references in a circle: {circle}.")
+            raise ConfigError(f"{value.source}: {format_path(path)}: circular references: {circle}.")
         self.open.append(path)
         extent = 1 + sum(self.measure_extent((*path, key)) for key in _list_keys(value.data))
         if isinstance(value.data, str):
@@ -370,7 +389,7 @@ class _References:
         return extent
 
     def find_target(self, path: Path, reference: str) -> Path:
-        """Where a reference leads; dots before it go up, one stays in the same mapping."""
+        """Return the path that a reference points to. Leading dots go up; one stays in the same mapping."""
         name = reference.lstrip(".")
         ups = len(reference) - len(name)
         target: Path = path[: max(0, len(path) - ups)] if ups else ()
@@ -389,13 +408,13 @@ class _References:
         return target
 
     def fill(self, path: Path, carried: Any) -> Value:
-        """The value at a path with every reference in it filled in.
+        """Return the value at a path with every reference resolved.
 
-        One that is a single reference becomes what is there, as it was written: ``1.10`` may be meant as text.
+        A text that is a single reference becomes the referenced value as it was written: ``1.10`` may be text.
 
         Args:
-            path: see above.
-            carried: all values in OmegaConf's hands, which fills in the others.
+            path: The path.
+            carried: All values as an OmegaConf object, which interpolates the other texts.
         """
         if path not in self.resolved_values:
             value = self.values[path]
@@ -409,7 +428,7 @@ class _References:
         return self.resolved_values[path]
 
     def _resolve_single(self, text: str, path: Path, carried: Any) -> Value | None:
-        """What a text stands for that is one reference or variable and nothing else; None for any other."""
+        """Return the value of a text that consists of one reference or variable; None for any other text."""
         source = self.values[path].source
         if text.startswith("$") and (reference := _REFERENCE.fullmatch(text)) is not None:
             return _replace_sources(self.fill(self.find_target(path, reference[1]), carried), lambda _: source)

@@ -1,4 +1,4 @@
-"""The values of a configuration. Each knows where it came from."""
+"""Values of a configuration. Each has a source."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...common.messages import nearest
 Key = str | int
 Path = tuple[Key, ...]
 DEFAULT = "default"
-"""The source of a value that nobody has set."""
+"""Source of a default value."""
 
 
 class ConfigError(ValueError):
-    """Something is wrong with a configuration; the message is for the person who wrote it.
+    """Error in a configuration. The message is for the author of the configuration.
 
     Attributes:
-        problems: what is wrong, one by one.
+        problems: The problems, one by one.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -29,12 +29,12 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value and its source.
+    """Value with its source.
 
     Attributes:
-        data: a dict or list of values, or None, a bool, a number or a string.
-        source: where it was written: ``"run.yaml:3"``, ``"command line"``, ``"default"``.
-        text: a plain scalar as it was written, for an argument that wants text.
+        data: A dict or list of values, or None, a bool, a number or a string.
+        source: The place where it was written: ``"run.yaml:3"``, ``"command line"``, ``"default"``.
+        text: A plain scalar as it was written, for an argument of type str.
     """
 
     data: Any
@@ -43,25 +43,40 @@ class Value:
 
 
 def make_printable(text: str) -> str:
-    """A text for the terminal. What stands in a file may hold a terminal's commands; they are shown, not obeyed."""
+    """Return a text that is safe to print: a terminal's control characters, which files may contain, are replaced."""
     return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\t", "    "))
 
 
 def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The parts of a text between the secrets in it, each with the reference for the one behind it; "" at the end."""
+    """Yield the parts of a text between secrets, each with the reference to the secret after it; "" at the end.
+
+    Args:
+        text: The text.
+        secrets: References by secret.
+    """
     longest_first = sorted(secrets, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if secrets else [text]
     return zip(parts[::2], [*(secrets[part] for part in parts[1::2]), ""], strict=True)
 
 
 def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """A message with each secret in it, as it is or as Python writes it, as the reference that stands for it."""
+    """Return a message with each secret, also in the form of its ``repr``, replaced by its reference.
+
+    Args:
+        text: The message.
+        secrets: References by secret.
+    """
     forms = {form: name for secret, name in secrets.items() for form in (secret, repr(secret)[1:-1])}
     return "".join(before + reference for before, reference in split_at_secrets(text, forms))
 
 
 def make_value(data: Any, source: str) -> Value:
-    """Values of plain data, all from one source."""
+    """Return plain data as values, all with the same source.
+
+    Args:
+        data: The data: dicts, lists and scalars.
+        source: The source of all values.
+    """
     if isinstance(data, dict):
         return Value({key: make_value(item, source) for key, item in data.items()}, source)
     if isinstance(data, list | tuple):
@@ -70,7 +85,7 @@ def make_value(data: Any, source: str) -> Value:
 
 
 def to_plain(value: Value) -> Any:
-    """The data alone."""
+    """Return a value as plain data."""
     if isinstance(value.data, dict):
         return {key: to_plain(item) for key, item in value.data.items()}
     if isinstance(value.data, list):
@@ -79,7 +94,12 @@ def to_plain(value: Value) -> Any:
 
 
 def iterate_values(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]]:
-    """Each value below ``value``, and itself, with the way there."""
+    """Iterate over a value and all values below it, each with its path.
+
+    Args:
+        value: The value.
+        path: The path of the value. Default: the root.
+    """
     yield path, value
     entries: Iterable[tuple[Key, Value]] = ()
     if isinstance(value.data, dict):
@@ -91,15 +111,15 @@ def iterate_values(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]
 
 
 def format_path(path: Path) -> str:
-    """A path as it is written on the command line."""
+    """Return a path as it is written on the command line."""
     return ".".join(map(str, path))
 
 
 def normalize(value: Value) -> Value:
-    """The same in one form: ``class_path`` and ``init_args``, as LightningCLI has them, become ``class`` and arguments.
+    """Return the values with LightningCLI's ``class_path`` and ``init_args`` rewritten to ``class`` and arguments.
 
     Raises:
-        ConfigError: both forms at once.
+        ConfigError: A mapping uses both forms.
     """
     if isinstance(value.data, list):
         return replace(value, data=[normalize(item) for item in value.data])
@@ -115,15 +135,19 @@ def normalize(value: Value) -> Value:
         del entries["init_args"]
         for key, item in (arguments.data or {}).items():
             if key in entries:
-                raise ConfigError(f"{item.source}: {key!r} stands in 'init_args' and beside it; keep one.")
+                raise ConfigError(f"{item.source}: {key!r} is set both inside and outside 'init_args'; keep one.")
             entries[key] = item
     return replace(value, data=entries)
 
 
 def merge(before: Value, later: Value) -> Value:
-    """What both say, the later where they differ: mappings are merged, everything else is replaced.
+    """Merge two values: mappings key by key, otherwise the later one replaces the earlier one.
 
-    A mapping that names another class takes the place of the whole, as the arguments were another's.
+    A mapping that names another class replaces the earlier mapping entirely: its arguments belonged to the other class.
+
+    Args:
+        before: The earlier value.
+        later: The later value, which takes precedence.
     """
     before = expand_class_name(before) if isinstance(later.data, dict) else before
     if not (isinstance(before.data, dict) and isinstance(later.data, dict)):
@@ -138,7 +162,7 @@ def merge(before: Value, later: Value) -> Value:
 
 
 def expand_class_name(value: Value) -> Value:
-    """The mapping that a class's bare name stands for; anything else as it is."""
+    """Return the mapping for a bare class name; any other value unchanged."""
     parts = value.data.split(".") if isinstance(value.data, str) else [""]
     if all(part.isidentifier() for part in parts) and parts[-1][0].isupper():
         return Value({"class": value}, value.source)
@@ -146,16 +170,16 @@ def expand_class_name(value: Value) -> Value:
 
 
 def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -> Value:
-    """The values with another one at ``path``; without what is there, for None.
+    """Return the values with a new one at ``path``, or without the one at ``path`` for None.
 
     Args:
-        root: the values so far, which stay as they are.
-        path: the way, with numbers in lists.
-        new: what is put there; mappings on the way that are missing are made.
-        add: append it to the list there.
+        root: The values, which are not changed.
+        path: The path, with numbers in lists.
+        new: The new value. Missing mappings on the path are created.
+        add: Whether to append it to the list at the path.
 
     Raises:
-        ConfigError: there is no such place.
+        ConfigError: There is no such place.
     """
 
     def place(value: Value | None, done: int) -> Value | None:
@@ -164,7 +188,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         key, parent = path[done], format_path(path[:done])
         if value is None or value.data is None:
             if new is None:
-                raise ConfigError(f"there is no {format_path(path)!r} to take out: {parent!r} is empty.")
+                raise ConfigError(f"there is no {format_path(path)!r} to remove: {parent!r} is empty.")
             value = Value({}, new.source)
         value = expand_class_name(value)
         if isinstance(value.data, list):
@@ -175,7 +199,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
             )
         if not isinstance(value.data, dict):
             raise ConfigError(
-                f"{format_path(path)!r} goes into {parent!r}, which is {value.data!r} ({value.source}) and holds "
+                f"{format_path(path)!r} leads into {parent!r}, which is {value.data!r} ({value.source}) and has "
                 "no keys."
             )
         # A number may be a key too, as of {0: 8, 4: 4}.
@@ -183,7 +207,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         if new is None and key not in value.data:
             valid_keys = [str(valid_key) for valid_key in value.data]
             raise ConfigError(
-                f"there is no {format_path(path[: done + 1])!r} to take out.{nearest(str(key), valid_keys)}"
+                f"there is no {format_path(path[: done + 1])!r} to remove.{nearest(str(key), valid_keys)}"
             )
         entries = dict(value.data)
         item = place(entries.get(key), done + 1)
@@ -201,7 +225,7 @@ def _append_value(value: Value | None, path: Path, new: Value) -> Value:
         return Value([new], new.source)
     if not isinstance(value.data, list):
         raise ConfigError(
-            f"'{format_path(path)}+=' adds to a list, but {format_path(path)!r} is none ({value.source})."
+            f"'{format_path(path)}+=' adds to a list, but {format_path(path)!r} is not a list ({value.source})."
         )
     return replace(value, data=[*value.data, new])
 
@@ -209,9 +233,7 @@ def _append_value(value: Value | None, path: Path, new: Value) -> Value:
 def _parse_index(value: Value, key: Key, parent: str) -> int:
     size = len(value.data)
     if not str(key).isdecimal():
-        raise ConfigError(
-            f"{parent!r} is a list ({value.source}): {key!r} must be a number from 0 on, as in {parent}.0."
-        )
+        raise ConfigError(f"{parent!r} is a list ({value.source}): {key!r} must be an index, such as {parent}.0.")
     if int(key) >= size:
         contents = f"holds {size}, numbered from 0" if size else "is empty"
         raise ConfigError(f"{parent}.{key}: the list ({value.source}) {contents}; '{parent}+=...' adds one.")

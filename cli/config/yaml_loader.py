@@ -1,4 +1,4 @@
-"""YAML files as values with their lines. Only data comes out of them, however they are written."""
+"""YAML files as values with line numbers. Loading never creates anything but plain data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS: dict[str, Any] = {"null": type(None), "bool": bool, "int": int, "float":
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves plain words as they are; what they stand for is decided by `parse_scalar`."""
+    """YAML loader that leaves plain scalars as text; `parse_scalar` converts them."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
         if kind is yaml.ScalarNode and implicit[0]:
@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_scalar(text: str) -> Any:
-    """What a plain word stands for, as of YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and a date are text."""
+    """Convert a plain scalar by YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and a date are text."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
@@ -49,22 +49,28 @@ def parse_scalar(text: str) -> Any:
 
 
 def read(file: str | Path) -> Value:
-    """The values of a file.
+    """Return the values of a file.
+
+    Args:
+        file: Path of the file.
 
     Raises:
-        ConfigError: it is no such file, or is damaged or harmful; with the line.
+        ConfigError: The file does not exist, is damaged or is harmful; names the line.
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
-        raise ConfigError(f"{file}: the file is empty; it needs sections, as `trainer:`.")
+        raise ConfigError(f"{file}: the file is empty; it needs sections, such as `trainer:`.")
     return value
 
 
 def read_text(file: str | Path) -> str:
-    """What stands in a file.
+    """Return the text of a file.
+
+    Args:
+        file: Path of the file.
 
     Raises:
-        ConfigError: it is no such file, or too long, or not in UTF-8.
+        ConfigError: The file does not exist, is too long, or is not UTF-8.
     """
     path = Path(file)
     try:
@@ -73,24 +79,24 @@ def read_text(file: str | Path) -> str:
         with path.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{file}: longer than {MOST_BYTES:,} bytes, which is no configuration.")
+            raise ConfigError(f"{file}: longer than {MOST_BYTES:,} bytes, the limit of a configuration.")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: no text in UTF-8 (byte {error.start}).") from error
+        raise ConfigError(f"{file}: not text in UTF-8 (byte {error.start}).") from error
     except OSError as error:
         raise ConfigError(f"{file!s:.200}: can't be read: {error.strerror}.") from error
 
 
 def parse(text: str, name: str, lines: bool = True) -> Value | None:
-    """The values of a text; None where there are none.
+    """Return the values of a text; None if it is empty.
 
     Args:
-        text: YAML; sections, unless it has no lines.
-        name: its file's, for sources and errors.
-        lines: whether sources have a line number.
+        text: YAML: sections, unless ``lines`` is False.
+        name: The file's name, for sources and errors.
+        lines: Whether sources have a line number.
 
     Raises:
-        ConfigError: it is damaged or harmful; with the line.
+        ConfigError: The text is damaged or harmful; names the line.
     """
     try:
         node = yaml.compose(text, _Loader)  # the tree of what is written: no tag is followed
@@ -100,24 +106,25 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
         raise ConfigError(f"{_format_place(name, mark, lines)}: {_explain_error(error, text)}") from error
     except yaml.reader.ReaderError as error:
         place = f"{name}:{text.count(chr(10), 0, error.position) + 1}" if lines else name
-        raise ConfigError(f"{place}: the character #x{error.character:04x} may not stand in YAML.") from error
+        raise ConfigError(f"{place}: the character #x{error.character:04x} is not allowed in YAML.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: {' '.join(str(error).split())}.") from error
     except RecursionError as error:
-        raise ConfigError(f"{name}: nested too deeply, or an alias stands within its own anchor.") from error
+        raise ConfigError(f"{name}: nested too deeply, or an alias is inside its own anchor.") from error
     if lines and value is not None and not isinstance(value.data, dict | None):
         kind = "list" if isinstance(value.data, list) else "single value"
-        raise ConfigError(f"{name}:1: holds a {kind}, but needs sections with keys, as `trainer:`.")
+        raise ConfigError(f"{name}:1: holds a {kind}, but needs sections with keys, such as `trainer:`.")
     return value
 
 
 class _NodeReader:
-    """Reads the nodes of one text."""
+    """Reader of the nodes of one text."""
 
     def __init__(self, name: str, lines: bool) -> None:
         self.name, self.lines, self.count = name, lines, 0
 
     def read_value(self, node: yaml.Node, line: yaml.Mark | None = None) -> Value:
+        """Return the value of a node."""
         source = _format_place(self.name, line or node.start_mark, self.lines)
         self.count += 1
         if self.count > MOST_VALUES:
@@ -144,9 +151,9 @@ class _NodeReader:
                 raise ConfigError(f"{place}: a key must be a word or a whole number, not {shown}.")
             absent = isinstance(item, yaml.ScalarNode) and item.tag == _PLAIN and not item.value
             if node.flow_style and absent and ":" in str(key):
-                raise ConfigError(f"{place}: {key!r} is a key without a value: put a space behind its ':'.")
+                raise ConfigError(f"{place}: {key!r} is a key without a value: put a space after its ':'.")
             if key in pairs:
-                raise ConfigError(f"{place}: the key {key!r} is there twice, first in {pairs[key].source}; keep one.")
+                raise ConfigError(f"{place}: the key {key!r} appears twice, first in {pairs[key].source}; keep one.")
             pairs[key] = self.read_value(item, key_node.start_mark)
         return merged_pairs | pairs
 
@@ -170,13 +177,13 @@ class _NodeReader:
         if kind != _PLAIN:
             self._check_tag(node, tuple(_KINDS), source)
             if not isinstance(data, _KINDS[kind]):
-                raise ConfigError(f"{source}: {text[:40]!r} is not what its tag '!!{kind}' says.")
+                raise ConfigError(f"{source}: {text[:40]!r} does not match its tag '!!{kind}'.")
         return Value(data, source, text if not isinstance(data, str) else None)
 
     def _check_tag(self, node: yaml.Node, allowed: tuple[str, ...], source: str) -> None:
         if node.tag not in [_CORE + name for name in allowed]:
             short = node.tag.replace(_CORE, "!!")
-            raise ConfigError(f"{source}: the tag {short!r} is refused: a configuration is plain data. Take it out.")
+            raise ConfigError(f"{source}: the tag {short!r} is refused: a configuration is plain data. Remove it.")
 
 
 def _format_place(name: str, mark: yaml.Mark | None, lines: bool) -> str:
@@ -186,23 +193,23 @@ def _format_place(name: str, mark: yaml.Mark | None, lines: bool) -> str:
 def _explain_error(error: yaml.MarkedYAMLError, text: str) -> str:
     problem, mark = str(error.problem), error.problem_mark
     if mark is not None and "but got '{'" in problem and text[mark.index - 1 : mark.index] == "$":
-        return 'within [ ] and { } a reference must stand in quotes: "${section.key}".'
+        return 'within [ ] and { } a reference must be quoted: "${section.key}".'
     if "'\\t'" in problem:
-        return "a tab stands here; YAML is indented with spaces."
+        return "a tab is not allowed here; indent YAML with spaces."
     if "but found '<scalar>'" in problem:
-        return "text stands behind the end of a value: put all of it into quotes; or the indentation is wrong."
+        return "text follows the end of a value: quote all of it, or fix the indentation."
     if "scanning an alias" in str(error.context):
-        return "text that begins with '*' must stand in quotes."
+        return "text that begins with '*' must be quoted."
     if "cannot start any token" in problem:
-        return f"{problem}: put the text into quotes."
+        return f"{problem}: quote the text."
     if "expected <block end>" in problem:
-        return "the indentation does not fit the lines above."
+        return "the indentation does not match the lines above."
     if "single document" in str(error.context):
         return "a second document begins ('---'); one file is one configuration."
     if "undefined alias" in problem:
         return f"{problem}: an anchor '&name' must come before its alias '*name'."
     if "mapping values are not allowed" in problem:
-        return "a ':' too many, or wrong indentation: put text that holds ': ' into quotes."
+        return "one ':' too many, or wrong indentation: quote text that contains ': '."
     context = f"{error.context}: " if error.context else ""
     return f"{context}{problem}."
 

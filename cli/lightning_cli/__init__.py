@@ -1,4 +1,4 @@
-"""LightningCLI: a command line made of the arguments of classes."""
+"""LightningCLI: a command line built from the arguments of classes."""
 
 from __future__ import annotations
 

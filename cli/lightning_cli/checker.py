@@ -1,4 +1,4 @@
-"""Settings checked against annotations as LightningCLI reads them, and turned into namespaces."""
+"""Settings checked against annotations by LightningCLI's rules, and converted to namespaces."""
 
 from __future__ import annotations
 
@@ -42,24 +42,31 @@ _YES_AND_NO = {"yes": True, "no": False}
 
 
 class SettingsChecker(Checker):
-    """Checker that takes objects as they are, merges into defaults and knows arguments which other objects supply.
+    """Checker that accepts objects, merges into defaults and knows arguments that links supply.
 
     Attributes:
-        awaited: places whose values are links' that are applied when the objects are built.
-        partial: whether required arguments may be missing, as in a configuration that is only printed.
+        awaited: Paths whose values come from links that are applied when the objects are built.
+        partial: Whether required arguments may be missing, as in a configuration that is only printed.
     """
 
     awaited: frozenset[Path] = frozenset()
     partial = False
 
     def make_trial(self) -> SettingsChecker:
-        """Return a checker of the same kind that has found nothing yet."""
+        """Return a checker of the same kind without problems."""
         trial = SettingsChecker(self.secrets)
         trial.awaited, trial.partial = self.awaited, self.partial
         return trial
 
     def check(self, value: Value, annotation: Any, path: Path, lenient: bool = True) -> Recipe | None:
-        """Return a recipe for ``value`` as ``annotation`` wants it; report it and return None if that can't be."""
+        """Return a recipe for a value of an annotated type. Report a problem and return None if it does not fit.
+
+        Args:
+            value: The value.
+            annotation: The annotation.
+            path: The path of the value.
+            lenient: Whether a number may be used as text.
+        """
         annotation = simplify(annotation)
         kind = typing.get_origin(annotation) or annotation
         if not isinstance(value.data, (*PLAIN, list, dict)):
@@ -77,7 +84,7 @@ class SettingsChecker(Checker):
         return super().check(value, annotation, path, lenient)
 
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
-        """Return a recipe for one of several types; the bare name of a class comes before text."""
+        """Return a recipe for one of several types; a class's short name takes precedence over text."""
         for member in map(simplify, members) if isinstance(value.data, str) else ():
             if (
                 isinstance(member, type)
@@ -90,7 +97,15 @@ class SettingsChecker(Checker):
     def check_object(
         self, value: Value, base: Any, path: Path, supplied: Iterable[str] = (), target: Any = None
     ) -> ObjectRecipe | None:
-        """Return a recipe for an object, which a configuration file may describe."""
+        """Return a recipe for an object, which a configuration file may describe.
+
+        Args:
+            value: The object's settings, its class's name, or the path of a file.
+            base: The class that the named class must extend.
+            path: The path of the value.
+            supplied: Arguments that are passed when the object is built.
+            target: The class if none is named.
+        """
         return super().check_object(read_named_file(value), base, path, supplied, target)
 
     def check_arguments(
@@ -103,7 +118,17 @@ class SettingsChecker(Checker):
         supplied: Iterable[str] = (),
         partly: bool = False,
     ) -> dict[str, Recipe] | None:
-        """Return recipes for the arguments of one call; report what is wrong with them and return None."""
+        """Return recipes for the arguments of a call. Report problems and return None if one is wrong.
+
+        Args:
+            value: The value that holds the arguments.
+            argument_values: The arguments' values.
+            takes: The signature of the call.
+            name: The name of the class or function in messages.
+            path: The path of the value.
+            supplied: Arguments that are passed when the object is built.
+            partly: Whether required arguments may be missing.
+        """
         awaited = {place[-1] for place in self.awaited if place[:-1] == path}
         takes = replace(
             takes, arguments={key: argument for key, argument in takes.arguments.items() if key not in awaited}
@@ -111,7 +136,7 @@ class SettingsChecker(Checker):
         return super().check_arguments(value, argument_values, takes, name, path, supplied, partly or self.partial)
 
     def _find_target(self, value: Value, base: Any, path: Path) -> Any:
-        """Return what a class path leads to, one in Lightning's packages to Treadle's class of that name."""
+        """Return the class at a class path; a path in Lightning's packages leads to Treadle's class of that name."""
         if isinstance(base, type) and value.data == base.__name__ and not catalog.is_shelved(base):
             return base
         return super()._find_target(replace(value, data=translate_class_path(str(value.data))), base, path)
@@ -136,7 +161,12 @@ class SettingsChecker(Checker):
 
 
 def fits(item: Any, annotation: Any) -> bool:
-    """Return whether an object is what an annotation names, as far as its class tells."""
+    """Return whether an object matches an annotation, judged by its class.
+
+    Args:
+        item: The object.
+        annotation: The annotation.
+    """
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any or annotation is object:
@@ -152,7 +182,7 @@ def fits(item: Any, annotation: Any) -> bool:
 
 
 def make_config(recipe: Recipe) -> Any:
-    """Return what was checked as a configuration: objects as namespaces with all defaults, other values converted."""
+    """Return a checked value as a configuration: objects as namespaces with all defaults, other values converted."""
     if isinstance(recipe, CollectionRecipe):
         return recipe.kind([make_config(item) for item in recipe.items])
     if isinstance(recipe, MappingRecipe):
@@ -172,7 +202,7 @@ def make_config(recipe: Recipe) -> Any:
 
 
 def make_default_config(default: Any) -> Any:
-    """Return an argument's default for a configuration: a dataclass by its fields, anything else as it is."""
+    """Return an argument's default for a configuration: a dataclass as a namespace, any other value unchanged."""
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         fields = {field.name: getattr(default, field.name) for field in dataclasses.fields(default) if field.init}
         return Namespace({name: make_default_config(item) for name, item in fields.items()})
@@ -184,7 +214,13 @@ def make_default_config(default: Any) -> Any:
 
 
 def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
-    """Return a recipe with the value of an argument, which may be one of a nested object."""
+    """Return a recipe with the value of an argument, which may belong to a nested object.
+
+    Args:
+        recipe: The recipe of the object.
+        path: The path of the argument in the object.
+        value: The value.
+    """
     if not path:
         return PlainRecipe(Value(value, "linked"), value)
     if not isinstance(recipe, ObjectRecipe):
@@ -206,10 +242,14 @@ def make_arguments(recipe: ObjectRecipe) -> Namespace:
 
 
 def look_up(configs: Namespace, key: str) -> Any:
-    """Return the value of a link's source, which may be an argument of a named class or an attribute of an object.
+    """Return the value of a link's source: an argument of a named class, or an attribute of an object.
+
+    Args:
+        configs: The configurations by key.
+        key: The dotted key of the source.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: There is no such value.
     """
     value: Any = configs
     for part in key.split("."):
@@ -221,5 +261,5 @@ def look_up(configs: Namespace, key: str) -> Any:
         elif not isinstance(value, Namespace | dict) and hasattr(value, part):
             value = getattr(value, part)
         else:
-            raise ConfigError(f"a link takes --{key}, but there is no {part!r} in {type(value).__name__}.")
+            raise ConfigError(f"a link uses --{key}, but {type(value).__name__} has no {part!r}.")
     return value

@@ -1,4 +1,4 @@
-"""`LightningCLI`: a command line made of a Trainer's, a task's and a data module's arguments."""
+"""`LightningCLI`: command line built from the arguments of a Trainer, a task and a data module."""
 
 from __future__ import annotations
 
@@ -28,35 +28,46 @@ ArgsType = list[str] | dict[str, Any] | Namespace | None
 
 
 class LightningCLI:
-    """Command line of a Trainer, a task and a data module. Building one parses, builds and runs.
+    """Command line built from the arguments of a Trainer, a task and a data module.
+
+    Building one parses the command line, builds the objects and runs the subcommand.
 
     Args:
-        model_class: the task's class, or a function that returns a task; None to name it in the settings.
-        datamodule_class: the data module's, likewise.
-        save_config_callback: the callback that saves the configuration; None for no such file.
-        save_config_kwargs: arguments of that callback.
-        trainer_class: an extension of Trainer, or a function that returns a Trainer.
-        trainer_defaults: defaults of the Trainer's arguments; callbacks among them are always there.
-        seed_everything_default: the seed; True for the usual one, False to leave random numbers alone.
-        parser_kwargs: arguments of the parser; those of one subcommand's under its name.
-        parser_class: an extension of `LightningArgumentParser`.
-        subclass_mode_model: whether the settings may name a class that extends ``model_class``.
-        subclass_mode_data: the same for ``datamodule_class``.
-        args: the command line as a list, or settings as a dict; ``sys.argv`` by default.
-        run: whether the command line names a subcommand, which is run; otherwise the objects are only built.
-        auto_configure_optimizers: whether ``--optimizer`` and ``--lr_scheduler`` are taken and used.
-        load_from_checkpoint_support: accepted: `save_hyperparameters` always stores what is plain data.
-        save_config_overwrite: the callback's argument ``overwrite``, as before Lightning 2.
+        model_class: The task's class, or a function that returns a task. Default: None, the settings name it.
+        datamodule_class: The data module's class, or a function that returns one. Default: None, the settings may name
+            it.
+        save_config_callback: The callback that saves the configuration. None writes no such file.
+        save_config_kwargs: Arguments of that callback.
+        trainer_class: A subclass of Trainer, or a function that returns a Trainer.
+        trainer_defaults: Defaults of the Trainer's arguments. Callbacks among them are always added.
+        seed_everything_default: The seed. True picks the usual one, False leaves the RNG state alone.
+        parser_kwargs: Arguments of the parser; those of a subcommand's parser under the subcommand's name.
+        parser_class: A subclass of `LightningArgumentParser`.
+        subclass_mode_model: Whether the settings may name a subclass of ``model_class``.
+        subclass_mode_data: Whether the settings may name a subclass of ``datamodule_class``.
+        args: The command line as a list, or settings as a dict. Default: ``sys.argv``.
+        run: Whether the command line names a subcommand, which is run. Otherwise the objects are only built.
+        auto_configure_optimizers: Whether ``--optimizer`` and ``--lr_scheduler`` are accepted and used.
+        load_from_checkpoint_support: Accepted and ignored: `save_hyperparameters` always stores plain data.
+        save_config_overwrite: The callback's argument ``overwrite``, as before Lightning 2.
 
     Attributes:
-        parser: the parser.
-        config: the parsed configuration; with a subcommand, below its name.
-        config_init: the same with objects built.
-        model, datamodule, trainer: the objects.
-        subcommand: the subcommand; None with ``run=False``.
+        parser: The parser.
+        config: The parsed configuration; with a subcommand, below its name.
+        config_init: The same configuration with objects built.
+        model, datamodule, trainer: The objects.
+        subcommand: The subcommand; None with ``run=False``.
 
     Example:
-        >>> cli = LightningCLI(Model, Data, args=["fit", "--trainer.max_epochs=3"])
+        >>> import torch
+        >>> from treadle import TaskModule
+        >>> class Model(TaskModule):
+        ...     def __init__(self, width: int = 8):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(width, 1)
+        >>> cli = LightningCLI(Model, args=["--model.width=4", "--seed_everything=1"], run=False)
+        >>> cli.model.layer.in_features
+        4
     """
 
     def __init__(
@@ -112,7 +123,11 @@ class LightningCLI:
     # -- the parser --------------------------------------------------------------------------------------------------
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Return a parser with the option ``--config``."""
+        """Return a parser with the option ``--config``.
+
+        Args:
+            **kwargs: Arguments of ``parser_class``.
+        """
         parser = self.parser_class(**kwargs)
         parser.add_argument("-c", "--config", action=ActionConfigFile)
         return parser
@@ -120,7 +135,13 @@ class LightningCLI:
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Make the parser, its subcommands and its arguments."""
+        """Create ``self.parser``, its subcommands and its arguments.
+
+        Args:
+            add_subcommands: Whether to add subcommands. Otherwise the arguments are the parser's own.
+            main_kwargs: Arguments of the main parser.
+            subparser_kwargs: Arguments of each subcommand's parser, by subcommand.
+        """
         self.parser = self.init_parser(**main_kwargs)
         if add_subcommands:
             self._add_subcommands(self.parser, **subparser_kwargs)
@@ -128,16 +149,24 @@ class LightningCLI:
             self._add_arguments(self.parser)
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add ``--seed_everything``."""
+        """Add the option ``--seed_everything``.
+
+        Args:
+            parser: The parser to add it to.
+        """
         parser.add_argument(
             "--seed_everything",
             type=bool | int,
             default=self.seed_everything_default,
-            help="the seed of all random numbers; true for the usual one, false to leave them alone",
+            help="the seed of all random number generators; true for the default one, false to set none",
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the arguments of the Trainer, the task and the data module."""
+        """Add the arguments of the Trainer, the task and the data module.
+
+        Args:
+            parser: The parser to add them to.
+        """
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": v for name, v in self.trainer_defaults.items() if name != "callbacks"})
         parser.add_lightning_class_args(self.model_class or TaskModule, "model", self.subclass_mode_model)
@@ -146,7 +175,11 @@ class LightningCLI:
         parser.add_lightning_class_args(self.datamodule_class or DataModule, "data", self.subclass_mode_data, required)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add further arguments and links; for subclasses."""
+        """Add further arguments and links. Does nothing; subclasses override it.
+
+        Args:
+            parser: The parser to add them to.
+        """
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         self.add_default_arguments_to_parser(parser)
@@ -161,7 +194,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands, which are methods of the Trainer, and the arguments that no option sets."""
+        """Return the subcommands, which are methods of the Trainer, each with the arguments that no option sets."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -187,18 +220,26 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link the optimizers and schedulers that were added with ``link_to``."""
+        """Link the optimizers and schedulers that were added with ``link_to``.
+
+        Args:
+            parser: The parser they were added to.
+        """
         for key, (classes, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
             if link_to != "AUTOMATIC":
                 compute = _convert_to_dict if isinstance(classes, tuple) else partial(_add_class_path, classes)
                 parser.link_arguments(key, link_to, compute_fn=compute)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse a command line, or settings, into ``self.config``."""
+        """Parse a command line, or settings, into ``self.config``.
+
+        Args:
+            parser: The parser to use.
+            args: The command line as a list, or settings as a dict or namespace. None reads ``sys.argv``.
+        """
         if args is not None and len(sys.argv) > 1:
             warn(
-                f"LightningCLI(args=...) takes the place of the command line, so {sys.argv[1:]} is not read. Leave out "
-                "one of them."
+                f"LightningCLI(args=...) replaces the command line, so {sys.argv[1:]} is ignored. Use only one of them."
             )
         if isinstance(args, Mapping | argparse.Namespace):
             self.config = parser.parse_object(args)
@@ -206,7 +247,7 @@ class LightningCLI:
             self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
-        """Let the hyperparameters of the checkpoint which is named take the place of the model's settings."""
+        """Replace the model's settings with the hyperparameters saved in the checkpoint that ``ckpt_path`` names."""
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not os.path.exists(path):
@@ -232,7 +273,7 @@ class LightningCLI:
         return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
 
     def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
-        """Return a value of the configuration, which a subcommand holds below its name."""
+        """Return a value of the configuration, looked up below the subcommand where there is one."""
         return config.get(str(self.subcommand), config).get(key, default)
 
     def _set_seed(self) -> None:
@@ -245,7 +286,7 @@ class LightningCLI:
     # -- the objects -------------------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        """Run before objects are built; for subclasses."""
+        """Run before the objects are built. Does nothing; subclasses override it."""
 
     def instantiate_classes(self) -> None:
         """Build the task, the data module and the Trainer."""
@@ -256,13 +297,13 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Run after objects are built; for subclasses."""
+        """Run after the objects are built. Does nothing; subclasses override it."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the Trainer.
+        """Build the Trainer from the configuration and return it.
 
         Args:
-            kwargs: arguments that override the configuration's.
+            **kwargs: Arguments that override the configuration's.
         """
         parser = self._parser(self.subcommand)
         extra_callbacks = [self._get(self.config_init, key) for key in parser.callback_keys]
@@ -271,7 +312,7 @@ class LightningCLI:
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Trainer:
         if "callbacks" not in config:
-            warn(f"{self.trainer_class.__qualname__} takes no callbacks, so those of the settings are left out.")
+            warn(f"{self.trainer_class.__qualname__} does not accept callbacks, so those of the settings are ignored.")
             return self.trainer_class(**config)
         config["callbacks"] = [
             *_make_list(config["callbacks"]),
@@ -288,12 +329,12 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: TaskModule, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None
     ) -> Any:
-        """Return what the task's ``configure_optimizers`` returns; for subclasses.
+        """Return the value that the task's ``configure_optimizers`` is to return. Subclasses may override it.
 
         Args:
-            lightning_module: the task.
-            optimizer: the optimizer that the settings name.
-            lr_scheduler: the scheduler, if they name one.
+            lightning_module: The task.
+            optimizer: The optimizer that the settings name.
+            lr_scheduler: The scheduler that the settings name. Default: None.
         """
         if lr_scheduler is None:
             return optimizer
@@ -303,7 +344,7 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Let the settings' optimizer, where they name one, take the place of the task's own."""
+        """Replace the task's ``configure_optimizers`` where the settings name an optimizer."""
         if not self.auto_configure_optimizers:
             return
         parser = self._parser(subcommand)
@@ -324,7 +365,7 @@ class LightningCLI:
             scheduler = self._get_class_settings(parser._lr_schedulers[schedulers[0]][0], schedulers[0])
         if type(self.model).configure_optimizers is not TaskModule.configure_optimizers:
             warn(
-                f"{type(self.model).__name__}.configure_optimizers is not used: --{optimizers[0]} takes its place. "
+                f"{type(self.model).__name__}.configure_optimizers is not used: --{optimizers[0]} replaces it. "
                 "Leave that option out, or pass LightningCLI(auto_configure_optimizers=False)."
             )
         configure = self.configure_optimizers
@@ -364,7 +405,7 @@ class LightningCLI:
 
 
 def _is_written_alike(value: Any, other: Any) -> bool:
-    """Return whether two values are the same in a configuration."""
+    """Return whether two values are written identically in a configuration."""
     try:
         return value is other or to_plain(value) == to_plain(other)
     except NotWritten:

@@ -1,4 +1,4 @@
-"""Command lines in LightningCLI's form, read word by word: a later word overrides an earlier one."""
+"""Parsing of command lines in LightningCLI's form, word by word: a later word overrides an earlier one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .settings import VARIABLE, make_settings, merge, parse_value, translate_cla
 
 
 class Parser(Protocol):
-    """The parts of a `LightningArgumentParser` that reading a command line needs."""
+    """Part of `LightningArgumentParser` that parsing a command line needs."""
 
     prog: str
     env_prefix: str
@@ -30,13 +30,33 @@ class Parser(Protocol):
     several: set[str]
 
     @property
-    def subcommands(self) -> Mapping[str, Any]: ...
-    def start(self) -> Value: ...
-    def merge_file(self, root: Value, file: str | FilePath) -> Value: ...
-    def place(self, root: Value, key: str, value: Value, add: bool = False, merging: bool = False) -> Value: ...
-    def finish(self, root: Value, partial: bool = False) -> Namespace: ...
-    def dump(self, cfg: Namespace, *, skip_none: bool, skip_default: bool) -> str: ...
-    def format_help(self) -> str: ...
+    def subcommands(self) -> Mapping[str, Any]:
+        """See `LightningArgumentParser.subcommands`."""
+        ...
+
+    def start(self) -> Value:
+        """See `LightningArgumentParser.start`."""
+        ...
+
+    def merge_file(self, root: Value, file: str | FilePath) -> Value:
+        """See `LightningArgumentParser.merge_file`."""
+        ...
+
+    def place(self, root: Value, key: str, value: Value, add: bool = False, merging: bool = False) -> Value:
+        """See `LightningArgumentParser.place`."""
+        ...
+
+    def finish(self, root: Value, partial: bool = False) -> Namespace:
+        """See `LightningArgumentParser.finish`."""
+        ...
+
+    def dump(self, cfg: Namespace, *, skip_none: bool, skip_default: bool) -> str:
+        """See `LightningArgumentParser.dump`."""
+        ...
+
+    def format_help(self) -> str:
+        """See `LightningArgumentParser.format_help`."""
+        ...
 
 
 _PRINT_OPTIONS = ("comments", "skip_null", "skip_none", "skip_default")
@@ -45,9 +65,14 @@ _PRINT_OPTIONS = ("comments", "skip_null", "skip_none", "skip_default")
 def read_command_line(parser: Parser, words: list[str], base: Namespace | None = None) -> Namespace:
     """Return the configuration that a command line asks for.
 
+    Args:
+        parser: The parser.
+        words: The words of the command line.
+        base: A configuration to merge the command line into. Default: None.
+
     Raises:
-        ConfigError: names the option, the value and the rule.
-        SystemExit: after help and ``--print_config``.
+        ConfigError: An option is wrong; names the option, the value and the rule.
+        SystemExit: After help and ``--print_config``.
     """
     reader = _Reader(parser, words)
     root = parser.start() if base is None else make_settings(base, "configuration")
@@ -75,8 +100,12 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
 def choose_subcommand(parser: Parser, root: Value) -> str:
     """Return the subcommand that files or the environment name.
 
+    Args:
+        parser: The parser.
+        root: The settings.
+
     Raises:
-        ConfigError: if there is none.
+        ConfigError: No subcommand is named.
     """
     named = root.data.get("subcommand")
     if named is None and parser.default_env:
@@ -88,17 +117,17 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
         return str(chosen)
     commands = ", ".join(parser.subcommands)
     if chosen is None:
-        raise ConfigError(f"a subcommand is missing: {parser.prog} SUBCOMMAND ..., which is one of {commands}.")
+        raise ConfigError(f"a subcommand is missing: {parser.prog} SUBCOMMAND ..., one of {commands}.")
     raise ConfigError(f"there is no subcommand {chosen!r}.{nearest(chosen, parser.subcommands)} There are {commands}.")
 
 
 class _Reader:
-    """Reads the options of one parser.
+    """Reader of the options of one parser.
 
     Attributes:
-        words: what is left to read.
-        subcommand: the subcommand that the options end with.
-        shown: how to print the configuration instead of running; None to run.
+        words: The words that are left.
+        subcommand: The subcommand that ended the options.
+        shown: How to print the configuration instead of running; None to run.
     """
 
     def __init__(self, parser: Parser, words: list[str]) -> None:
@@ -107,7 +136,7 @@ class _Reader:
         self.shown: set[str] | None = None
 
     def read_options(self, root: Value) -> Value:
-        """Return the settings with those of the options, up to a subcommand's name."""
+        """Return the settings with the options applied, up to a subcommand's name."""
         while self.words:
             word = self.words.pop(0)
             if word in self.parser.subcommands:
@@ -129,7 +158,11 @@ class _Reader:
     def _refuse_word(self, word: str) -> NoReturn:
         valid = self.parser.subcommands
         hint = nearest(word, valid)
-        rule = f"expected a subcommand, one of {', '.join(valid)}" if valid else "options begin with --, as --key=value"
+        rule = (
+            f"expected a subcommand, one of {', '.join(valid)}"
+            if valid
+            else "options begin with --, such as --key=value"
+        )
         raise ConfigError(f"{COMMAND_LINE}: unexpected {word!r}: {rule}.{hint}")
 
     def _read_print_options(self, text: str) -> set[str]:
@@ -177,7 +210,7 @@ class _Reader:
         return Value(values, COMMAND_LINE)
 
     def _is_known(self, key: str) -> bool:
-        """Return whether an option belongs to something declared; the arguments themselves are checked later."""
+        """Return whether an option is declared or below a declared group, whose arguments are checked later."""
         try:
             find_owner(self.parser.declared, key)
         except ValueError:
@@ -192,7 +225,7 @@ class _Reader:
         return nearest(f"--{key}", [f"--{name}" for name in valid])
 
     def _print_class_help(self, root: Value, key: str, name: str | None) -> NoReturn:
-        """Print what a class takes that an option can name, and exit."""
+        """Print the arguments of a class that an option can name, and exit."""
         owner = find_owner(self.parser.declared, key)
         declared = self.parser.declared[owner]
         if name is None and self.words and not self.words[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""What a parser takes: single options, the arguments of classes, and links between them."""
+"""Declarations of a parser: single options, the arguments of classes, and links between them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .settings import Path, find_class, find_shape, is_word, make_default, make_
 
 @dataclass
 class Option:
-    """A single option.
+    """Single option.
 
     Attributes:
-        key: its dotted name.
-        argument: its annotation and default.
-        required: whether it must be set.
-        help: what is said about it.
-        convert: a function that makes its value of a word.
-        choices: the values that it may have.
-        instantiate: whether `instantiate_classes` builds the object, where it is one.
-        untyped: whether a word stays text, as in argparse; a file's value is taken as it is.
+        key: Its dotted key.
+        argument: Its annotation and default.
+        required: Whether it must be set.
+        help: Its description in the help.
+        convert: A function that converts a word to its value.
+        choices: The allowed values.
+        instantiate: Whether `instantiate_classes` builds the object, if it is one.
+        untyped: Whether a word remains text, as in argparse; a file's value is not converted.
     """
 
     key: str
@@ -39,15 +39,25 @@ class Option:
     untyped: bool = False
 
     def get_default(self) -> Value | None:
-        """Return the value that holds as long as nobody sets one."""
+        """Return the default as settings; None without one."""
         return None if self.argument.default is REQUIRED else make_settings(self.argument.default, "default")
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
-        """Return the argument that ``path``, counted from this option, leads to."""
+        """Return the argument at ``path``, relative to this option.
+
+        Args:
+            path: The path.
+            value: The settings of the option.
+        """
         return _follow(self.argument, path, value)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the option's value; report what is wrong and return None."""
+        """Return a recipe for the option's value. Report a problem and return None if it is wrong.
+
+        Args:
+            checker: Collects problems.
+            value: The settings of the option; None for the default.
+        """
         path = (self.key,)
         value = self.get_default() if value is None else value
         if value is None or (value.data is None and value.source == "default"):
@@ -76,18 +86,18 @@ class Option:
 
 @dataclass
 class ClassGroup:
-    """The arguments of one class under a dotted name; in subclass mode, of any class that extends it.
+    """Arguments of one class under a dotted key; in subclass mode, of any subclass of it.
 
     Attributes:
-        key: the dotted name.
-        bases: the class, or those of which an object's class must extend one.
-        subclass_mode: whether the settings name the class.
-        required: whether, in subclass mode, they must.
-        skip: arguments that are not taken from the settings.
-        instantiate: whether `instantiate_classes` builds the object.
-        open: whether names are accepted that the signature does not have; the Trainer, which refuses them, is not.
-        help: what is said about it.
-        ignored_nulls: names that Lightning's configurations have and this class does not; null is accepted for them.
+        key: The dotted key.
+        bases: The class, or the classes of which an object's class must extend one.
+        subclass_mode: Whether the settings name the class.
+        required: Whether the settings must name a class in subclass mode.
+        skip: Arguments that are not part of the settings.
+        instantiate: Whether `instantiate_classes` builds the object.
+        open: Whether names are accepted that the signature does not have. False for the Trainer, which refuses them.
+        help: Its description in the help.
+        ignored_nulls: Names of Lightning's arguments that the class does not have, for which null is accepted.
     """
 
     key: str
@@ -101,13 +111,18 @@ class ClassGroup:
     ignored_nulls: frozenset[str] = frozenset()
 
     def get_signature(self) -> Signature:
-        """Return what the class takes."""
+        """Return the signature of the class without the skipped arguments."""
         takes = signature(self.bases[0])
         arguments = {name: argument for name, argument in takes.arguments.items() if name not in self.skip}
         return replace(takes, arguments=arguments, open=takes.open and self.open)
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
-        """Return the argument that ``path``, counted from this group, leads to."""
+        """Return the argument at ``path``, relative to this group.
+
+        Args:
+            path: The path.
+            value: The settings of the group.
+        """
         target = self.bases[0]
         if self.subclass_mode:
             named = value.data.get("class") if value is not None and isinstance(value.data, dict) else None
@@ -119,7 +134,12 @@ class ClassGroup:
         return None if argument is None else _follow(argument, path[1:], inner)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the group's object; report what is wrong and return None."""
+        """Return a recipe for the group's object. Report a problem and return None if it can't be built.
+
+        Args:
+            checker: Collects problems.
+            value: The settings of the group; None if nothing is set.
+        """
         path: Path = tuple(self.key.split("."))
         if self.subclass_mode:
             return self._check_subclass(checker, value, path)
@@ -148,7 +168,7 @@ class ClassGroup:
     def _report_absent_flags(
         self, checker: SettingsChecker, entries: dict[Any, Value], takes: Signature, path: Path
     ) -> dict[Any, Value]:
-        """Report flags that the Trainer does not have, with what to use instead; return the others."""
+        """Report flags that the Trainer does not have, with their replacement, and return the others."""
         for name, item in entries.items():
             if name not in takes.arguments:
                 try:
@@ -184,13 +204,13 @@ Declared = Option | ClassGroup
 
 @dataclass(frozen=True)
 class Link:
-    """A value that follows from others.
+    """Value that is derived from other values.
 
     Attributes:
-        sources: dotted keys.
-        target: the dotted key that gets the value.
-        compute: makes the value of those of the sources; None for the source's value itself.
-        at_instantiation: whether the sources are the built objects, or their attributes.
+        sources: Dotted keys of the sources.
+        target: The dotted key that receives the value.
+        compute: Computes the value from the sources' values; None for a single source's value itself.
+        at_instantiation: Whether the sources are built objects or their attributes.
     """
 
     sources: tuple[str, ...]
@@ -199,21 +219,29 @@ class Link:
     at_instantiation: bool
 
     def apply(self, find_source: Callable[[str], Any]) -> Any:
-        """Return the target's value."""
+        """Return the target's value.
+
+        Args:
+            find_source: Returns the value of a source by its dotted key.
+        """
         values = [find_source(source) for source in self.sources]
         return values[0] if self.compute is None else self.compute(*values)
 
     @property
     def path(self) -> Path:
-        """The target's place in the settings."""
+        """Path of the target in the settings."""
         return tuple(part for part in self.target.split(".") if part != "init_args")
 
 
 def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[str]:
-    """Return the keys of what is declared, each after those that its links take values from.
+    """Return the declared keys in an order in which the sources of links come before their targets.
+
+    Args:
+        declared: Options and groups by key.
+        links: The links.
 
     Raises:
-        ValueError: if links form a circle.
+        ValueError: The links form a circle.
     """
     needs: dict[str, set[str]] = {key: set() for key in declared}
     for link in links:
@@ -230,7 +258,7 @@ def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[
         ready = next((key for key in declared if key not in ordered and needs[key] <= {*ordered}), None)
         if ready is None:
             waiting = ", ".join(key for key in declared if key not in ordered and needs[key])
-            raise ValueError(f"links between {waiting} form a circle: each needs a value of another. Remove one link.")
+            raise ValueError(f"links between {waiting} are circular: each needs another's value. Remove one link.")
         ordered.append(ready)
     return ordered
 
@@ -238,8 +266,12 @@ def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[
 def find_owner(declared: Mapping[str, Declared], key: str) -> str:
     """Return the declared key that a dotted key belongs to.
 
+    Args:
+        declared: Options and groups by key.
+        key: The dotted key.
+
     Raises:
-        ValueError: if there is none.
+        ValueError: There is no such key.
     """
     owner = max((name for name in declared if key == name or key.startswith(f"{name}.")), key=len, default=None)
     if owner is None:
@@ -250,7 +282,7 @@ def find_owner(declared: Mapping[str, Declared], key: str) -> str:
 
 
 def _follow(argument: Argument, path: Path, value: Value | None) -> Argument | None:
-    """Return the argument that is reached from another one through classes that values or defaults name."""
+    """Return the argument at a path that leads through classes named by values or defaults."""
     while path:
         settings = value if value is not None and value.data is not None else make_default(argument)
         entries = settings.data if settings is not None and isinstance(settings.data, dict) else {}

@@ -1,4 +1,4 @@
-"""Help of a parser: its options, with types, defaults and the words of docstrings."""
+"""Help of a parser: its options with types, defaults and descriptions from docstrings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .settings import describe_import_path
 
 _GENERAL = {
     "-h, --help": "print this help",
-    "--config FILE": "read settings from a YAML or JSON file; of several, a later one overrides",
+    "--config FILE": "read settings from a YAML or JSON file; may be repeated, later files take precedence",
     "--print_config[=skip_null,skip_default]": "print the settings as YAML and run nothing",
 }
 
@@ -28,11 +28,11 @@ def format_help(
     """Return the help of a parser.
 
     Args:
-        usage: what to say instead of the usual first line.
-        prog: the program.
-        description: what it does.
-        declared: its options.
-        subcommands: its subcommands' parsers, by name.
+        usage: The first line. Default: None, the standard line.
+        prog: The name of the program.
+        description: The program's description.
+        declared: The parser's options.
+        subcommands: The subcommands' parsers by name.
     """
     words = "SUBCOMMAND [options]" if subcommands else "[options]"
     lines = [usage or f"usage: {prog} {words}", "", *textwrap.wrap(description or "", 100), "", "options:"]
@@ -57,7 +57,7 @@ def _format_group(key: str, group: ClassGroup) -> Iterator[str]:
     if group.subclass_mode:
         yield f"{key}: an object of a class that extends {names}"
         yield from _format_entry(f"--{key} CLASS", group.help or f"its class; then --{key}.ARGUMENT VALUE")
-        yield from _format_entry(f"--{key}.help CLASS", "print what that class takes")
+        yield from _format_entry(f"--{key}.help CLASS", "print the arguments of that class")
         return
     yield f"{key}: arguments of {names}"
     yield from _format_entry(f"--{key} FILE", "read all of them from a file")

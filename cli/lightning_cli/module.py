@@ -1,4 +1,4 @@
-"""Building a task from the settings that LightningCLI has for it."""
+"""Construction of a task from the settings that LightningCLI has for it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ def instantiate_module(class_type: type, config: Mapping[str, Any]) -> Any:
     """Build an object of a class from its settings.
 
     Args:
-        class_type: the class, or one that the class named by ``config["_class_path"]`` extends.
-        config: the arguments by name.
+        class_type: The class, or a base class of the one that ``config["_class_path"]`` names.
+        config: The arguments by name.
+
+    Returns:
+        The object.
 
     Raises:
-        ConfigError: if an argument does not fit.
+        ConfigError: An argument does not fit.
     """
     parser = LightningArgumentParser(exit_on_error=False)
     settings = dict(config)

@@ -1,4 +1,4 @@
-"""Parsed settings: nested namespaces whose values are reached by attribute, by key and by dotted key."""
+"""Parsed settings: nested namespaces with access by attribute, by key and by dotted key."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Namespace(argparse.Namespace):
     """Nested settings; ``config.model.lr``, ``config["model"]["lr"]`` and ``config["model.lr"]`` are the same value.
 
     Args:
-        entries: values by name or dotted name; mappings stay mappings.
-        named: further values.
+        entries: Values by name or dotted name. Mappings are kept as mappings.
+        named: Further values.
     """
 
     def __init__(self, entries: Mapping[str, Any] | argparse.Namespace | None = None, **named: Any) -> None:
@@ -57,7 +57,12 @@ class Namespace(argparse.Namespace):
         return len(vars(self))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key, or ``default``."""
+        """Return the value of a dotted key, or ``default``.
+
+        Args:
+            key: The dotted key.
+            default: The value for a missing key.
+        """
         try:
             return self[key]
         except KeyError:
@@ -66,8 +71,12 @@ class Namespace(argparse.Namespace):
     def pop(self, key: str, default: Any = _MISSING) -> Any:
         """Remove a dotted key and return its value.
 
+        Args:
+            key: The dotted key.
+            default: The value for a missing key. Default: none, which raises KeyError.
+
         Raises:
-            KeyError: if there is no such key and no default.
+            KeyError: There is no such key and no default.
         """
         value = self.get(key, default)
         if value is _MISSING:
@@ -77,7 +86,12 @@ class Namespace(argparse.Namespace):
         return value
 
     def update(self, value: Any, key: str | None = None) -> Namespace:
-        """Set the value of ``key``; without a key, all values of another namespace."""
+        """Set the value of ``key``; without a key, set all values of another namespace.
+
+        Args:
+            value: The value, or the other namespace.
+            key: The dotted key. Default: None.
+        """
         if key is not None:
             self[key] = value
         else:
@@ -89,7 +103,7 @@ class Namespace(argparse.Namespace):
         """Iterate over dotted keys and values.
 
         Args:
-            branches: whether to include the nested namespaces themselves.
+            branches: Whether to include the nested namespaces themselves.
         """
         for name, value in vars(self).items():
             if isinstance(value, Namespace):
@@ -101,11 +115,19 @@ class Namespace(argparse.Namespace):
                 yield name, value
 
     def keys(self, branches: bool = False) -> Iterator[str]:
-        """Iterate over dotted keys."""
+        """Iterate over dotted keys.
+
+        Args:
+            branches: Whether to include the nested namespaces themselves.
+        """
         return (key for key, _ in self.items(branches))
 
     def values(self, branches: bool = False) -> Iterator[Any]:
-        """Iterate over the values of all dotted keys."""
+        """Iterate over the values of all dotted keys.
+
+        Args:
+            branches: Whether to include the nested namespaces themselves.
+        """
         return (value for _, value in self.items(branches))
 
     def as_dict(self) -> dict[str, Any]:
@@ -117,7 +139,7 @@ class Namespace(argparse.Namespace):
         return argparse.Namespace(**dict(self.items()))
 
     def clone(self) -> Namespace:
-        """Return a copy whose nested namespaces, dicts and lists are copies too."""
+        """Return a copy in which nested namespaces, dicts and lists are copied as well."""
         copied = Namespace()
         vars(copied).update({name: _copy(value) for name, value in vars(self).items()})
         return copied

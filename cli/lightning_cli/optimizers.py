@@ -1,4 +1,4 @@
-"""Optimizers and schedulers in settings: the types that name them, and how they are built."""
+"""Optimizers and schedulers in settings: the types that name them, and the function that builds them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,25 @@ from .settings import translate_class_path
 
 
 class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
-    """PyTorch's `ReduceLROnPlateau` that carries the name of the metric which it watches.
+    """PyTorch's `ReduceLROnPlateau` with the name of the metric that it monitors.
 
     Args:
-        optimizer: the optimizer.
-        monitor: the metric.
-        mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps: as in PyTorch.
+        optimizer: The optimizer.
+        monitor: Name of the metric.
+        mode: As in PyTorch.
+        factor: As in PyTorch.
+        patience: As in PyTorch, in epochs.
+        threshold: As in PyTorch.
+        threshold_mode: As in PyTorch.
+        cooldown: As in PyTorch, in epochs.
+        min_lr: As in PyTorch.
+        eps: As in PyTorch.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+        >>> ReduceLROnPlateau(optimizer, monitor="val_loss", patience=2).monitor
+        'val_loss'
     """
 
     def __init__(
@@ -49,14 +62,23 @@ LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any] | argparse.Namespace) -> Any:
-    """Build an object of a class with positional arguments that the settings do not have.
+    """Build an object from its settings and from positional arguments that the settings do not contain.
 
     Args:
-        args: the positional arguments, or a single one.
+        args: A tuple of positional arguments, or a single one.
         init: ``{"class_path": ..., "init_args": {...}}``.
 
+    Returns:
+        The object.
+
     Raises:
-        ConfigError: if the class path leads nowhere.
+        ConfigError: ``class_path`` is missing or names no class that can be imported.
+
+    Example:
+        >>> import torch
+        >>> init = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
+        >>> instantiate_class(torch.nn.Linear(2, 1).parameters(), init).defaults["lr"]
+        0.1
     """
     settings = vars(init) if isinstance(init, argparse.Namespace) else init
     if "class_path" not in settings:

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import sys
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NoReturn
@@ -27,12 +26,12 @@ from .checker import SettingsChecker, look_up, make_arguments, make_config, supp
 from .command_line import choose_subcommand, read_command_line
 from .declarations import ClassGroup, Declared, Link, Option, find_owner, order_by_links
 from .help import format_help
+from .linking import apply_link
 from .namespace import Namespace
 from .optimizers import ReduceLROnPlateau
 from .settings import (
     VARIABLE,
     Path,
-    as_mapping,
     find_shape,
     find_value,
     make_default,
@@ -43,8 +42,8 @@ from .settings import (
     place,
     read_named_file,
     read_settings,
-    remove_value,
 )
+from .subcommands import Subcommands, signature_of_return
 from .writing import drop_equal, drop_none, dump_yaml, escape_references, to_plain
 
 _FLAG_ACTIONS = {"store_true": (True, False), "store_false": (False, True)}
@@ -54,22 +53,32 @@ _PEER_FLAGS = frozenset({"model_registry"})
 
 
 class ActionConfigFile(argparse.Action):
-    """Marks the option that reads configuration files: ``parser.add_argument("--config", action=ActionConfigFile)``."""
+    """Marker of the option that reads files: ``parser.add_argument("--config", action=ActionConfigFile)``."""
 
 
 class LightningArgumentParser:
     """Parser whose options are single arguments and the arguments of classes.
 
     Args:
-        description: what the help begins with.
-        env_prefix: what the names of environment variables begin with.
-        default_env: whether environment variables are read.
-        prog: the program's name in the help; the script's by default.
-        default_config_files: files that are read before all others, where they exist; ``*`` in their names is taken.
-        parser_mode: ``"omegaconf"`` resolves ``${...}``; in ``"yaml"``, the default, it is text.
-        exit_on_error: whether an error ends the program, with status 2; otherwise it is raised.
-        dump_header: lines that a written configuration begins with.
-        epilog, usage: further parts of the help.
+        description: First lines of the help.
+        env_prefix: Prefix of the names of environment variables.
+        default_env: Whether environment variables are read.
+        prog: The program's name in the help. Default: the script's.
+        default_config_files: Files that are read before all others, where they exist. Their names may contain ``*``.
+        parser_mode: ``"omegaconf"`` resolves ``${...}``; in ``"yaml"`` and ``"json"`` it is plain text.
+        exit_on_error: Whether an error ends the program with status 2. Otherwise the error is raised.
+        dump_header: First lines of a written configuration, as comments. Default: Treadle's version.
+        epilog: Last lines of the help.
+        usage: The usage line of the help.
+
+    Raises:
+        ValueError: ``parser_mode`` is unknown.
+
+    Example:
+        >>> parser = LightningArgumentParser()
+        >>> parser.add_argument("--batch_size", type=int, default=32)
+        >>> parser.parse_args(["--batch_size=64"]).batch_size
+        64
     """
 
     def __init__(
@@ -122,23 +131,23 @@ class LightningArgumentParser:
         const: Any = None,
         metavar: str | None = None,
     ) -> None:
-        """Add a single option, as argparse does.
+        """Add a single option, with the arguments of argparse's ``add_argument``.
 
         Args:
-            names: ``"--key"``, ``"--group.key"``, and short forms.
-            type: an annotation, as ``int`` or ``list[int] | None``, a class, or a function that converts a word.
-            default: the value where nobody sets one.
-            required: whether it must be set.
-            help: what is said about it.
-            choices: the values that it may have.
+            *names: ``"--key"``, ``"--group.key"``, and short forms.
+            type: An annotation such as ``int`` or ``list[int] | None``, a class, or a function that converts a word.
+            default: The value if it is not set.
+            required: Whether it must be set.
+            help: Its description in the help.
+            choices: The allowed values.
             nargs: ``"+"``, ``"*"`` or a number, for a list; ``"?"`` for a single value.
             action: ``"store_true"``, ``"store_false"`` or `ActionConfigFile`.
-            dest: the key, if it is not the longest name.
-            const: accepted as in argparse.
-            metavar: accepted as in argparse.
+            dest: The key. Default: the longest name.
+            const: Accepted as in argparse, and ignored.
+            metavar: Accepted as in argparse, and ignored.
 
         Raises:
-            ValueError: for a positional argument or an unknown action.
+            ValueError: The argument is positional, or the action is unknown.
         """
         if not names or not all(name.startswith("-") for name in names):
             raise ValueError(f"add_argument{names!r}: positional arguments are not supported; name it --{names[0]}.")
@@ -181,15 +190,19 @@ class LightningArgumentParser:
         help: str | None = None,
         **unused: Any,
     ) -> list[str]:
-        """Add the arguments of one class, or function, under ``nested_key``; at the top where there is none.
+        """Add the arguments of a class or function under ``nested_key``, or at the top level without one.
 
         Args:
-            theclass: the class.
-            nested_key: the group's dotted key.
-            skip: arguments to leave out.
-            instantiate: whether `instantiate_classes` builds it.
-            help: what is said about it.
-            as_group, as_positional, fail_untyped, sub_configs, unused: accepted; they change nothing.
+            theclass: The class or function.
+            nested_key: The group's dotted key. Default: None, the top level.
+            as_group: Accepted and ignored.
+            as_positional: Accepted and ignored.
+            skip: Names of arguments to leave out; a number leaves out that many from the first.
+            instantiate: Whether `instantiate_classes` builds the object.
+            fail_untyped: Accepted and ignored.
+            sub_configs: Accepted and ignored.
+            help: The group's description in the help.
+            **unused: Accepted and ignored.
 
         Returns:
             The dotted keys of the arguments.
@@ -237,14 +250,19 @@ class LightningArgumentParser:
         """Add an object whose class the settings name: ``--key=Class --key.argument=value``.
 
         Args:
-            baseclass: the class that it must extend, or several.
-            nested_key: its dotted key.
-            skip: arguments that it gets otherwise.
-            instantiate: whether `instantiate_classes` builds it.
-            required: whether it must be named.
-            help: what is said about it.
-            default: the object where nobody names one, as ``{"class_path": ..., "init_args": {...}}``.
-            as_group, fail_untyped, unused: accepted; they change nothing.
+            baseclass: The class that the named class must extend, or a tuple of classes.
+            nested_key: The object's dotted key.
+            as_group: Accepted and ignored.
+            skip: Arguments that the object gets by other means.
+            instantiate: Whether `instantiate_classes` builds the object.
+            required: Whether the settings must name a class.
+            help: The object's description in the help.
+            default: The object if none is named, as ``{"class_path": ..., "init_args": {...}}``.
+            fail_untyped: Accepted and ignored.
+            **unused: Accepted and ignored.
+
+        Returns:
+            A list with ``nested_key``.
         """
         bases = baseclass if isinstance(baseclass, tuple) else (baseclass,)
         self.declared[nested_key] = ClassGroup(
@@ -262,7 +280,18 @@ class LightningArgumentParser:
         skip: Iterable[str | int] | None = None,
         **unused: Any,
     ) -> list[str]:
-        """Add the arguments of a method, as `add_class_arguments` does those of a class."""
+        """Add the arguments of a method, each as a single option.
+
+        Args:
+            theclass: The class.
+            themethod: The method's name.
+            nested_key: Prefix of the dotted keys. Default: None, the top level.
+            skip: Names of arguments to leave out.
+            **unused: Accepted and ignored.
+
+        Returns:
+            The names of the arguments that were added.
+        """
         takes = signature(getattr(theclass, themethod))
         words, left_out = described(getattr(theclass, themethod)), {"self", *(skip or ())}
         added = [name for name in takes.arguments if name not in left_out]
@@ -278,13 +307,16 @@ class LightningArgumentParser:
         """Add the arguments of a Trainer, task, data module or callback.
 
         Args:
-            lightning_class: the class, or a function that returns such an object.
-            nested_key: the group's dotted key.
-            subclass_mode: whether the settings name the class, which must extend this one.
-            required: whether, in subclass mode, they must.
+            lightning_class: The class, or a function that returns such an object.
+            nested_key: The group's dotted key.
+            subclass_mode: Whether the settings name the class, which must extend this one.
+            required: Whether the settings must name a class in subclass mode.
+
+        Returns:
+            The dotted keys of the arguments.
 
         Raises:
-            ValueError: for anything else.
+            ValueError: ``lightning_class`` is neither such a class nor a function.
         """
         kinds = (Trainer, TaskModule, DataModule, Callback)
         is_class = isinstance(lightning_class, type)
@@ -307,10 +339,13 @@ class LightningArgumentParser:
         """Add the arguments of an optimizer.
 
         Args:
-            optimizer_class: a class, or a tuple of those of which the settings' class must extend one.
-            nested_key: the group's dotted key.
-            link_to: the argument that gets ``{"class_path": ..., "init_args": ...}``; ``"AUTOMATIC"`` makes it the
+            optimizer_class: A class, or a tuple of classes, one of which the class in the settings must extend.
+            nested_key: The group's dotted key.
+            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes it the
                 task's optimizer.
+
+        Raises:
+            TypeError: A class does not extend ``torch.optim.Optimizer``.
         """
         self._add_optimizer(self._optimizers, (Optimizer,), optimizer_class, nested_key, link_to, "params")
 
@@ -320,7 +355,17 @@ class LightningArgumentParser:
         nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:
-        """Add the arguments of a learning rate scheduler, as `add_optimizer_args` does."""
+        """Add the arguments of a learning rate scheduler.
+
+        Args:
+            lr_scheduler_class: A class, or a tuple of classes, one of which the class in the settings must extend.
+            nested_key: The group's dotted key.
+            link_to: The argument that receives ``{"class_path": ..., "init_args": ...}``. ``"AUTOMATIC"`` makes it the
+                task's scheduler.
+
+        Raises:
+            TypeError: A class does not extend ``LRScheduler`` or `ReduceLROnPlateau`.
+        """
         kinds = (LRScheduler, ReduceLROnPlateau)
         self._add_optimizer(self._lr_schedulers, kinds, lr_scheduler_class, nested_key, link_to, "optimizer")
 
@@ -345,23 +390,24 @@ class LightningArgumentParser:
         compute_fn: Callable[..., Any] | None = None,
         apply_on: str = "parse",
     ) -> None:
-        """Give an argument the value of others; it can't be set otherwise.
+        """Give an argument the value of other arguments. It can't be set in any other way.
 
         Args:
-            source: a dotted key, or several.
-            target: the dotted key of the argument.
-            compute_fn: makes the value of the sources'; needed for several.
-            apply_on: ``"parse"``: the sources are settings; ``"instantiate"``: they are built objects, or attributes of
+            source: A dotted key, or a tuple of them.
+            target: The dotted key of the argument.
+            compute_fn: Computes the value from the sources' values; required for several sources.
+            apply_on: ``"parse"``: the sources are settings. ``"instantiate"``: they are built objects or attributes of
                 them.
 
         Raises:
-            ValueError: for a key that was not added, several sources without a function, or another ``apply_on``.
+            ValueError: A key was not added, several sources come without a function, ``apply_on`` is unknown, or
+                ``target`` is linked already.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if apply_on not in ("parse", "instantiate"):
             raise ValueError(f"link_arguments(apply_on={apply_on!r}) must be 'parse' or 'instantiate'.")
         if len(sources) > 1 and compute_fn is None:
-            raise ValueError(f"link_arguments({sources}, {target!r}) needs compute_fn to make one value of several.")
+            raise ValueError(f"link_arguments({sources}, {target!r}) needs compute_fn to combine several values.")
         for key in (*sources, target):
             find_owner(self.declared, key)
         if any(link.target == target for link in self.links):
@@ -372,10 +418,14 @@ class LightningArgumentParser:
         )
 
     def set_defaults(self, *mappings: Mapping[str, Any], **named: Any) -> None:
-        """Set values by dotted key that files, environment and command line override.
+        """Set values by dotted key. Files, environment and command line override them.
+
+        Args:
+            *mappings: Values by dotted key.
+            **named: Values by key.
 
         Raises:
-            ValueError: for a key that was not added.
+            ValueError: A key was not added.
         """
         for mapping in (*mappings, named):
             for key, value in mapping.items():
@@ -383,19 +433,27 @@ class LightningArgumentParser:
                 self.defaults = self.place(self.defaults, key, make_settings(value, "set_defaults"))
 
     def get_defaults(self, skip_validation: bool = False) -> Namespace:
-        """Return the configuration where nobody sets anything."""
+        """Return the configuration if nothing is set.
+
+        Args:
+            skip_validation: Accepted and ignored.
+        """
         return self.finish(self.start(), partial=True)
 
     def get_default(self, key: str) -> Any:
-        """Return the default of a dotted key."""
+        """Return the default of an argument.
+
+        Args:
+            key: The argument's dotted key.
+        """
         return self.get_defaults().get(key)
 
     def add_subcommands(self, required: bool = True, dest: str = "subcommand", **unused: Any) -> Subcommands:
-        """Return the object whose ``add_subcommand`` adds a command with a parser of its own."""
+        """Return the object whose ``add_subcommand`` adds a subcommand with its own parser; arguments are ignored."""
         return Subcommands(self)
 
     def add_argument_group(self, *unused: Any, **also_unused: Any) -> LightningArgumentParser:
-        """Return this parser: groups order argparse's help and change nothing else."""
+        """Return this parser and ignore the arguments: groups only order argparse's help."""
         return self
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -404,11 +462,11 @@ class LightningArgumentParser:
         """Return the configuration that a command line asks for.
 
         Args:
-            args: instead of ``sys.argv``'s.
-            namespace: a configuration that it is merged into.
+            args: The command line. Default: ``sys.argv`` without the program's name.
+            namespace: A configuration to merge the command line into. Default: None.
 
         Raises:
-            SystemExit: after help and ``--print_config``; for an error, unless ``exit_on_error=False``.
+            SystemExit: After help and ``--print_config``, and for an error unless ``exit_on_error=False``.
         """
         words = list(sys.argv[1:] if args is None else args)
         return self._guard(lambda: read_command_line(self, [str(word) for word in words], namespace))
@@ -417,17 +475,25 @@ class LightningArgumentParser:
         """Return the configuration that nested settings ask for.
 
         Args:
-            cfg_obj: the settings; keys may be dotted.
-            cfg_base: a configuration that they are merged into.
+            cfg_obj: The settings. Keys may be dotted.
+            cfg_base: A configuration to merge the settings into. Default: None.
         """
         return self._guard(lambda: self._parse_object(cfg_obj, cfg_base))
 
     def parse_path(self, cfg_path: str | FilePath) -> Namespace:
-        """Return the configuration that a file asks for."""
+        """Return the configuration that a file asks for.
+
+        Args:
+            cfg_path: Path of a YAML or JSON file.
+        """
         return self._guard(lambda: self._finish_any(merge(self.start(), read_settings(cfg_path))))
 
     def parse_string(self, cfg_str: str) -> Namespace:
-        """Return the configuration that YAML text asks for."""
+        """Return the configuration that a text asks for.
+
+        Args:
+            cfg_str: The text, in YAML.
+        """
         parsed = parse(cfg_str, "text")
         return self._guard(lambda: self._finish_any(merge(self.start(), normalize(parsed or Value({}, "text")))))
 
@@ -447,7 +513,7 @@ class LightningArgumentParser:
         return self._finish_any(root)
 
     def _finish_any(self, root: Value) -> Namespace:
-        """Return the checked configuration; with subcommands, that of the one which is chosen."""
+        """Return the checked configuration; with subcommands, that of the chosen subcommand."""
         if not self.subcommands:
             return self.finish(root)
         name = choose_subcommand(self, root)
@@ -468,7 +534,7 @@ class LightningArgumentParser:
             self.error(error)
 
     def error(self, message: str | ConfigError) -> NoReturn:
-        """Print what is wrong and exit with status 2."""
+        """Print an error and exit with status 2."""
         error = message if isinstance(message, ConfigError) else ConfigError(message)
         *others, last = error.problems
         sys.exit(report_error(self.prog, ConfigError(*others, f"{last}\n`{self.prog} --help` lists the options.")))
@@ -489,7 +555,7 @@ class LightningArgumentParser:
         return root
 
     def _iterate_variables(self) -> Iterator[tuple[str, str]]:
-        """Iterate over the keys that environment variables can set, and the variables' names, files first."""
+        """Iterate over the keys that environment variables can set and the variables' names, files first."""
         keys = [*self.config_keys, *self.declared]
         for key, declared in self.declared.items():
             if isinstance(declared, ClassGroup) and not declared.subclass_mode:
@@ -498,14 +564,27 @@ class LightningArgumentParser:
             yield key, f"{self.env_prefix}_{key}".upper().replace(".", "__")
 
     def merge_file(self, root: Value, file: str | FilePath) -> Value:
-        """Return the settings with those of a file merged into them."""
+        """Return the settings with those of a file merged into them.
+
+        Args:
+            root: The settings.
+            file: Path of the file.
+        """
         settings = read_settings(file)
         for key, value in settings.data.items():
             root = self.place(root, str(key), value, merging=True)
         return root
 
     def place(self, root: Value, key: str, value: Value, add: bool = False, merging: bool = False) -> Value:
-        """Return the settings with the value of one dotted key set, added to its list, or merged into it."""
+        """Return the settings with one dotted key set, extended, or merged into.
+
+        Args:
+            root: The settings.
+            key: The dotted key.
+            value: The new value.
+            add: Whether to append the value to the list at the key.
+            merging: Whether to merge a mapping into the one at the key.
+        """
         path: Path = tuple("class" if part == "class_path" else part for part in key.split(".") if part != "init_args")
         if key in self.declared and isinstance(self.declared[key], ClassGroup):
             value = read_named_file(value)
@@ -516,17 +595,17 @@ class LightningArgumentParser:
         return place(root, path, value, lambda place: self._find_default(root, place), add)
 
     def _is_plain(self, root: Value, path: Path) -> bool:
-        """Return whether the value at a path is no object, so that a later mapping replaces the whole."""
+        """Return whether the value at a path is not an object, so that a later mapping replaces it entirely."""
         argument = self._find_argument(root, path)
         return argument is not None and find_shape(argument.type) is None
 
     def _find_default(self, root: Value, path: Path) -> Value | None:
-        """Return what a place holds as long as nobody sets it, to merge into."""
+        """Return the default of the argument at a path, to merge into."""
         argument = self._find_argument(root, path)
         return None if argument is None else make_default(argument)
 
     def _find_argument(self, root: Value, path: Path) -> Argument | None:
-        """Return the argument at a path, which may be one of an object that the settings name."""
+        """Return the argument at a path, which may belong to an object that the settings name."""
         try:
             owner = find_owner(self.declared, ".".join(map(str, path)))
         except ValueError:
@@ -537,11 +616,11 @@ class LightningArgumentParser:
     # -- checking ----------------------------------------------------------------------------------------------------
 
     def finish(self, root: Value, partial: bool = False) -> Namespace:
-        """Return the configuration, checked, with all defaults, and with links applied.
+        """Return the checked configuration with all defaults and links applied.
 
         Args:
-            root: the settings.
-            partial: whether required values may be missing.
+            root: The settings.
+            partial: Whether required values may be missing.
         """
         recipes = self._check(root, partial=partial)
         config = Namespace(dict.fromkeys(self.config_keys))
@@ -575,7 +654,7 @@ class LightningArgumentParser:
             declared, section = self.declared[key], sections[key]
             for link in self.links if linking else ():
                 if find_owner(self.declared, link.target) == key:
-                    section = self._apply_link(checker, link, declared, section, configs)
+                    section = apply_link(self.declared, checker, link, key, section, configs)
             recipe = declared.check(checker, self._drop_nested(key, section))
             if recipe is not None:
                 recipes[key] = recipe
@@ -597,40 +676,18 @@ class LightningArgumentParser:
             if key not in tops and key not in self.subcommands and key != "subcommand":
                 checker.report(value, (key,), f": there is no argument --{key}.{nearest(str(key), tops)}")
 
-    def _apply_link(
-        self, checker: SettingsChecker, link: Link, declared: Declared, section: Value | None, configs: Namespace
-    ) -> Value | None:
-        """Return a section with the value of a link in it."""
-        path = link.path[len(declared.key.split(".")) :]
-        given = None if section is None else find_value(section, path)
-        sources = " and ".join(f"--{source}" for source in link.sources)
-        if given is not None and path and given.source not in ("linked", "configuration", "default"):
-            checker.report(given, link.path, f" follows from {sources}: set that instead.")
-            return section
-        if path and isinstance(declared, ClassGroup) and declared.subclass_mode:
-            if section is None or section.data is None:
-                return section
-            if len(path) == 1 and declared.find_argument(path, as_mapping(section)) is None:
-                return section  # this class does not take it
-        if link.at_instantiation:
-            return remove_value(section, path)
-        if any(find_owner(self.declared, source) not in configs for source in link.sources):
-            return section  # what is wrong with the source is reported already
-        value = link.apply(lambda source: look_up(configs, source))
-        new = make_settings(value, "linked")
-        return new if not path else place(as_mapping(section), path, new, lambda _: None)
-
     # -- building and writing ----------------------------------------------------------------------------------------
 
     def instantiate_classes(self, cfg: Namespace, instantiate_groups: bool = True) -> Namespace:
-        """Return the configuration with the objects built that it describes.
+        """Return the configuration with its objects built.
 
         Args:
-            cfg: what parsing returned; values in it may have been changed.
-            instantiate_groups: whether groups of arguments become objects; otherwise only those nested in them do.
+            cfg: A parsed configuration. Its values may have been changed.
+            instantiate_groups: Whether groups of arguments become objects. Otherwise only the objects nested in them
+                do.
 
         Raises:
-            ConfigError: if a changed value does not fit.
+            ConfigError: A changed value does not fit.
         """
         built = cfg.clone()
         for name, parser in self.subcommands.items():
@@ -664,15 +721,15 @@ class LightningArgumentParser:
         skip_link_targets: bool = True,
         **unused: Any,
     ) -> str:
-        """Return a configuration as YAML, or JSON, from which the same one is read.
+        """Return a configuration as YAML or JSON. Reading the text gives the same configuration.
 
         Args:
-            cfg: the configuration.
-            format: ``"yaml"`` or ``"json"``.
-            skip_none: whether to leave null values out.
-            skip_default: whether to leave out what equals its default.
-            skip_link_targets: whether to leave out the values of links, which are refused when the text is read.
-            unused: accepted; it changes nothing.
+            cfg: The configuration.
+            format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, YAML.
+            skip_none: Whether to leave out null values.
+            skip_default: Whether to leave out values that equal their default.
+            skip_link_targets: Whether to leave out the values of links, which are refused when the text is read.
+            **unused: Accepted and ignored.
         """
         config = Namespace(cfg).clone()
         for name, parser in self.subcommands.items():
@@ -706,10 +763,18 @@ class LightningArgumentParser:
         overwrite: bool = False,
         **options: Any,
     ) -> None:
-        """Write a configuration to a file.
+        """Write a configuration to a file, atomically.
+
+        Args:
+            cfg: The configuration.
+            path: The file.
+            format: ``"yaml"`` or ``"json"``. Default: by the file's suffix.
+            skip_none: Whether to leave out null values.
+            overwrite: Whether to replace an existing file.
+            **options: Further arguments of `dump`.
 
         Raises:
-            FileExistsError: if there is one, unless ``overwrite=True``.
+            FileExistsError: The file exists and ``overwrite`` is False.
         """
         file = FilePath(path)
         if file.exists() and not overwrite:
@@ -720,37 +785,15 @@ class LightningArgumentParser:
         os.replace(draft, file)  # whoever reads meanwhile sees the whole file or none
 
     def format_help(self) -> str:
-        """Return the help."""
+        """Return the text of the help."""
         return format_help(self.usage, self.prog, self.description, self.declared, self.subcommands) + (
             self.epilog or ""
         )
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help."""
+        """Print the help.
+
+        Args:
+            file: The stream to print to. Default: standard output.
+        """
         print(self.format_help(), file=file)
-
-
-class Subcommands:
-    """The commands of a parser, each with a parser of its own."""
-
-    def __init__(self, parser: LightningArgumentParser) -> None:
-        self.parser = parser
-
-    def add_subcommand(self, name: str, parser: LightningArgumentParser, help: str | None = None) -> None:
-        """Add a command."""
-        parser.prog = f"{self.parser.prog} {name}"
-        parser.env_prefix = f"{self.parser.env_prefix}_{name.upper()}_"
-        parser.default_env = parser.default_env or self.parser.default_env
-        parser.exit_on_error = self.parser.exit_on_error
-        parser.parser_mode = self.parser.parser_mode if parser.parser_mode == "yaml" else parser.parser_mode
-        if help:
-            parser.description = help
-        self.parser.subcommands[name] = parser
-
-
-def signature_of_return(function: Callable[..., Any]) -> Any:
-    """Return what a function says that it returns."""
-    try:
-        return typing.get_type_hints(function).get("return")
-    except NameError:  # imported for type checkers only
-        return None

@@ -1,4 +1,4 @@
-"""Callback that writes the configuration of a run beside its logs."""
+"""Callback that writes the configuration of a run next to its logs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,24 @@ class SaveConfigCallback(Callback):
     """Callback that writes the configuration into the log folder when a run starts.
 
     Args:
-        parser: the parser that wrote it.
-        config: the configuration.
-        config_filename: the file's name.
-        overwrite: whether a file of that name is replaced.
-        multifile: accepted; the settings of several files are written to one.
-        save_to_log_dir: whether the file is written; without it, ``save_config`` does what a subclass wants.
+        parser: The parser that produced the configuration.
+        config: The configuration.
+        config_filename: The file's name.
+        overwrite: Whether to replace an existing file of that name.
+        multifile: Accepted and ignored: the settings of several files are written to one file.
+        save_to_log_dir: Whether to write the file. Without it only ``save_config`` runs, which a subclass must
+            override.
 
     Raises:
-        ValueError: if nothing would be saved.
+        ValueError: ``save_to_log_dir`` is False and ``save_config`` is not overridden.
+
+    Example:
+        >>> parser = LightningArgumentParser()
+        >>> parser.add_argument("--width", type=int, default=8)
+        >>> callback = SaveConfigCallback(parser, parser.parse_args(["--width=4"]), config_filename="run.yaml")
+        >>> print(callback.parser.dump(callback.config), end="")  # doctest: +ELLIPSIS
+        # treadle==...
+        width: 4
     """
 
     def __init__(
@@ -49,10 +58,15 @@ class SaveConfigCallback(Callback):
             )
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Write the configuration, once.
+        """Write the configuration once.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The task.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            RuntimeError: if the file exists already, unless ``overwrite=True``; on every rank.
+            RuntimeError: The file exists and ``overwrite`` is False. Raised on every rank.
         """
         if self.already_saved:
             return
@@ -74,10 +88,10 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> Any:
-        """Save the configuration elsewhere, too; called on rank zero alone, so without collectives.
+        """Save the configuration elsewhere as well. Runs on rank zero alone, so it must not use collectives.
 
         Args:
-            trainer: the Trainer, whose ``logger`` may take the text of ``self.parser.dump(self.config)``.
-            pl_module: the task.
+            trainer: The Trainer. Its ``logger`` may take the text of ``self.parser.dump(self.config)``.
+            pl_module: The task.
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """

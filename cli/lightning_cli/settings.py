@@ -1,6 +1,6 @@
-"""Settings as LightningCLI writes them: ``class_path`` and ``init_args``, merged and placed by dotted keys.
+"""Settings in LightningCLI's form: ``class_path`` and ``init_args``, merged and placed by dotted keys.
 
-Inside, an object is the mapping ``{class: NAME, argument: value}`` of `cli.config`; the functions here translate.
+Internally an object is the mapping ``{class: NAME, argument: value}`` of `cli.config`; the functions here translate.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..config.instantiate import catalog
 
 Path = tuple[str | int, ...]
 VARIABLE = "environment variable"
-"""What the source of a variable's value begins with."""
+"""Prefix of the source of an environment variable's value."""
 PLAIN = (type(None), bool, int, float, str)
 _PEER_PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning.")
 _CONFIG_FILES = (".yaml", ".yml", ".json")
 
 
 class ClassPath(str):
-    """The key ``class`` of a mapping that was written with ``class_path``.
+    """Key ``class`` of a mapping that was written with ``class_path``.
 
-    A parameter annotated as a plain dict gets such a mapping back as it was written, see `restore_class_path`.
+    A parameter annotated as a plain dict gets such a mapping back in its original form, see `restore_class_path`.
     """
 
     __slots__ = ()
@@ -41,7 +41,12 @@ _CLASS = ClassPath("class")
 
 
 def make_settings(data: Any, source: str) -> Value:
-    """Return values of plain data, namespaces and objects, all from one source."""
+    """Return plain data, namespaces and objects as values, all with the same source.
+
+    Args:
+        data: The data.
+        source: The source of all values.
+    """
     if is_lazy(data):
         data = data.lazy_get_init_data()
     if isinstance(data, argparse.Namespace):
@@ -54,12 +59,12 @@ def make_settings(data: Any, source: str) -> Value:
 
 
 def is_lazy(value: Any) -> bool:
-    """Return whether a value is jsonargparse's ``lazy_instance``, which stands for the settings of an object."""
+    """Return whether a value is jsonargparse's ``lazy_instance``, which holds the settings of an object."""
     return hasattr(type(value), "lazy_get_init_data")
 
 
 def normalize(value: Value) -> Value:
-    """Return the same mappings with ``class_path``, ``init_args`` and ``dict_kwargs`` written as one mapping."""
+    """Return the values with ``class_path``, ``init_args`` and ``dict_kwargs`` rewritten to one mapping."""
     if isinstance(value.data, list):
         return replace(value, data=[normalize(item) for item in value.data])
     if not isinstance(value.data, dict):
@@ -80,17 +85,17 @@ def normalize(value: Value) -> Value:
 
 @functools.cache
 def translate_class_path(name: str) -> str:
-    """Return Treadle's import path for a path in Lightning's packages, which is announced; any other as it is."""
+    """Return Treadle's import path for a path in Lightning's packages and announce it; any other path unchanged."""
     prefix = next((prefix for prefix in _PEER_PACKAGES if name.startswith(prefix)), None)
     if prefix is None:
         return name
     translated = f"treadle.compat.{name.removeprefix(prefix)}"
-    announce(f"class_path {name}: read as {translated}.")
+    announce(f"class_path {name}: replaced by {translated}.")
     return translated
 
 
 def restore_class_path(value: Value) -> Value:
-    """Return mappings written with ``class_path`` in that form again."""
+    """Return the values with mappings in ``class_path`` form if they were written in it."""
     if isinstance(value.data, list):
         return replace(value, data=[restore_class_path(item) for item in value.data])
     if not isinstance(value.data, dict):
@@ -106,15 +111,15 @@ def restore_class_path(value: Value) -> Value:
 def merge(
     before: Value, later: Value, is_replaced: Callable[[Path], bool] = lambda path: False, path: Path = ()
 ) -> Value:
-    """Return both, the later where they differ: objects are merged argument by argument, everything else is replaced.
+    """Merge two values: objects argument by argument, otherwise the later one replaces the earlier one.
 
-    Where a class is replaced by another, the arguments that the new one takes are kept, as in LightningCLI.
+    If another class is named, the arguments that it accepts are kept, as in LightningCLI.
 
     Args:
-        before: the earlier settings.
-        later: the later ones.
-        is_replaced: tells whether the mapping at a path is a plain dict, which is replaced as a whole.
-        path: where the two stand.
+        before: The earlier settings.
+        later: The later settings.
+        is_replaced: Returns whether the mapping at a path is a plain dict, which is replaced as a whole.
+        path: The path of both.
     """
     old = expand_class_name(before) if isinstance(before.data, str) else before
     if not isinstance(old.data, dict):
@@ -134,7 +139,7 @@ def merge(
 
 
 def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
-    """Return the arguments of an object that another class takes, too, with that class."""
+    """Return the arguments of an object that another class accepts as well, with that class."""
     if "class" not in entries:
         return {_CLASS: named}
     if entries["class"].data == named.data:
@@ -145,12 +150,12 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
     accepted = signature(target).arguments
     dropped = [str(key) for key in entries if key != "class" and key not in accepted]
     if dropped:
-        announce(f"{named.data} takes no {', '.join(dropped)}: dropped from the settings.")
+        announce(f"{named.data} does not accept {', '.join(dropped)}: removed from the settings.")
     return {_CLASS: named} | {key: item for key, item in entries.items() if key in accepted}
 
 
 def find_class(name: Any) -> Any:
-    """Return what a class name stands for, or None."""
+    """Return the class of a name, or None."""
     try:
         return catalog.find(translate_class_path(str(name)), object) if name else None
     except ConfigError:
@@ -158,16 +163,19 @@ def find_class(name: Any) -> Any:
 
 
 def read_settings(file: str | FilePath) -> Value:
-    """Return the normalized values of a YAML or JSON file, with the files that it names in place of a section.
+    """Return the normalized values of a YAML or JSON file.
+
+    Args:
+        file: Path of the file.
 
     Raises:
-        ConfigError: names the file and the line.
+        ConfigError: The file can't be read; names the file and the line.
     """
     return normalize(read(file))
 
 
 def read_named_file(value: Value) -> Value:
-    """Return the content of the configuration file whose path stands where a mapping is expected."""
+    """Return the content of a configuration file if the value is the path of one; otherwise the value."""
     if not isinstance(value.data, str) or not value.data.endswith(_CONFIG_FILES):
         return value
     named_in = FilePath(value.source.rpartition(":")[0] or ".")
@@ -177,17 +185,27 @@ def read_named_file(value: Value) -> Value:
 
 
 def parse_value(text: str, source: str) -> Value:
-    """Return the value of a word on the command line or of an environment variable."""
+    """Return the value of a word on the command line or of an environment variable.
+
+    Args:
+        text: The word.
+        source: The source of the value.
+    """
     return normalize(parse_override_value(text, source)) if text else Value("", source)
 
 
 def is_word(value: Value) -> bool:
-    """Return whether a value is a word of the command line or an environment variable's, not one of a file."""
+    """Return whether a value comes from the command line or an environment variable, not from a file."""
     return value.source == COMMAND_LINE or value.source.startswith(VARIABLE)
 
 
 def append(value: Value | None, new: Value) -> Value:
-    """Return a list with one more value, or with those of another list."""
+    """Return a list with one more value, or with the values of another list.
+
+    Args:
+        value: The list, a single value, or None.
+        new: The value or values to append.
+    """
     before = [] if value is None or value.data is None else value.data if isinstance(value.data, list) else [value]
     return Value([*before, *(new.data if isinstance(new.data, list) else [new])], new.source)
 
@@ -200,18 +218,18 @@ def place(
     add: bool = False,
     done: int = 0,
 ) -> Value:
-    """Return the settings with another value at ``path``.
+    """Return the settings with a new value at ``path``.
 
     Args:
-        value: the settings so far.
-        path: the way there. A name that leads into a list is meant for the item that was added last.
-        new: what is placed there.
-        find_default: returns what a place holds as long as nobody sets it; the new value is merged into that.
-        add: append to the list there.
-        done: how much of the path leads to ``value``.
+        value: The settings.
+        path: The path. A name that leads into a list refers to the list's last item.
+        new: The new value.
+        find_default: Returns the default at a path, into which the new value is merged.
+        add: Whether to append to the list at the path.
+        done: The length of the path that leads to ``value``.
 
     Raises:
-        ConfigError: the way leads into a value that holds no keys.
+        ConfigError: The path leads into a value that is not a mapping.
     """
     if value is None or value.data is None:
         value = find_default(path[:done]) if done < len(path) or add else value
@@ -238,13 +256,13 @@ def place(
 
 
 def _replace_value(value: Value, new: Value) -> Value:
-    """Return the new value; of a class named anew, with the arguments that it still takes."""
+    """Return the new value; if it only names a class, with the earlier arguments that the class accepts."""
     named = expand_class_name(new)
     return merge(value, named) if isinstance(named.data, dict) and "class" in named.data else new
 
 
 def make_default(argument: Argument) -> Value | None:
-    """Return the default of an argument as settings that others can be merged into; None where it is no such data."""
+    """Return the default of an argument as settings that others can be merged into; None if it is not such data."""
     default = argument.default
     if default is REQUIRED or argument.several:
         return None
@@ -261,13 +279,13 @@ def make_default(argument: Argument) -> Value | None:
 
 
 def find_shape(annotation: Any) -> Any:
-    """Return the class whose arguments the keys of a value are: the dataclass in an annotation."""
+    """Return the dataclass in an annotation, whose arguments are the keys of a value; None without one."""
     inner = typing.get_args(annotation) or (annotation,)
     return next((kind for kind in inner if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def describe_import_path(target: Any) -> str:
-    """Return the shortest import path of a class or function that is imported already; empty if it has none."""
+    """Return the shortest import path of an imported class or function; empty if it has none."""
     full_name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", None) or ""
     name = full_name.rpartition(".")[2]  # as of `torch.tanh`, whose full name holds a class that nobody sees
     parts = module.split(".")
@@ -278,18 +296,29 @@ def describe_import_path(target: Any) -> str:
 
 
 def find_value(value: Value | None, path: Path) -> Value | None:
-    """Return the value at a path, or None."""
+    """Return the value at a path, or None.
+
+    Args:
+        value: The settings.
+        path: The path.
+    """
     for part in path:
         value = value.data.get(part) if value is not None and isinstance(value.data, dict) else None
     return value
 
 
 def as_mapping(value: Value | None) -> Value:
+    """Return settings as a mapping; an empty one for None."""
     return Value({}, "default") if value is None or value.data is None else expand_class_name(value)
 
 
 def remove_value(value: Value | None, path: Path) -> Value | None:
-    """Return settings without the value at a path."""
+    """Return the settings without the value at a path.
+
+    Args:
+        value: The settings.
+        path: The path.
+    """
     if value is None or not path or not isinstance(value.data, dict) or path[0] not in value.data:
         return value if path else None
     inner = remove_value(value.data[path[0]], path[1:])

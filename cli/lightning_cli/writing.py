@@ -1,4 +1,4 @@
-"""Configurations as text: plain data, then YAML that reads back as the same values."""
+"""Configurations as text: converted to plain data, then to YAML that reads back as the same values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .settings import describe_import_path, find_class
 
 
 class NotWritten(Exception):
-    """An object that no text stands for."""
+    """Error about an object that can't be represented as text."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text in quotes where it would be read as something else by the rules of YAML 1.2."""
+    """YAML dumper that quotes text which YAML 1.2 would read as another type."""
 
     def represent_text(self, text: str) -> yaml.Node:
         style = None if isinstance(parse_scalar(text), str) else '"'
@@ -41,10 +41,10 @@ def dump_yaml(data: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a configuration as plain data; entries that no text stands for are left out.
+    """Return a configuration as plain data, without entries that can't be represented as text.
 
     Raises:
-        NotWritten: if the value itself is one of those.
+        NotWritten: The value itself can't be represented.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)
@@ -72,13 +72,19 @@ def to_plain(value: Any) -> Any:
 
 
 def drop_none(data: Any) -> Any:
+    """Return nested dicts without entries that are None."""
     if isinstance(data, dict):
         return {key: drop_none(item) for key, item in data.items() if item is not None}
     return data
 
 
 def drop_equal(data: Any, defaults: Any) -> Any:
-    """Return nested dicts without the entries that equal their defaults."""
+    """Return nested dicts without the entries that equal their defaults.
+
+    Args:
+        data: The entries.
+        defaults: The defaults by key.
+    """
     kept = {}
     for key, item in data.items():
         if isinstance(item, dict) and isinstance(defaults.get(key), dict) and "class_path" not in item:
@@ -92,7 +98,7 @@ def drop_equal(data: Any, defaults: Any) -> Any:
 
 
 def escape_references(data: Any) -> Any:
-    """Return data whose texts with ``${`` in them are read as they are."""
+    """Return data in which ``${`` is escaped, so that it reads back as text."""
     if isinstance(data, dict):
         return {key: escape_references(item) for key, item in data.items()}
     if isinstance(data, list):

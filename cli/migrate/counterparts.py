@@ -1,7 +1,7 @@
-"""Where a name of Lightning, Fabric or Accelerate is in Treadle.
+"""Counterparts in Treadle of the names of Lightning, Fabric and Accelerate.
 
-Answers come from Treadle itself, whose modules read the tables in ``compat/``: a name has a counterpart if the import
-that is written for it works.
+The answers come from Treadle itself, whose modules read the tables in ``compat/``: a name has a counterpart if the
+import that is written for it works.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _ROOTS = {
 }
 _OURS = ("treadle", "treadle.compat")
 PEER_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
-"""The top-level packages that are replaced."""
+"""Top-level packages that are replaced."""
 MISSING = object()
-"""What `look_up` returns where there is nothing."""
+"""Return value of `look_up` for a missing name."""
 
 
 @dataclass(frozen=True)
 class PeerModule:
-    """A module of a peer.
+    """Module of a peer.
 
     Attributes:
         peer: lightning, fabric or accelerate, or umbrella for the package `lightning` itself; treadle or compat for a
-            module of ours.
-        path: below the peer's root, "" for the root.
+            module of Treadle.
+        path: The path below the peer's root, "" for the root.
     """
 
     peer: str
@@ -49,16 +49,16 @@ class PeerModule:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a module of Treadle already."""
+        """Return whether it is a module of Treadle already."""
         return self.peer in ("treadle", "compat")
 
 
 @cache
 def split_peer(module: str) -> PeerModule | None:
-    """Return the peer's module that an import names, or None if it belongs to nobody that is replaced.
+    """Return the peer's module that an import names; None for any other module.
 
     Args:
-        module: as imported, ``"lightning.pytorch.callbacks"``.
+        module: The module as imported, ``"lightning.pytorch.callbacks"``.
     """
     for prefix, peer in _ROOTS.items():
         if module == prefix or module.startswith(f"{prefix}."):
@@ -68,7 +68,7 @@ def split_peer(module: str) -> PeerModule | None:
 
 @cache
 def list_modules(module: PeerModule) -> tuple[str, ...]:
-    """Return our modules at a peer's path, the one to prefer first."""
+    """Return Treadle's modules at a peer's path, the preferred one first."""
     if module.peer == "umbrella" and module.path:  # `lightning.data`; all else is below lightning.pytorch
         return ()
     roots = {"treadle": ("treadle",), "compat": ("treadle.compat",), "fabric": ("treadle.compat.fabric", *_OURS)}
@@ -77,10 +77,10 @@ def list_modules(module: PeerModule) -> tuple[str, ...]:
 
 
 def find_module(module: str) -> str | None:
-    """Return our module for a peer's, or None.
+    """Return Treadle's module for a peer's, or None.
 
     Args:
-        module: as imported, ``"lightning.pytorch.callbacks"``.
+        module: The module as imported, ``"lightning.pytorch.callbacks"``.
     """
     peer = split_peer(module)
     return None if peer is None else next(iter(list_modules(peer)), None)
@@ -88,14 +88,14 @@ def find_module(module: str) -> str | None:
 
 @cache
 def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
-    """Return our module that has a peer's name, the sentence that says what to use instead, or None.
+    """Return Treadle's module that has a peer's name, the advice on what to use instead, or None.
 
-    A name that the module at the same path does not have is looked for in the packages above it: older versions of
-    the peers and modules that merely import a name have it at other paths (`core.lightning.LightningModule`).
+    A name that the module at the same path does not have is looked up in its parent packages: older versions of the
+    peers, and modules that merely import a name, have it at other paths (`core.lightning.LightningModule`).
 
     Args:
-        module: the peer's module, as imported.
-        name: the name in it.
+        module: The peer's module as imported.
+        name: The name in it.
     """
     peer = split_peer(module)
     while peer is not None:
@@ -110,20 +110,35 @@ def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
 
 
 def find_answer(module: PeerModule, name: str) -> Elsewhere | None:
-    """Return the sentence of the tables about a name that is not here, or None."""
+    """Return the tables' advice about a name without a counterpart, or None.
+
+    Args:
+        module: The peer's module.
+        name: The name in it.
+    """
     answer = read_names(module.path).get(name)
     return answer if isinstance(answer, Elsewhere) else None
 
 
 def describe_missing(module: str, name: str) -> str:
-    """Return what to say of a name without a counterpart."""
+    """Return the finding about a name without a counterpart.
+
+    Args:
+        module: The peer's module as imported.
+        name: The name in it.
+    """
     peer = split_peer(module)
     answer = None if peer is None else find_answer(peer, name)
     return f"{module}.{name}: {answer or 'has no counterpart in Treadle.'}"
 
 
 def look_up(module: str, name: str) -> Any:
-    """Return what a module of ours has by a name, or `MISSING`."""
+    """Return the attribute of a module of Treadle, or `MISSING`.
+
+    Args:
+        module: Treadle's module.
+        name: The name of the attribute.
+    """
     namespace = vars(importlib.import_module(module))
     value = namespace.get(name, MISSING)
     ask = namespace.get("__getattr__")
@@ -137,7 +152,7 @@ def look_up(module: str, name: str) -> Any:
 
 
 def list_exports(module: str) -> set[str]:
-    """Return the names that a star import of a module of ours binds."""
+    """Return the names that a star import of a module of Treadle binds."""
     exported = look_up(module, "__all__")
     if exported is MISSING:
         exported = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
@@ -145,15 +160,15 @@ def list_exports(module: str) -> set[str]:
 
 
 def walk(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
-    """Follow attributes from a module of ours, through its submodules, to the first name that is no module.
+    """Follow attributes from a module of Treadle, through its submodules, to the first name that is not a module.
 
     Args:
-        module: ours, ``"treadle"``.
+        module: Treadle's module, ``"treadle"``.
         attributes: ``["callbacks", "ModelCheckpoint", "state_key"]``.
 
     Returns:
-        How many attributes were followed, and whether the last of them is there. Those behind the first name that is
-        no module are not followed.
+        The number of attributes followed, and whether the last of them exists. Attributes after the first name that is
+        not a module are not followed.
     """
     for count, name in enumerate(attributes, 1):
         value = look_up(module, name)
@@ -164,7 +179,12 @@ def walk(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
 
 
 def find_submodule(module: str, name: str) -> str | None:
-    """Return the peer's module that ``from module import name`` imports, or None if that is no module."""
+    """Return the peer's module that ``from module import name`` imports, or None if that is not a module.
+
+    Args:
+        module: The peer's module.
+        name: The imported name.
+    """
     if module == "lightning" and name in ("pytorch", "fabric"):
         return f"{module}.{name}"
     home = find_counterpart(module, name)
@@ -174,7 +194,7 @@ def find_submodule(module: str, name: str) -> str | None:
 
 
 def find_dotted(dotted: str) -> str | None:
-    """Return the dotted name in Treadle for a peer's, ``"lightning.pytorch.callbacks.Timer"``; None for a module."""
+    """Return Treadle's dotted name for a peer's, ``"lightning.pytorch.callbacks.Timer"``; None for a module."""
     parts = dotted.split(".")
     for count in range(len(parts) - 1, 0, -1):
         module, names = ".".join(parts[:count]), parts[count:]

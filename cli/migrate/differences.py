@@ -1,6 +1,6 @@
-"""What a program uses that behaves otherwise in Treadle, by the rows of docs/differences.md.
+"""Uses in a program that behave differently in Treadle, by the rows of docs/differences.md.
 
-`compat/differences.toml` has the rows that a program's text can be held against; `make compat` writes it from the
+`compat/differences.toml` has the rows that can be matched against a program's text; `make compat` writes it from the
 document.
 """
 
@@ -21,14 +21,14 @@ _SIGN = re.compile(r"(?P<name>(?:def )?\.?\w+(?:\.\w+)?)(?:\((?P<keyword>\w+)(?:
 
 @dataclass(frozen=True)
 class Usage:
-    """A use of a name.
+    """Use of a name.
 
     Attributes:
-        line: where.
-        name: of a peer; ``.name`` for a method of anything that is called, ``def name`` for one that is defined,
-            ``module.name`` for a call written so.
-        keywords: the keyword arguments of a call.
-        node: the expression, where it is one.
+        line: The line.
+        name: A peer's name; ``.name`` for a method that is called on any object, ``def name`` for a method that is
+            defined, ``module.name`` for a call written that way.
+        keywords: The keyword arguments of a call.
+        node: The expression, or None.
     """
 
     line: int
@@ -38,9 +38,12 @@ class Usage:
 
 
 def list_differences(usages: Iterable[Usage]) -> Iterator[tuple[int, str, bool]]:
-    """Yield the line, the text and whether it needs a change, for each use that behaves otherwise.
+    """Yield the line, the text and whether it needs a change, for each use that behaves differently.
 
-    A name that needs no change is told of once; the flags that matter, wherever they are given.
+    A name that needs no change is reported once; a flag is reported wherever it is passed.
+
+    Args:
+        usages: The uses in the program.
     """
     told: set[str] = set()
     for usage in sorted(usages, key=lambda usage: usage.line):

@@ -1,4 +1,4 @@
-"""What a migration reports besides its edits."""
+"""Findings that a migration reports besides its edits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """A place that a person should look at.
+    """Place that a person should look at.
 
     Attributes:
-        path: the file, as it is shown.
-        line: counted from 1; 0 for the file as a whole.
-        text: the name, and what to do or to know about it.
-        by_hand: whether the program needs a change. Otherwise it runs, and behaves in another way.
+        path: The file, as it is shown.
+        line: The line, from 1; 0 for the whole file.
+        text: The name, and what to do or know about it.
+        by_hand: Whether the program needs a change. Otherwise it runs and behaves differently.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Rewrites one import statement with libcst, which keeps its parentheses, comments and line breaks."""
+"""Rewriting of one import statement with libcst, which keeps its parentheses, comments and line breaks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def rewrite_import(source: str, modules: Mapping[int, str]) -> str:
     """Return an ``import a.b as c, d`` with other modules, each of them once.
 
     Args:
-        source: the statement's text.
-        modules: the new module of an alias, by its position.
+        source: The statement's text.
+        modules: The new modules by position of the alias.
     """
     statement = _parse(source)
     assert isinstance(statement, cst.Import)
@@ -32,16 +32,16 @@ def rewrite_import(source: str, modules: Mapping[int, str]) -> str:
 def rewrite_from(
     source: str, modules: Sequence[str | None], statements: Mapping[int, str], separator: str, trailing: str
 ) -> str:
-    """Return a ``from a import b, c`` as one statement for each new module.
+    r"""Return a ``from a import b, c`` as one statement for each new module.
 
-    Names without one stay where they are, in a statement behind the others.
+    Names without a new module stay in the last statement.
 
     Args:
-        source: the statement's text.
-        modules: for each name, the module that has it now; None for a name that stays. For a star a single one.
-        statements: what takes a name's place as a whole, by its position: ``import treadle as pl``.
-        separator: what stands between two statements, ``"\\n    "``.
-        trailing: the comment behind the statement; one that is for tools is repeated behind each.
+        source: The statement's text.
+        modules: For each name, its new module; None for a name that stays. A star has a single entry.
+        statements: Statements that replace a name entirely, by its position: ``import treadle as pl``.
+        separator: The text between two statements, ``"\n    "``.
+        trailing: The comment after the statement. A comment for tools is repeated after each.
     """
     statement = _parse(source)
     assert isinstance(statement, cst.ImportFrom)
@@ -98,7 +98,7 @@ def _join(
     above: cst.BaseParenthesizableWhitespace | None,
     has_comment: bool = True,
 ) -> cst.BaseParenthesizableWhitespace | None:
-    """The space between two names: the comment beside the first, the comment lines above the second."""
+    """Return the space between two names: the comment beside the first, the comment lines above the second."""
     if not isinstance(beside, cst.ParenthesizedWhitespace):
         return above if isinstance(above, cst.ParenthesizedWhitespace) and not _has_comment(above) else beside
     line = beside.first_line
@@ -109,7 +109,7 @@ def _join(
 
 
 def _end_list(last: cst.ImportAlias, statement: cst.ImportFrom) -> tuple[cst.ImportAlias, cst.ImportFrom]:
-    """Let a name from the middle be the last: with the comment beside it, and the closing parenthesis as it was."""
+    """Make a name from the middle the last one, with the comment beside it and the original closing parenthesis."""
     assert not isinstance(statement.names, cst.ImportStar)
     space = _space_behind(last)
     comment = space.first_line if isinstance(space, cst.ParenthesizedWhitespace) else None

@@ -1,4 +1,4 @@
-"""Migrates the code cells of a notebook, which are one program; the rest of its file stays as it is."""
+"""Migration of a notebook's code cells, which form one program. The rest of the file is unchanged."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HIDDEN = "pass  #@treadle-magic-"
 
 
 def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
-    """Return a notebook's text after the migration, and what a person should look at.
+    """Return a notebook's text after the migration, and the findings.
 
     Args:
-        text: the file's text, JSON.
-        path: the file, as findings are to name it. Their lines are counted over the notebook's code cells.
+        text: The file's text, JSON.
+        path: The file, as findings name it. Their lines are counted over the notebook's code cells.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: the file or its code does not parse.
+        SyntaxError, ValueError, RecursionError, MemoryError: The file or its code does not parse.
     """
     notebook = json.loads(text)
     cells = {number: cell for number, cell in _list_cells(notebook) if not _OTHER_LANGUAGE.match(_join(cell))}
@@ -48,7 +48,7 @@ def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
 
 
 def _list_cells(notebook: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The code cells, with their numbers among all cells."""
+    """Yield the code cells, each with its number among all cells."""
     cells = notebook.get("cells", []) if isinstance(notebook, dict) else None
     if not isinstance(cells, list):
         raise ValueError("it is JSON, but not a notebook")
@@ -62,7 +62,7 @@ def _join(cell: dict[str, Any]) -> str:
 
 
 def _hide_magics(source: str) -> tuple[str, list[str]]:
-    """The code with IPython's own lines as statements, and those lines. What parses has none."""
+    """Return the code with IPython's own lines replaced by statements, and those lines. Code that parses has none."""
     with suppress(SyntaxError):
         ast.parse(source)
         return source, []
@@ -92,7 +92,7 @@ def _show_magics(code: str, magics: list[str]) -> str:
 
 
 def _name_cell(finding: Finding, lengths: dict[int, int]) -> Finding:
-    """The finding with the cell and the line in it, in place of the line in the whole program."""
+    """Return the finding with the cell and the line in it instead of the line in the whole program."""
     line = finding.line
     for number, length in lengths.items():
         if line <= length:
@@ -102,12 +102,12 @@ def _name_cell(finding: Finding, lengths: dict[int, int]) -> Finding:
 
 
 def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
-    """Replace the sources of cells in the text of a notebook, whose other letters stay as they are.
+    """Replace the sources of cells in the text of a notebook. All other characters are unchanged.
 
     Args:
-        text: JSON.
-        notebook: what it stands for.
-        sources: the new sources, by the cell's number.
+        text: The notebook's text, JSON.
+        notebook: The parsed notebook.
+        sources: The new sources by cell number.
     """
     # Outside strings JSON has no quotes, so these are its strings, in the order of the parsed ones.
     literals = list(re.finditer(r'"(?:[^"\\]|\\.)*"', text))
@@ -128,7 +128,7 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
 
 
 def _locate_sources(notebook: Any) -> Iterator[tuple[int, tuple[int, int]]]:
-    """For each cell's number: how many strings stand before its source, keys among them, and how many are in it."""
+    """Yield for each cell's number the number of strings before its source, keys included, and in its source."""
     position = 0
     for key, value in notebook.items():
         position += 1

@@ -1,4 +1,4 @@
-"""Goes through a project's files: which are looked at, how they are read, and how they are replaced."""
+"""Migration of a project's files: which are examined, how they are read and how they are replaced."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .python_source import mentions_peer, migrate_source
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "__pypackages__")
 _RECORDS = ("lightning_logs", "mlruns", "wandb")  # what runs have written is a record of them
 _LARGEST_TEXT = 1 << 20  # bytes of a configuration; larger JSON is data
-_UNREADABLE = "cannot be read, and is left as it is"
+_UNREADABLE = "cannot be read and is unchanged"
 _PYTHON = (".py", ".pyi", ".pyw")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A file that the migration changes.
+    """Change of a file.
 
     Attributes:
-        file: where it is.
-        path: as it is shown.
-        old: its bytes.
-        new: its bytes after the migration.
+        file: The file's path.
+        path: The path as it is shown.
+        old: The file's bytes.
+        new: The file's bytes after the migration.
     """
 
     file: Path
@@ -43,14 +43,14 @@ class Change:
     new: bytes
 
     def format_diff(self) -> bytes:
-        """Return a unified diff that `patch -p1` and `git apply` take, in the file's own encoding."""
+        """Return a unified diff for `patch -p1` and `git apply`, in the file's own encoding."""
         path = os.fsencode(self.path.replace(os.sep, "/").lstrip("/"))
         old, new = _split_lines(self.old), _split_lines(self.new)
         lines = difflib.diff_bytes(difflib.unified_diff, old, new, b"a/" + path, b"b/" + path)
         return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
 
     def write(self) -> None:
-        """Put the new file in the old one's place in one move, with its mode and, as far as allowed, its owner."""
+        """Replace the file atomically, and keep its mode and, as far as permitted, its owner."""
         target = Path(os.path.realpath(self.file))
         status = target.stat()
         handle, beside = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".treadle", dir=target.parent)
@@ -71,12 +71,12 @@ class Change:
 
 @dataclass
 class Migration:
-    """What a migration would do, and what it cannot do.
+    """Changes and findings of a migration.
 
     Attributes:
-        changes: the files that change.
-        findings: what a person should look at.
-        count: how many files were looked at.
+        changes: The files that change.
+        findings: Places that a person should look at.
+        count: The number of files examined.
     """
 
     changes: list[Change] = field(default_factory=list)
@@ -85,11 +85,11 @@ class Migration:
 
 
 def migrate_project(path: str | Path) -> Migration:
-    """Return what the migration of a file or of a folder's files changes; nothing is written.
+    """Return the changes of a migration of a file or folder. Nothing is written.
 
     Args:
-        path: a file, or a folder with all below it. Hidden folders, virtual environments and symbolic links in it
-            are left out.
+        path: A file, or a folder with everything below it. Hidden folders, virtual environments and symbolic links in
+            it are left out.
     """
     migration = Migration()
     for file in _list_files(Path(path), migration.findings):
@@ -98,7 +98,7 @@ def migrate_project(path: str | Path) -> Migration:
         try:
             change, findings = _migrate_file(file, shown)
         except SyntaxError as error:
-            text = f"does not parse, and is left as it is: {error.msg}"
+            text = f"does not parse and is unchanged: {error.msg}"
             migration.findings.append(Finding(shown, error.lineno or 0, text))
             continue
         except (ValueError, RecursionError, MemoryError, OSError) as error:
@@ -134,7 +134,7 @@ def _list_files(path: Path, findings: list[Finding]) -> Iterator[Path]:
 
 
 def _is_skipped(folder: Path) -> bool:
-    """Whether a folder holds none of the project's own files."""
+    """Return whether a folder holds none of the project's own files."""
     is_environment = any(os.path.exists(folder / name) for name in ("pyvenv.cfg", "conda-meta"))
     return folder.name.startswith(".") or folder.name in (*_SKIPPED, *_RECORDS) or is_environment
 
@@ -164,7 +164,7 @@ def _migrate_file(file: Path, shown: str) -> tuple[Change | None, list[Finding]]
 
 
 def _split_lines(raw: bytes) -> list[bytes]:
-    """Lines with their ends, as `patch` counts them: by line feeds alone."""
+    """Split bytes into lines with their ends, as `patch` counts them: at line feeds only."""
     return [line for line in re.split(rb"(?<=\n)", raw) if line]
 
 

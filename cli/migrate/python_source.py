@@ -1,4 +1,4 @@
-"""Migrates the text of a Python file: imports, what uses them, and names in strings."""
+"""Migration of the text of a Python file: imports, their uses, and names in strings."""
 
 from __future__ import annotations
 
@@ -43,19 +43,21 @@ def mentions_peer(text: str) -> bool:
 
 
 def migrate_source(text: str, path: str) -> tuple[str, list[Finding]]:
-    """Return a Python file's text after the migration, and what a person should look at.
+    """Return a Python file's text after the migration, and the findings.
 
     Args:
-        text: the file's text, with its own line ends.
-        path: the file, as findings are to name it.
+        text: The file's text, with its original line ends.
+        path: The file, as findings name it.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it does not parse.
+        SyntaxError, ValueError, RecursionError, MemoryError: The file does not parse.
     """
     return _Source(text, path).migrate()
 
 
 class _Source:
+    """Source of one Python file, with its edits and findings."""
+
     def __init__(self, text: str, path: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler, about the user's strings
@@ -70,6 +72,7 @@ class _Source:
         self.usages: list[Usage] = []
 
     def migrate(self) -> tuple[str, list[Finding]]:
+        """Return the migrated text and the findings, sorted."""
         for node, scope in self.nodes:
             if isinstance(node, ast.Import):
                 self._bind_import(node, scope)
@@ -220,7 +223,7 @@ class _Source:
         return match[0].decode() if match else "\n"
 
     def _between(self, node: ast.stmt) -> tuple[str, str]:
-        """What separates the statements that take an import's place, and the comment behind it."""
+        """Return the separator of the statements that replace an import, and the comment after it."""
         start, end = self._span(node)
         line_start = self.line_starts[bisect_right(self.line_starts, start) - 1]
         match = _NEWLINE.search(self.raw, end)
@@ -254,13 +257,13 @@ class _Source:
 
     @staticmethod
     def _is_public(peer: PeerModule, module: str, name: str) -> bool:
-        """Whether a star import of a peer's module may be where a name comes from."""
+        """Return whether a name may come from a star import of a peer's module."""
         if find_answer(peer, name) is not None:
             return True
         return find_counterpart(module, name) in list_modules(peer) and find_submodule(module, name) is None
 
     def _choose_module(self, module: str, binding: Binding) -> str | None:
-        """The module of ours in which most of what is used is found."""
+        """Return Treadle's module that has most of the names used."""
         peer = split_peer(module)
         assert peer is not None
         best, most = None, -1
@@ -275,7 +278,7 @@ class _Source:
     # -- uses --------------------------------------------------------------------------------------------------------
 
     def _resolve(self, module: str, ours: str, attributes: Sequence[str]) -> tuple[list[str], bool]:
-        """The attributes to write behind our module in place of a peer's, and whether they lead to something."""
+        """Return the attributes to write after Treadle's module instead of a peer's, and whether they exist."""
         kept = list(attributes)
         if module == "lightning" and kept[:1] in (["pytorch"], ["fabric"]):
             module = f"lightning.{kept.pop(0)}"
@@ -371,7 +374,7 @@ class _Source:
 
 
 def _list_chain(node: ast.expr) -> list[ast.expr]:
-    """The expressions of ``a.b.c``: ``a``, ``a.b`` and ``a.b.c``."""
+    """Return the expressions of ``a.b.c``: ``a``, ``a.b`` and ``a.b.c``."""
     chain = [node]
     while isinstance(chain[0], ast.Attribute):
         chain.insert(0, chain[0].value)

@@ -1,4 +1,4 @@
-"""Names and what they are bound to in one Python file, from its syntax tree."""
+"""Names and their bindings in one Python file, from its syntax tree."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _WITHOUT_NAMES = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.una
 
 @dataclass(eq=False)
 class Binding:
-    """A name that an import of a peer binds.
+    """Name that an import of a peer binds.
 
     Attributes:
-        module: the peer's module that the name stands for, or that the name is from.
-        name: the name in that module; None where a module is bound.
-        statement: the import.
-        position: of the alias in the statement.
-        is_plain: whether it is ``import a.b``, which binds ``a``.
-        uses: the expressions that use it, each with the attributes behind the name.
+        module: The peer's module that the name refers to, or that the name is from.
+        name: The name in that module; None if a module is bound.
+        statement: The import.
+        position: The position of the alias in the statement.
+        is_plain: Whether it is ``import a.b``, which binds ``a``.
+        uses: The expressions that use it, each with the attributes after the name.
     """
 
     module: str
@@ -44,14 +44,14 @@ class Binding:
 
 @dataclass(eq=False)
 class Scope:
-    """A scope of names.
+    """Scope of names.
 
     Attributes:
-        node: what opens it.
-        parent: the scope around it.
-        bindings: imports of peers, by the name they bind.
-        others: names that are bound in another way.
-        outer: names declared global or nonlocal.
+        node: The node that opens it.
+        parent: The enclosing scope.
+        bindings: Imports of peers by the name they bind.
+        others: Names that are bound in another way.
+        outer: Names declared global or nonlocal.
     """
 
     node: ScopeNode
@@ -61,7 +61,7 @@ class Scope:
     outer: set[str] = field(default_factory=set)
 
     def find(self, name: str) -> list[Binding]:
-        """Return the imports that a name may stand for here."""
+        """Return the imports that a name may refer to in this scope."""
         scope: Scope | None = self
         while scope is not None:
             is_visible = scope is self or not isinstance(scope.node, ast.ClassDef)
@@ -75,9 +75,9 @@ class Scope:
 
 
 def list_nodes(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
-    """Return every node with the scope it is evaluated in, in the order of the source, and note what binds names.
+    """Return every node with the scope it is evaluated in, in source order, and record bindings.
 
-    Without recursion, as a sum of a thousand terms is a tree a thousand nodes deep.
+    It does not recurse, because a sum of a thousand terms is a tree a thousand nodes deep.
     """
     nodes: list[tuple[ast.AST, Scope]] = []
     stack: list[tuple[ast.AST, Scope]] = [(tree, Scope(tree, None))]
@@ -102,7 +102,7 @@ def list_nodes(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
 
 
 def _list_outside(node: ast.AST) -> list[ast.AST | None]:
-    """The parts of a scope's node that are evaluated in the scope around it."""
+    """Return the parts of a scope's node that are evaluated in the enclosing scope."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         outside: list[ast.AST | None] = [*node.args.defaults, *node.args.kw_defaults]
         if not isinstance(node, ast.Lambda):
@@ -114,7 +114,7 @@ def _list_outside(node: ast.AST) -> list[ast.AST | None]:
 
 
 def _bind(node: ast.AST, scope: Scope) -> None:
-    """Note the names that a node binds, imports of peers apart."""
+    """Record the names that a node binds, except imports of peers."""
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
         scope.others.add(node.id)
     elif isinstance(node, _NAMED) and node.name:

@@ -1,4 +1,4 @@
-"""Sweeps: trials of one configuration with other values, each a run of its own, several at a time, resumed exactly"""
+"""Sweeps: trials of one configuration with different values, each its own run, several at a time, resumed exactly."""
 
 from __future__ import annotations
 

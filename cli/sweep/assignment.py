@@ -1,4 +1,4 @@
-"""What a sweep tells the process of a trial, in an environment variable. Nothing here waits for torch."""
+"""Assignment of a trial to its process, passed in an environment variable. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from typing import Any
 from ...strategies.processes import die_with_parent
 
 VARIABLE = "TREADLE_TRIAL"
-"""The environment variable by which a sweep tells a process which trial it runs."""
+"""Environment variable that passes the assignment."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a sweep tells the process of a trial.
+    """Trial that a sweep assigns to a process.
 
     Attributes:
-        folder: the trial's run folder; a run in another folder is none of the sweep's.
-        scheduler: the process that has started it. When that dies, the trial saves and ends.
-        metric, mode, take: the value that counts.
-        storage, study, number: where the trial is stored; empty without a pruner, which alone needs it.
-        pruner: the pruner's kind and options.
+        folder: The trial's run folder. A run in another folder does not belong to the sweep.
+        scheduler: ID of the process that started this one. When it dies, the trial saves and ends.
+        metric: Name of the metric that counts.
+        mode: ``"min"`` or ``"max"``.
+        take: ``"best"`` or ``"last"`` of the logged values.
+        storage: URL of the study; empty without a pruner, which alone needs it.
+        study: Name of the study; empty without a pruner.
+        number: Number of the trial in the study.
+        pruner: The pruner's kind and options.
     """
 
     folder: str
@@ -38,17 +42,17 @@ class Assignment:
     pruner: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> dict[str, str]:
-        """Return the environment variable that holds all of it."""
+        """Return the environment variable that holds the assignment."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def read(cls) -> Assignment | None:
-        """Return what this process was told; None if it is no trial's."""
+        """Return the assignment of this process; None if it does not run a trial."""
         text = os.environ.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
 
 
 def follow_scheduler() -> None:
-    """Have this process, if it is a trial's, end with the process that has started it. Call it before anything else."""
+    """End this process with its scheduler, if it runs a trial. Must be called before anything else."""
     if (assignment := Assignment.read()) is not None:
         die_with_parent(assignment.scheduler, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Charts of a sweep, as SVG: its history, parallel coordinates, and the values of each parameter."""
+"""Charts of a sweep as SVG: its history, parallel coordinates, and a slice per parameter."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ for (const part of parts) {
   part.addEventListener("mouseleave", () => show(false));
 }
 """
-"""What is under the pointer is shown in every chart and in the table."""
+"""Highlights the trial under the pointer in every chart and in the table."""
 
 
 @dataclass(frozen=True)
 class TrialPoint:
-    """A trial as charts show it.
+    """Trial as it is drawn in charts.
 
     Attributes:
-        run: the number of its run folder.
-        value: the value that counts.
-        parameters: its values by key, as the study stores them.
-        words: what is said of it under the pointer.
-        pruned: whether it was ended early.
-        colour: how good it is, from `colour_by_rank`.
-        is_best: whether it is the best of all.
+        run: The number of its run folder.
+        value: The value of the metric.
+        parameters: Its values by key, as the study stores them.
+        words: The text of its tooltip.
+        pruned: Whether it was pruned.
+        colour: The colour for its rank, from `colour_by_rank`.
+        is_best: Whether it is the best trial.
     """
 
     run: int
@@ -73,17 +73,22 @@ class TrialPoint:
 
     @property
     def attributes(self) -> str:
-        """The SVG attributes that all charts give it, but for its class."""
+        """SVG attributes of the trial in all charts, except its class."""
         return f'data-trial="{self.run}" stroke="{self.colour}" fill="{self.colour}"'
 
     @property
     def kind(self) -> str:
-        """Its classes."""
+        """CSS classes of the trial."""
         return " pruned" * self.pruned + " best" * self.is_best
 
 
 def colour_by_rank(rank: int, count: int) -> str:
-    """Return the colour of the trial with this rank: from the best's to the worst's."""
+    """Return the colour of a rank, between those of the best and the worst.
+
+    Args:
+        rank: The rank, from 0 for the best.
+        count: Number of trials.
+    """
     share = 0.0 if count < 2 else rank / (count - 1)
     best, worst = ([int(colour[start : start + 2], 16) for start in (1, 3, 5)] for colour in (_BEST, _WORST))
     return "#" + "".join(f"{round(b + (w - b) * share):02x}" for b, w in zip(best, worst, strict=True))
@@ -91,13 +96,14 @@ def colour_by_rank(rank: int, count: int) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """What a value is on a scale from 0 to 1.
+    """Axis that maps values to a scale from 0 to 1.
 
     Attributes:
-        name: of what it is a scale.
-        low, high: its ends.
-        log: whether distances are those of logarithms.
-        choices: the values that have a place each; empty for numbers.
+        name: The title.
+        low: The lower end.
+        high: The upper end.
+        log: Whether the axis is logarithmic.
+        choices: The values with one place each; empty for numbers.
     """
 
     name: str
@@ -108,7 +114,12 @@ class Axis:
 
     @classmethod
     def of_parameter(cls, parameter: Parameter, name: str) -> Axis:
-        """Return the axis of a parameter, from one end of its range to the other."""
+        """Return the axis of a parameter, from one end of its range to the other.
+
+        Args:
+            parameter: The parameter.
+            name: The title of the axis.
+        """
         space = parameter.space
         if isinstance(space, Choices):
             return cls(name, choices=space.labels)
@@ -116,13 +127,18 @@ class Axis:
 
     @classmethod
     def of_values(cls, name: str, values: Sequence[float]) -> Axis:
-        """Return an axis that holds all values; logarithmic where they are of two orders of magnitude or more."""
+        """Return an axis that contains all values; logarithmic if they span two orders of magnitude or more.
+
+        Args:
+            name: The title of the axis.
+            values: The values.
+        """
         low, high = min(values), max(values)
         log = low > 0 and high / low >= 100
         return cls(name, *pad_range(low, high, log), log)
 
     def place(self, value: Any) -> float:
-        """Return where a value lies."""
+        """Return the place of a value on the scale."""
         if self.choices:
             return (self.choices.index(value) + 0.5) / len(self.choices)
         low, high = self._scale(self.low), self._scale(self.high)
@@ -132,7 +148,7 @@ class Axis:
         return math.log10(value) if self.log else value
 
     def list_ticks(self) -> list[tuple[float, str]]:
-        """Return what is written beside it: places and words."""
+        """Return the places and labels of the ticks."""
         if self.choices:
             every = -(-len(self.choices) // _MOST_CHOICES)
             words = [format_parameter(choice) for choice in self.choices]
@@ -149,11 +165,11 @@ def _part(low: float, high: float, log: bool) -> tuple[float, float]:
 
 
 def draw_history(points: Sequence[TrialPoint], axis: Axis, goal: str) -> str:
-    """Return a figure of every trial's value, in the order of the runs, and of the best so far.
+    """Return a figure of every trial's value in the order of the runs, and of the best value so far.
 
     Args:
-        points: the trials.
-        axis: of their values.
+        points: The trials.
+        axis: The axis of their values.
         goal: ``"minimize"`` or ``"maximize"``.
     """
     width, height, left, right, top, bottom = 560, 260, 60, 14, 12, 28
@@ -202,9 +218,9 @@ def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple
     """Return a figure with an axis for each parameter and one for the value, and a line for each trial.
 
     Args:
-        points: the trials, the best first.
-        axes: keys and axes of the parameters.
-        values: the axis of the value that counts.
+        points: The trials, the best first.
+        axes: Keys and axes of the parameters.
+        values: The axis of the metric.
     """
     width, height, side, top, bottom = 1140, 340, 70, 34, 14
     gap = (width - 2 * side) / max(1, len(axes))
@@ -242,13 +258,13 @@ def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple
 
 
 def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis) -> str:
-    """Return a figure of the value that counts over the values of one parameter.
+    """Return a figure of the metric over the values of one parameter.
 
     Args:
-        points: the trials.
-        key: the parameter's.
-        axis: of the parameter.
-        values: the axis of the value that counts.
+        points: The trials.
+        key: The parameter's key.
+        axis: The axis of the parameter.
+        values: The axis of the metric.
     """
     width, height, left, right, top, bottom = 560, 220, 60, 14, 10, 28
     marks = []

@@ -1,4 +1,4 @@
-"""What has become of a trial, as its process and its run folder tell."""
+"""Outcome of a trial, determined from its process and its run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CUT_SHORT = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, sign
 
 
 class End(Enum):
-    """How a trial has ended, or that it has not."""
+    """Kind of a trial's end, or that it has not ended."""
 
     COMPLETE = "complete"
     PRUNED = "pruned"
@@ -29,13 +29,13 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a trial.
+    """Outcome of a trial.
 
     Attributes:
-        end: how it has ended.
-        value: of a complete trial, the value that counts.
-        error: of a failed one, why; of one that was cut short, by what.
-        steps: optimizer steps it has taken.
+        end: The kind of its end.
+        value: The value of the metric, if the trial is complete.
+        error: The error of a failed trial, or what cut a trial short.
+        steps: Optimizer steps taken.
     """
 
     end: End
@@ -45,11 +45,11 @@ class Outcome:
 
 
 def judge(folder: Path, status: int | None = None) -> Outcome:
-    """Return what has become of a trial.
+    """Return the outcome of a trial.
 
     Args:
-        folder: its run folder.
-        status: how its process has ended, as `subprocess` tells it; None where nobody waited for it.
+        folder: The trial's run folder.
+        status: The exit status of its process, as in `subprocess`; None if unknown.
     """
     if holder(folder) is not None:
         return Outcome(End.ELSEWHERE)
@@ -78,7 +78,7 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
 
 
 def _find_signal(status: int) -> signal.Signals | None:
-    """Return the signal that has cut a process short: by killing it, or by making it save and leave."""
+    """Return the signal that cut a process short, by killing it or by making it save and exit."""
     number = -status if status < 0 else status - 128
     return signal.Signals(number) if number in set(_CUT_SHORT) else None
 
@@ -89,7 +89,7 @@ def _read_value(run: index.Run) -> float | None:
 
 
 def read_tail(folder: Path) -> str:
-    """Return the last lines that a trial's processes have printed."""
+    """Return the last lines printed by a trial's processes."""
     try:
         with (folder / OUTPUT).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _MOST_BYTES))

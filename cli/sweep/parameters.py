@@ -1,4 +1,4 @@
-"""The parameters of a sweep: which values each may take. W&B's words and Optuna's are read alike."""
+"""Parameters of a sweep and their values. The words of W&B and of Optuna are both accepted."""
 
 from __future__ import annotations
 
@@ -30,33 +30,34 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Choices:
-    """Values of which one is taken.
+    """List of values.
 
     Attributes:
-        values: whatever the configuration may hold: numbers, words, lists, objects.
+        values: The values, of any kind that a configuration may hold.
     """
 
     values: tuple[Value, ...]
 
     @property
     def labels(self) -> list[Any]:
-        """The values as a study stores them: lists and mappings as JSON."""
+        """Values as a study stores them: lists and mappings as JSON."""
         return [v.data if v.data is None or isinstance(v.data, str | int | float) else _label(v) for v in self.values]
 
     def describe(self) -> dict[str, Any]:
-        """Return what the sweep file says, in one form."""
+        """Return the values in the normal form of a sweep file."""
         return {"values": [to_plain(value) for value in self.values]}
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers between two ends, both included.
+    """Range of numbers, both ends included.
 
     Attributes:
-        low, high: the ends.
-        step: the distance of two values; None for all between the ends.
-        log: draw from the logarithms of the values.
-        integer: whole numbers only.
+        low: The lower end.
+        high: The upper end.
+        step: The distance between two values; None for a continuous range.
+        log: Whether values are drawn on a logarithmic scale.
+        integer: Whether values are whole numbers.
     """
 
     low: Number
@@ -66,19 +67,19 @@ class Range:
     integer: bool
 
     def describe(self) -> dict[str, Any]:
-        """Return what the sweep file says, in one form."""
+        """Return the range in the normal form of a sweep file."""
         words: dict[str, Any] = {"distribution": "int" if self.integer else "float", "min": self.low, "max": self.high}
         return words | ({"step": self.step} if self.step is not None else {}) | ({"log": True} if self.log else {})
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A key of the configuration, and the values it may take.
+    """Key of the configuration with its values.
 
     Attributes:
-        key: the dotted key.
-        source: where the sweep file names it.
-        space: the values.
+        key: The dotted key.
+        source: Its place in the sweep file.
+        space: The values.
     """
 
     key: str
@@ -86,7 +87,7 @@ class Parameter:
     space: Choices | Range
 
     def list_grid(self) -> list[Any] | None:
-        """Return every value, as a study stores it; None if there is no end of them."""
+        """Return all values as a study stores them; None if there are infinitely or too many."""
         space = self.space
         if isinstance(space, Choices):
             return space.labels
@@ -100,14 +101,14 @@ class Parameter:
         return [(int if space.integer else float)(low + number * distance) for number in range(count)]
 
     def list_samples(self) -> Iterator[Value]:
-        """Yield what is to be checked before the sweep: every choice, or the ends of the range."""
+        """Yield the values to check before the sweep: every choice, or the ends of the range."""
         if isinstance(self.space, Choices):
             yield from (Value(value.data, self.source, value.text) for value in self.space.values)
         else:
             yield from (Value(end, self.source) for end in dict.fromkeys((self.space.low, self.space.high)))
 
     def to_value(self, stored: Any) -> Value:
-        """Return what goes into the configuration for a value that a study has stored."""
+        """Return the configuration's value for a value stored in a study."""
         if isinstance(self.space, Range):
             return Value(int(stored) if self.space.integer else float(stored), self.source)
         value = self.space.values[self.space.labels.index(stored)]
@@ -118,8 +119,8 @@ def parse_parameters(section: Value, problems: list[str]) -> list[Parameter]:
     """Return the parameters of a sweep file's section.
 
     Args:
-        section: the section's values.
-        problems: what is wrong is added to it.
+        section: The section's values.
+        problems: Problems are appended to this list.
     """
     parameters = []
     for key, source, value in _iterate_entries(section, "", problems):
@@ -140,7 +141,7 @@ def parse_parameters(section: Value, problems: list[str]) -> list[Parameter]:
 
 
 def _iterate_entries(section: Value, before: str, problems: list[str]) -> Iterator[tuple[str, str, Value]]:
-    """Yield key, source and values of each parameter, also of those in W&B's nested form."""
+    """Yield key, source and values of each parameter; W&B's nested form is flattened."""
     if not isinstance(section.data, dict) or not section.data:
         problems.append(f"{section.source}: parameters: write keys and their values, as in model.lr: [0.1, 0.01].")
         return
@@ -153,10 +154,10 @@ def _iterate_entries(section: Value, before: str, problems: list[str]) -> Iterat
 
 
 def _parse_space(value: Value) -> Choices | Range:
-    """Return the values that a parameter may take.
+    """Return the values of a parameter.
 
     Raises:
-        ConfigError: the words don't say which.
+        ConfigError: The parameter does not define its values.
     """
     if isinstance(value.data, list):
         return _parse_choices(value)
@@ -192,7 +193,7 @@ def _read_words(entries: Mapping[Any, Value]) -> dict[str, Value]:
                 f"a parameter has no {word!r}.{hint} It has values, or min, max, step, log, distribution."
             )
         if known in words:
-            raise ConfigError(f"{word} and {known} say the same; keep one.")
+            raise ConfigError(f"{word} and {known} mean the same; keep one.")
         words[known] = item
     return words
 
@@ -211,7 +212,7 @@ def _parse_choices(value: Value) -> Choices:
     labels: list[Any] = []
     for label in Choices(tuple(value.data)).labels:
         if label in labels:  # 1, 1.0 and true are one value to a study
-            raise ConfigError(f"the value {label!r} is there twice; keep one.")
+            raise ConfigError(f"the value {label!r} appears twice; keep one.")
         labels.append(label)
     return Choices(tuple(value.data))
 

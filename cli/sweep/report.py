@@ -1,4 +1,4 @@
-"""A page about a sweep, as one HTML file that needs nothing else."""
+"""Report of a sweep as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialSt
 
 
 class Report:
-    """The page about a sweep.
+    """Report of a sweep.
 
     Args:
-        study: its study.
-        folder: its folder, which the page stands in: links are relative to it.
+        study: The sweep's study.
+        folder: The sweep's folder, which the links are relative to.
     """
 
     def __init__(self, study: Study, folder: Path) -> None:
@@ -49,13 +49,13 @@ class Report:
         self.points = self._make_points()
 
     def render(self) -> str:
-        """Return the file's content."""
+        """Return the content of the file."""
         body = [*self._render_head(), *self._render_best(), *self._render_charts(), *self._render_importance()]
         body += [*self._render_trials(), *self._render_failures()]
         return render_document(f"sweep {self.sweep.name}", body, f"<script>{SCRIPT}</script>", STYLE)
 
     def _make_points(self) -> list[TrialPoint]:
-        """Return the trials that charts show, the best first; what was pruned comes last, as it was not done."""
+        """Return the trials to draw, the best first and pruned ones last."""
         shown = [trial for trial in self.trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
         shown = [trial for trial in shown if is_drawn(trial.value)]
         sign = 1 if self.sweep.metric.goal == "minimize" else -1

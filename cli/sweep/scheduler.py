@@ -1,9 +1,9 @@
-"""A sweep at work: which trial is begun or continued next, and what becomes of it.
+"""Scheduler of a sweep: decides which trial starts or continues next, and records the outcomes.
 
-Several processes may do this for one sweep, on several machines that share its folder. Each decision is made under one
-lock: to begin a trial, the study's next; or to continue one that was begun and that no living process works at. A
-trial's number, its values and its run folder are noted in the study before its process is started, so whoever comes
-after a process that was killed finds the trial and goes on with it, in its own folder, from its last checkpoint.
+Several processes may run it for one sweep, on several machines that share the sweep's folder. Each decision is made
+under a lock: to start the study's next trial, or to continue a trial that no running process works on. A trial's
+number, values and run folder are stored in the study before its process starts. After a scheduler is killed, the next
+one finds the trial and continues it in its own folder, from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _ENDED = {End.COMPLETE: TrialState.COMPLETE, End.PRUNED: TrialState.PRUNED, End.
 
 
 class Scheduler:
-    """Runs the trials of a sweep that are left to run.
+    """Scheduler that runs the remaining trials of a sweep.
 
     Args:
-        sweep: the sweep.
-        configs: makes the trials' configurations.
-        command: what runs a trial's ``fit``; the run folder and ``ckpt_path=auto`` are added.
-        workers: the processes of the trials.
+        sweep: The sweep.
+        configs: Creates the trials' configurations.
+        command: The command that runs a trial's ``fit``. The run folder and ``ckpt_path=auto`` are appended.
+        workers: The trials' processes.
     """
 
     def __init__(self, sweep: Sweep, configs: TrialConfigs, command: Sequence[str], workers: Workers) -> None:
@@ -64,10 +64,10 @@ class Scheduler:
         self._report_due = time.monotonic() + _REPORT_EVERY
 
     def run(self) -> int:
-        """Run until every trial has ended, or a signal or too many failures end it; returns the exit status.
+        """Run until every trial has ended, or until a signal or too many failures end it. Return the exit status.
 
         Raises:
-            ConfigError: the sweep can't begin, or go on, as its file says.
+            ConfigError: The sweep can't start or continue with the settings in its file.
         """
         with self.folder.working():
             with self.folder.deciding():
@@ -82,7 +82,7 @@ class Scheduler:
                 return self._conclude()
 
     def _open(self) -> None:
-        """Open the study, which belongs to this folder."""
+        """Open the study and check that it belongs to this folder."""
         is_new = self.folder.describe()
         self.study = Study(self.sweep)
         trials = self.study.list_trials()
@@ -94,7 +94,7 @@ class Scheduler:
         if not trials and self.folder.has_runs():
             raise ConfigError(
                 f"{self.sweep.file}: {self.folder.path} has runs of the sweep, but its study is not in the storage. "
-                "Name the storage that it began with, or give the sweep another name."
+                "Name the storage that it was started with, or give the sweep another name."
             )
         ended = sum(trial.state.is_finished() for trial in trials)
         begun = f"; {ended} have ended, {len(trials) - ended} are to be continued" if trials else ""
@@ -121,7 +121,7 @@ class Scheduler:
                 self._settle(worker)
 
     def _is_going(self) -> bool:
-        """Whether more trials may be begun."""
+        """Return whether more trials may start."""
         return self._signal is None and not self._has_failed_too_often()
 
     def _has_failed_too_often(self) -> bool:
@@ -132,12 +132,12 @@ class Scheduler:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        """Note the first signal; a second one ends the trials at once."""
+        """Record the first signal; a second one kills the trials at once."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:
                 self._signal = signal.Signals(number)
-                _say_at_once(f"{self._signal.name}: the running trials save and end; once more ends them at once")
+                _say_at_once(f"{self._signal.name}: the running trials save and end; a second signal ends them at once")
             else:
                 self._kills = True
             self.workers.wake()
@@ -153,7 +153,7 @@ class Scheduler:
     # -- what is next --------------------------------------------------------------------------------------------
 
     def _decide(self) -> int | None:
-        """Return the trial to run next, which is this process's from here on; None if there is none."""
+        """Return the next trial, claimed by this process; None if there is none."""
         with self.folder.deciding():
             trials = self.study.list_trials()
             self._elsewhere = {}
@@ -174,7 +174,7 @@ class Scheduler:
         return None
 
     def _adopt(self, trial: FrozenTrial) -> bool:
-        """Return whether a trial whose scheduler is gone is to be run; note its end if it has ended by itself."""
+        """Return whether to run a trial whose scheduler has died. If the trial ended on its own, record its outcome."""
         number = trial.user_attrs.get("run")
         if number is None:
             return True
@@ -190,7 +190,7 @@ class Scheduler:
         return False
 
     def _claim(self, number: int, run: int | None) -> bool:
-        """Make a trial this process's, with its values and its run folder; returns whether it can be run."""
+        """Assign a trial, with its values and its run folder, to this process. Return whether it can be run."""
         parameters = self.study.draw(number)
         if run is None:
             taken = {trial.user_attrs.get("run") for trial in self.study.list_trials()}
@@ -232,7 +232,7 @@ class Scheduler:
     # -- what has become of it -----------------------------------------------------------------------------------
 
     def _settle(self, worker: Worker) -> None:
-        """Note how a process of this session has ended; a trial that was cut short is left to be continued."""
+        """Record the outcome of a process of this session. A trial that was cut short is left to be continued."""
         outcome = judge(worker.folder, worker.process.returncode)
         label = self._label(int(worker.folder.name))
         if outcome.end is End.CUT_SHORT:
@@ -248,7 +248,7 @@ class Scheduler:
             error = f"{outcome.error} {count} times at the same place; memory may be short"
             outcome = Outcome(End.FAILED, error=error, steps=outcome.steps)
         if outcome.end is End.ELSEWHERE:
-            _say(f"{label}: another process works at it")
+            _say(f"{label}: another process runs it")
             return
         seconds = time.monotonic() - worker.began
         self._tell(worker.trial, label, outcome, f", after {format_duration(seconds)}")
@@ -286,7 +286,7 @@ class Scheduler:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> int:
-        """Say how the sweep stands, and return the exit status."""
+        """Print the state of the sweep and return the exit status."""
         trials = self.study.list_trials()
         counts = Counter(trial.state for trial in trials)
         words = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
@@ -321,5 +321,5 @@ def _say(text: str) -> None:
 
 
 def _say_at_once(text: str) -> None:
-    """Say something in a signal handler, which may have interrupted a `print`."""
+    """Print a message from a signal handler, which may have interrupted a `print`."""
     os.write(2, f"treadle: {text}\n".encode())

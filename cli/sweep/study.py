@@ -1,4 +1,4 @@
-"""The Optuna study of a sweep: where it is stored, which values a trial gets, and when it is pruned."""
+"""Optuna study of a sweep: its storage, the values of a trial, and pruning."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ T = TypeVar("T")
 
 
 class Study:
-    """The study of a sweep. One process at a time may call what changes it, but for `report`'s values.
+    """Study of a sweep. One process at a time may call methods that change it, except reporting of values.
 
     Args:
-        sweep: the sweep.
+        sweep: The sweep.
 
     Raises:
-        ConfigError: the storage or an option is wrong.
+        ConfigError: The storage or an option is wrong.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -81,11 +81,11 @@ class Study:
 
     @property
     def place(self) -> str:
-        """Where the study is stored, for people."""
+        """Location of the study, without the password."""
         return _PASSWORD.sub(r"\1***@", self.url)
 
     def _complete_pruner(self) -> Choice | None:
-        """Return the pruner with what Hyperband needs to know, so that all processes know the same."""
+        """Return the pruner with the ``max_resource`` that Hyperband needs, so that all processes use the same."""
         prune, epochs = self.sweep.prune, _get_max_epochs(self.sweep)
         if prune is None or prune.kind != "hyperband" or epochs is None:
             return prune
@@ -101,40 +101,54 @@ class Study:
         return retry(lambda: self.study.get_trials(deepcopy=False))
 
     def ask(self) -> int:
-        """Begin a trial, and return its number."""
+        """Start a trial and return its number."""
         number = len(self.list_trials())
         self.study.sampler = make_sampler(self.sweep, number)
         # Not tried again if it fails: the trial may be there, and is found as one that nobody runs.
         return self.study.ask().number
 
     def draw(self, number: int) -> dict[str, Any]:
-        """Return the values of a trial, as they are stored; those that it does not have yet are drawn.
+        """Return the values of a trial as they are stored, and draw those that it does not have yet.
 
-        They depend on the sweep's seed and the trial's number, and on the trials before only where the method learns
-        from these, so an interruption changes nothing.
+        They depend on the sweep's seed and the trial's number; on earlier trials only if the method learns from them.
+        An interruption does not change them.
+
+        Args:
+            number: The trial's number.
         """
         self.study.sampler = make_sampler(self.sweep, number)
         trial = open_trial(self.study, number)
         return {parameter.key: retry(partial(_suggest, trial, parameter)) for parameter in self.sweep.parameters}
 
     def note(self, number: int, **attributes: Any) -> None:
-        """Set user attributes of a trial that has not ended."""
+        """Set user attributes of a trial that has not ended.
+
+        Args:
+            number: The trial's number.
+            **attributes: The attributes.
+        """
         trial_id = _get_id(self.study, number)
         for name, value in attributes.items():
             retry(partial(self.storage.set_trial_user_attr, trial_id, name, value))
 
     def tell(self, number: int, state: TrialState, value: float | None = None) -> None:
-        """End a trial, unless it has ended."""
+        """End a trial, unless it has ended already.
+
+        Args:
+            number: The trial's number.
+            state: The state that it ended in.
+            value: The value of the metric, if it is complete.
+        """
         retry(lambda: self.study.tell(number, value, state, skip_if_finished=True))
 
     def find_best(self) -> FrozenTrial | None:
-        """Return the best complete trial; None before there is one."""
+        """Return the best complete trial; None if there is none."""
         complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
         choose = min if self.sweep.metric.goal == "minimize" else max
         return choose(complete, key=lambda trial: trial.value or 0.0, default=None)
 
     def compute_importances(self) -> tuple[dict[str, float], str]:
-        """Return how much each parameter matters, and by which measure; nothing where too few trials are complete."""
+        """Return the importance of each parameter and the name of the measure; empty if too few trials are complete."""
         complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
         varied = [
             key for key in (p.key for p in self.sweep.parameters) if len({str(t.params.get(key)) for t in complete}) > 1
@@ -149,14 +163,18 @@ class Study:
 
 
 def make_url(sweep: Sweep) -> str:
-    """Return the URL of a sweep's storage; of the journal, its path behind ``journal:``."""
+    """Return the URL of a sweep's storage; for the journal, ``journal:`` and its path."""
     if sweep.storage is None:
         return URL.create("sqlite", database=str(sweep.folder / DATABASE)).render_as_string(hide_password=False)
     return f"journal:{sweep.folder / JOURNAL}" if sweep.storage == "journal" else sweep.storage
 
 
 def open_storage(url: str) -> BaseStorage:
-    """Open a storage; see `make_url`."""
+    """Open a storage; see `make_url`.
+
+    Args:
+        url: The URL.
+    """
     optuna.logging.set_verbosity(logging.WARNING)
     if url.startswith("journal:"):
         from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -168,12 +186,21 @@ def open_storage(url: str) -> BaseStorage:
 
 
 def open_trial(study: optuna.Study, number: int) -> Trial:
-    """Return a trial that another process, or an earlier one, has begun."""
+    """Return a trial that was started by another process or an earlier session.
+
+    Args:
+        study: The study.
+        number: The trial's number.
+    """
     return Trial(study, _get_id(study, number))
 
 
 def retry(access: Callable[[], T]) -> T:
-    """Return what an access to the storage returns; try again if the database is busy with others."""
+    """Call a function that accesses the storage and return its result. Retry if the database is busy.
+
+    Args:
+        access: The function.
+    """
     for left in range(_TRIES - 1, -1, -1):
         try:
             return access()
@@ -187,8 +214,11 @@ def retry(access: Callable[[], T]) -> T:
 def make_pruner(prune: Choice | None) -> BasePruner:
     """Return a sweep's pruner.
 
+    Args:
+        prune: The pruner's name and options; None for no pruner.
+
     Raises:
-        ConfigError: Optuna has no such option, or refuses its value.
+        ConfigError: An option is unknown, or Optuna rejects its value.
     """
     if prune is None:
         return optuna.pruners.NopPruner()
@@ -200,10 +230,14 @@ def make_pruner(prune: Choice | None) -> BasePruner:
 
 
 def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
-    """Return what draws the values of a trial.
+    """Return the sampler of a trial's values.
+
+    Args:
+        sweep: The sweep.
+        number: The trial's number, which the seed depends on.
 
     Raises:
-        ConfigError: Optuna has no such option, or refuses its value.
+        ConfigError: An option is unknown, or Optuna rejects its value.
     """
     method = sweep.method
     if method.kind == "grid":
@@ -231,23 +265,23 @@ def _build(kind: type[T], options: Mapping[str, Any], choice: Choice, key: str) 
 class GridSampler(BaseSampler):
     """Sampler that gives trial n the n-th combination of a grid.
 
-    Optuna's own chooses among the combinations that nobody has begun, so two processes may choose the same.
+    Optuna's own sampler picks among the combinations that have not been started, so two processes may pick the same.
 
     Args:
-        sweep: the sweep.
+        sweep: The sweep.
     """
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Return nothing: each value is drawn by itself."""
+        """Return an empty search space: each value is sampled independently."""
         return {}
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Return nothing: each value is drawn by itself."""
+        """Return no values: each value is sampled independently."""
         return {}
 
     def sample_independent(
@@ -274,7 +308,7 @@ def _get_id(study: optuna.Study, number: int) -> int:
 
 
 def _get_max_epochs(sweep: Sweep) -> int | None:
-    """Return the epochs of every trial, if they are the same and each reports a value."""
+    """Return the epochs of every trial, if they are equal and each epoch reports a value."""
     trainer = sweep.base.data.get("trainer")
     flags = trainer.data if trainer is not None and isinstance(trainer.data, dict) else {}
     varied: Sequence[str] = [parameter.key for parameter in sweep.parameters]

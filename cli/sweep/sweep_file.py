@@ -1,4 +1,4 @@
-"""What a sweep file says, read and checked as far as that needs neither torch nor Optuna."""
+"""Sweep file: parsed and checked without torch or Optuna."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .parameters import Parameter, parse_parameters
 
 KEYS = {
     "config": "the configuration of every trial: a file, a mapping, or a list of these",
-    "name": "of the sweep; its trials are the runs NAME/1, NAME/2, ... (default: the file's name)",
+    "name": "the name of the sweep; its trials are the runs NAME/1, NAME/2, ... (default: the file's name)",
     "method": "grid, random or tpe; or a mapping, {type: tpe, n_startup_trials: 5}",
     "metric": "{name: val_loss, goal: minimize, take: best}: the logged value that counts; take its best or last value",
-    "parameters": "keys of the configuration, and the values that each may take",
-    "trials": "how many to run; a grid has as many as there are combinations",
-    "processes": "how many trials run at a time, 1 by default",
+    "parameters": "keys of the configuration with their values",
+    "trials": "number of trials; a grid has one per combination",
+    "processes": "number of trials at a time, 1 by default",
     "prune": "hyperband, asha, median, percentile, threshold or none; or a mapping, {type: hyperband, min_resource: 1}",
-    "seed": "of the values that are drawn, 0 by default",
+    "seed": "the seed of the values that are drawn, 0 by default",
     "storage": "an Optuna storage URL, or journal; by default an SQLite file in the sweep's folder",
-    "max_failures": "stop when so many trials have failed and none has not, 3 by default; null never stops",
+    "max_failures": "number of failed trials that ends the sweep if none succeeded, 3 by default; null for no limit",
 }
-"""What a sweep file may hold."""
+"""Keys of a sweep file, with their descriptions."""
 
 METHODS = ("grid", "random", "tpe")
 PRUNERS = ("hyperband", "asha", "median", "percentile", "threshold")
@@ -54,7 +54,7 @@ _ELSEWHERE = {
     "direction": "write metric: {name: ..., goal: ...}",
 }
 _CONTINUABLE = ("trials", "processes", "max_failures")
-"""What may change between two sessions of one sweep."""
+"""Keys whose values may change between two sessions of one sweep."""
 
 
 Goal = Literal["minimize", "maximize"]
@@ -62,10 +62,10 @@ Goal = Literal["minimize", "maximize"]
 
 @dataclass(frozen=True)
 class Metric:
-    """The logged value that counts.
+    """Logged value that a sweep optimizes.
 
     Attributes:
-        name: as it is logged.
+        name: The name that it is logged under.
         goal: ``"minimize"`` or ``"maximize"``.
         take: ``"best"`` or ``"last"`` of the values that a trial logs.
     """
@@ -76,18 +76,18 @@ class Metric:
 
     @property
     def mode(self) -> str:
-        """The goal as callbacks call it."""
+        """Goal as callbacks name it, ``"min"`` or ``"max"``."""
         return self.goal[:3]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A method or a pruner with its options.
+    """Method or pruner with its options.
 
     Attributes:
-        kind: its name.
-        options: arguments of Optuna's class, by name.
-        source: where the sweep file names it.
+        kind: Its name.
+        options: Arguments of Optuna's class by name.
+        source: Its place in the sweep file.
     """
 
     kind: str
@@ -95,28 +95,28 @@ class Choice:
     source: str = ""
 
     def describe(self) -> dict[str, Any]:
-        """Return what the sweep file says, in one form."""
+        """Return the name and options in the normal form of a sweep file."""
         return {"type": self.kind, **self.options}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as its file describes it.
+    """Sweep described by a file.
 
     Attributes:
-        file: the file.
-        base: the configuration of every trial; its references are open.
-        name: names the trials' folder.
-        directory: the folder of all runs.
-        method: how values are chosen.
-        metric: what counts.
-        parameters: what is varied.
-        trials: how many to run.
-        processes: how many at a time.
-        prune: which trials to end early; None for none.
-        seed: of the values that are drawn.
-        storage: an Optuna URL or ``"journal"``; None for the file in the sweep's folder.
-        max_failures: how many trials may fail before any other ends well; None for any number.
+        file: The file.
+        base: The configuration of every trial, with unresolved references.
+        name: The name of the sweep and of its folder.
+        directory: The folder of all runs.
+        method: The method that chooses values.
+        metric: The metric.
+        parameters: The parameters to vary.
+        trials: The number of trials.
+        processes: The number of trials at a time.
+        prune: The pruner; None for none.
+        seed: The seed of the values that are drawn.
+        storage: An Optuna URL or ``"journal"``; None for the file in the sweep's folder.
+        max_failures: The number of failed trials that ends the sweep as long as none has succeeded; None for no limit.
     """
 
     file: str
@@ -135,11 +135,15 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """Where the sweep is kept, with a folder in it for each trial."""
+        """Folder of the sweep, with a folder in it for each trial."""
         return Path(self.directory).expanduser().absolute() / self.name
 
     def get_combination(self, number: int) -> dict[str, Any]:
-        """Return the values of the n-th trial of a grid, as a study stores them. The last parameter changes first."""
+        """Return the values of the n-th trial of a grid as a study stores them. The last parameter changes fastest.
+
+        Args:
+            number: The trial's number, from 0.
+        """
         combination = {}
         for parameter in reversed(self.parameters):
             values = parameter.list_grid() or []
@@ -148,7 +152,7 @@ class Sweep:
         return combination
 
     def describe(self) -> dict[str, Any]:
-        """Return all of it as plain data, which reads back as this sweep."""
+        """Return the sweep as plain data, which reads back as the same sweep."""
         return {
             "name": self.name,
             "method": self.method.describe(),
@@ -164,7 +168,12 @@ class Sweep:
 
 
 def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return what is another sweep in two descriptions, a line for each key."""
+    """Return the differences between two descriptions that make them different sweeps, one line per key.
+
+    Args:
+        before: The description of earlier sessions.
+        after: The description of this session.
+    """
     old, new = (dict(_flatten(json.loads(json.dumps(description)))) for description in (before, after))
     lines = []
     for key in sorted(old.keys() | new.keys()):
@@ -185,12 +194,12 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
     """Read a sweep file.
 
     Args:
-        file: YAML.
-        overrides: ``key=value`` of the sweep, or of the configuration where the key begins with one of its sections.
-        defaults: a configuration that the sweep's wins over.
+        file: Path of a YAML file.
+        overrides: ``key=value`` of the sweep, or of the configuration if the key begins with one of its sections.
+        defaults: A configuration that the sweep's takes precedence over.
 
     Raises:
-        ConfigError: names every problem with file and line.
+        ConfigError: The file is wrong; names every problem with file and line.
     """
     of_sweep: list[str] = []
     of_config: list[str] = []
@@ -201,7 +210,7 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
     problems: list[str] = []
     for synonym in [key for key in entries if key in _SYNONYMS]:
         if _SYNONYMS[synonym] in entries:
-            problems.append(f"{entries[synonym].source}: {synonym} and {_SYNONYMS[synonym]} say the same; keep one.")
+            problems.append(f"{entries[synonym].source}: {synonym} and {_SYNONYMS[synonym]} mean the same; keep one.")
         entries[_SYNONYMS[synonym]] = entries.pop(synonym)
     for key in [key for key in entries if key not in KEYS]:
         hint = f": {_ELSEWHERE[key]}. Leave it out." if key in _ELSEWHERE else f".{nearest(key, KEYS)}"
@@ -217,7 +226,7 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
 def _read_base(
     value: Value | None, folder: Path, overrides: Sequence[str], defaults: Mapping[str, Any] | None
 ) -> Value:
-    """Return the configuration of every trial. A file's path is relative to the sweep file."""
+    """Return the configuration of every trial. Paths of files are relative to the sweep file."""
     sources: list[str | Path | Value] = []
     for item in [] if value is None else value.data if isinstance(value.data, list) else [value]:
         if not isinstance(item.data, str | dict):
@@ -239,12 +248,12 @@ def _read_base(
 
 
 class _Reader:
-    """Reads the values of one sweep file, and notes every problem.
+    """Reader of the values of one sweep file that collects every problem.
 
     Args:
-        file: the file.
-        values: its values by key, each a known one.
-        problems: what is wrong so far.
+        file: The file.
+        values: Its values by key. All keys are known.
+        problems: The problems so far.
     """
 
     def __init__(self, file: str, values: Mapping[str, Value], problems: list[str]) -> None:
@@ -254,11 +263,11 @@ class _Reader:
         """Return the sweep.
 
         Args:
-            base: the configuration of every trial.
-            section: the parameters.
+            base: The configuration of every trial.
+            section: The parameters.
 
         Raises:
-            ConfigError: for all that is wrong.
+            ConfigError: There are problems; names all of them.
         """
         method = self._read_choice("method", METHODS, _METHOD_SYNONYMS)
         prune = self._read_choice("prune", (*PRUNERS, "none"), _PRUNER_SYNONYMS)
@@ -324,7 +333,7 @@ class _Reader:
         if number is None and key == "max_failures":
             return None
         if isinstance(number, bool) or not isinstance(number, int) or not low <= number < 2**32:
-            self._report(key, f"={number!r} must be a whole number from {low} on.")
+            self._report(key, f"={number!r} must be a whole number of at least {low}.")
             return default
         return number
 
@@ -336,7 +345,7 @@ class _Reader:
         return storage
 
     def _read_choice(self, key: str, names: Sequence[str], synonyms: Mapping[str, str]) -> Choice | None:
-        """Return a name, with its options where it stands in a mapping."""
+        """Return a name with its options, which a mapping may give."""
         value = self.values.get(key)
         if value is None or value.data is None:
             return None
@@ -390,7 +399,7 @@ class _Reader:
         return count if trials is None else min(trials, count)
 
     def _check_keys(self, sweep: Sweep) -> None:
-        """Refuse parameters that decide where a trial is kept or what it resumes from."""
+        """Report parameters that decide where a trial is kept or what it resumes from."""
         for parameter in sweep.parameters:
             if parameter.key.partition(".")[0] in ("run", "ckpt_path", "schedule"):
                 self.problems.append(

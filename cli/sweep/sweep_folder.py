@@ -1,4 +1,4 @@
-"""The folder of a sweep: its description, a folder for each trial, and locks that tell who works on what."""
+"""Folder of a sweep: its description, a folder for each trial, and locks that tell who works on which trial."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _POLL = 0.1  # seconds between two looks at a lock that another process holds
 
 
 class SweepFolder:
-    """The folder of a sweep, at which several processes, on several machines, may work at a time.
+    """Folder of a sweep, in which several processes on several machines may work at a time.
 
     .. code-block:: text
 
         1/, 2/, ...   the run folders of the trials
         study.db      Optuna's study
-        sweep.json    the sweep with everything filled in; `treadle sweep` reads it too
-        report.html   a page about it
-        .sweep/       the lock of whoever decides what to run next, and one for each process that works at the sweep
+        sweep.json    the sweep with all defaults; `treadle sweep` reads it too
+        report.html   a report of the sweep
+        .sweep/       a lock for the decision what to run next, and one for each process that works on the sweep
 
     Args:
-        sweep: the sweep.
+        sweep: The sweep.
 
     Attributes:
-        path: the folder.
-        token: names this process's own lock.
+        path: The folder.
+        token: The name of this process's own lock.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -53,7 +53,7 @@ class SweepFolder:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Be one of those that work at the sweep, as long as the block or this process lives."""
+        """Hold a lock as one of the processes that work on the sweep, for the ``with`` block."""
         own = self._private / self.token
         try:
             own.mkdir(parents=True)
@@ -67,13 +67,17 @@ class SweepFolder:
             shutil.rmtree(own, ignore_errors=True)
 
     def find_host(self, token: str) -> str | None:
-        """Return the machine of the process with this token; None if it does not live."""
+        """Return the machine of the process with a token; None if the process is not alive.
+
+        Args:
+            token: The name of the process's lock.
+        """
         occupant = holder(self._private / token) if token else None
         return None if occupant is None else occupant.host
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
-        """Let one process at a time decide which trial is begun, or continued, by whom."""
+        """Hold the lock under which one process at a time decides which trial starts or continues."""
         lock = None
         while lock is None:
             try:
@@ -86,7 +90,7 @@ class SweepFolder:
             lock.release()
 
     def forget_the_dead(self) -> None:
-        """Remove what processes have left that were killed. Call it while `deciding`."""
+        """Remove the locks of processes that were killed. Call it while `deciding`."""
         for entry in self._private.iterdir():
             if entry.is_dir() and entry.name != self.token and self.find_host(entry.name) is None:
                 shutil.rmtree(entry, ignore_errors=True)
@@ -94,17 +98,17 @@ class SweepFolder:
     # -- its description -----------------------------------------------------------------------------------------
 
     def describe(self) -> bool:
-        """Write the description, or compare it with the one of earlier sessions. Call it while `deciding`.
+        """Write the description, or compare it with that of earlier sessions. Call it while `deciding`.
 
         Returns:
             Whether the sweep is new.
 
         Raises:
-            ConfigError: it is another sweep, or the folder has other runs.
+            ConfigError: The folder has another sweep, or other runs.
         """
         file, description = self.path / DESCRIPTION, self.sweep.describe()
         anew = (
-            f"To begin anew, give the sweep another name (name: ..., or name=... on the command line), or delete "
+            f"To start again, give the sweep another name (name: ..., or name=... on the command line), or delete "
             f"{os.path.relpath(self.path)}."
         )
         is_new = not file.is_file()
@@ -116,24 +120,29 @@ class SweepFolder:
                 raise ConfigError(f"{file} can't be read: {error}. {anew}") from error
             if changes:
                 raise ConfigError(
-                    f"{self.sweep.file}: the sweep {self.sweep.name!r} has begun with other settings:\n  "
+                    f"{self.sweep.file}: the sweep {self.sweep.name!r} was started with other settings:\n  "
                     + "\n  ".join(changes)
                     + f"\n{anew}"
                 )
         elif self.has_runs():
             raise ConfigError(
-                f"{self.sweep.file}: {os.path.relpath(self.path)} has runs that are no trials of a sweep. Give the "
-                "sweep a name of its own: name: ..., or name=... on the command line."
+                f"{self.sweep.file}: {os.path.relpath(self.path)} has runs that are not trials of a sweep. Give "
+                "the sweep another name: name: ..., or name=... on the command line."
             )
         self.write(DESCRIPTION, json.dumps(description, indent=2, ensure_ascii=False))
         return is_new
 
     def has_runs(self) -> bool:
-        """Return whether there is any run folder."""
+        """Return whether the folder has any run folder."""
         return any(entry.name.isdigit() for entry in self.path.iterdir())
 
     def write(self, name: str, text: str) -> None:
-        """Write a file in one move: whoever reads it sees the old or the new one."""
+        """Write a file atomically: readers see the old or the new one.
+
+        Args:
+            name: The file's name.
+            text: The text.
+        """
         part = self.path / f".{name}.{self.token}"
         try:
             part.write_text(text, encoding="utf-8", errors="replace")
@@ -145,11 +154,11 @@ class SweepFolder:
     # -- the folders of its trials -------------------------------------------------------------------------------
 
     def choose_number(self, trial: int, taken: Container[int | None]) -> int:
-        """Return the number of a trial's run folder: that of the trial, from 1, unless another run has taken it.
+        """Return the number of a trial's run folder: the trial's number, from 1, or the next one that is free.
 
         Args:
-            trial: the trial's number in the study, from 0.
-            taken: the folders of other trials, which may not be there yet.
+            trial: The trial's number in the study, from 0.
+            taken: The folders of other trials, which may not exist yet.
         """
         free = (number for number in itertools.count(trial + 1) if number not in taken)
         return next(number for number in free if self._may_take(self.path / str(number), trial))
@@ -163,7 +172,14 @@ class SweepFolder:
             return {entry.name for entry in path.iterdir()} <= {CONFIG, f".{CONFIG}.tmp", f".{RECORD}.tmp"}
 
     def prepare(self, number: int, trial: int, config: str, parameters: Mapping[str, Any]) -> None:
-        """Write the run folder of a trial, unless it is there. Call it while `deciding`."""
+        """Write the run folder of a trial unless it exists. Call it while `deciding`.
+
+        Args:
+            number: The number of the run folder.
+            trial: The trial's number in the study.
+            config: The configuration, YAML.
+            parameters: The trial's values by key.
+        """
         path = self.path / str(number)
         with contextlib.suppress(ValueError):
             if index.read(path).facts.get("trial") == trial:

@@ -1,4 +1,4 @@
-"""A trial's own process: what it has to do for its sweep beside the fit."""
+"""Callback of a trial's own process that records its value and prunes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def trial_of(folder: RunFolder) -> TrialCallback | None:
-    """Return what a sweep's trial needs beside its own callbacks; None if the run in this folder is no trial."""
+    """Return the callback that a sweep's trial needs; None if the run in this folder is not a trial.
+
+    Args:
+        folder: The run folder.
+    """
     if not isinstance(folder.path, Path):
         return None
     assignment = Assignment.read()
@@ -31,7 +35,7 @@ def trial_of(folder: RunFolder) -> TrialCallback | None:
 
 
 def _read_assignment(folder: Path) -> Assignment | None:
-    """Return the assignment of a trial that somebody continues by hand, which is not pruned."""
+    """Return the assignment of a trial that is continued by hand. Such a trial is not pruned."""
     try:
         metric = Metric(**json.loads((folder.parent / DESCRIPTION).read_text(encoding="utf-8"))["metric"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -41,14 +45,14 @@ def _read_assignment(folder: Path) -> Assignment | None:
 
 
 class TrialCallback(PruningCallback):
-    """Record the value that counts of a sweep's trial, and stop the trial if the study's pruner says so.
+    """Callback that records the metric of a sweep's trial and stops the trial if the study's pruner decides so.
 
-    Unlike `PruningCallback` it raises nothing: a trial that is pruned ends as one that is stopped early, and saves. Its
-    state is in the checkpoints, so a trial that is continued knows its best value.
+    Unlike `PruningCallback` it raises nothing: a pruned trial ends like one that is stopped early, and saves. Its state
+    is in the checkpoints, so a continued trial knows its best value.
 
     Args:
-        assignment: what the sweep says.
-        write: takes facts for the run's record.
+        assignment: The trial's assignment.
+        write: Adds entries to the run's record.
     """
 
     after_task = 1  # before checkpoints are saved, which hold its state
@@ -62,20 +66,20 @@ class TrialCallback(PruningCallback):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`."""
+        """Key of the callback's state; see `Callback.state_key`."""
         return f"TrialCallback(monitor={self.monitor!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the callback's state; see `Callback.state_dict`."""
         return {**super().state_dict(), "value": self._value, "pruned": self.pruned}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`."""
+        """Restore the callback's state; see `Callback.load_state_dict`."""
         super().load_state_dict(state_dict)
         self._value, self.pruned = state_dict["value"], state_dict["pruned"]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Open the trial, which is rank zero's."""
+        """Open the trial on rank zero."""
         if stage == "fit":
             self._validations, self._value, self.pruned = 0, None, None
             with trainer.accelerator.world.together():
@@ -83,7 +87,7 @@ class TrialCallback(PruningCallback):
                     self._trial = self._open_trial()
 
     def _open_trial(self) -> Any:
-        """Return Optuna's trial; None if there is no pruner that needs it."""
+        """Return Optuna's trial; None without a pruner."""
         assignment = self._assignment
         if not assignment.pruner:
             return None
@@ -99,14 +103,14 @@ class TrialCallback(PruningCallback):
         return open_trial(study, assignment.number)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a trial that was pruned before its sweep continued it; not one that somebody continues by hand."""
+        """Stop a trial that was pruned before its sweep continued it, but not one that is continued by hand."""
         if self.pruned is not None and self._assignment.pruner:
             self._prune(trainer)
         else:
             self.pruned = None
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that there is a value."""
+        """Raise an error if the metric was never logged."""
         if self._value is None:
             logged = read_logged_metrics(trainer)
             raise make_never_logged_error(trainer, self.monitor, "The sweep's metric", logged)
@@ -137,13 +141,13 @@ class TrialCallback(PruningCallback):
         trainer.should_stop = True
 
     def conclude(self) -> None:
-        """Record that the trial was pruned, if it was; called when ``fit`` has returned."""
+        """Record that the trial was pruned, if it was. Called after ``fit`` has returned."""
         if self.pruned is not None:
             self._write({"state": "pruned", "note": self.pruned})
 
 
 def _is_over(trainer: Trainer) -> bool:
-    """Return whether the trial has done all that its configuration asks for."""
+    """Return whether the trial has reached the end that its configuration sets."""
     epochs, steps = trainer.max_epochs, trainer.max_steps
     last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1 and trainer.progress.epoch_is_over
     return last_epoch or 0 <= steps <= trainer.global_step

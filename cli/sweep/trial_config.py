@@ -1,4 +1,4 @@
-"""The configuration of a trial: the sweep's, with the trial's values in it, checked and filled in."""
+"""Configuration of a trial: the sweep's with the trial's values, checked and with all defaults."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class TrialConfigs:
     """Configurations of a sweep's trials.
 
     Args:
-        sweep: the sweep.
-        program: the command that runs a trial, for the file's first line.
-        model, data: classes that the configuration need not name.
+        sweep: The sweep.
+        program: The command that runs a trial, for the file's first line.
+        model: The task's class, if the configuration need not name one.
+        data: The data module's class, if the configuration need not name one.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class TrialConfigs:
         self.sweep, self.program, self.model, self.data = sweep, program, model, data
 
     def check_all(self) -> None:
-        """Check every choice and both ends of every range, each beside the first values of the other parameters.
+        """Check every choice and both ends of every range, each with the first values of the other parameters.
 
         Raises:
-            ConfigError: names every key or value that the configuration does not take.
+            ConfigError: The configuration does not accept a key or value; names all of them.
         """
         first = {parameter.key: next(parameter.list_samples()) for parameter in self.sweep.parameters}
         problems = self._list_problems(first)
@@ -63,22 +64,22 @@ class TrialConfigs:
         """Return the configuration of a trial as YAML.
 
         Args:
-            stored: its values by key, as the study stores them.
+            stored: The trial's values by key, as the study stores them.
 
         Raises:
-            ConfigError: these values don't go together.
+            ConfigError: The values are not valid in combination.
         """
         settings = {parameter.key: parameter.to_value(stored[parameter.key]) for parameter in self.sweep.parameters}
         config = resolve(self.sweep.base, {**settings, "ckpt_path": Value("auto", COMMAND_LINE)})
         filled = check(config, self.model, self.data).resolve_defaults()
-        return dump_yaml(filled, config.secrets, f"{self.program}, with everything filled in")
+        return dump_yaml(filled, config.secrets, f"{self.program}, with all defaults")
 
     def _get_flags(self) -> dict[str, Any]:
         trainer = self.sweep.base.data.get("trainer")
         return to_plain(trainer) if trainer is not None and isinstance(trainer.data, dict) else {}
 
     def find_devices(self) -> tuple[int, list[str] | None]:
-        """Return the processes of each trial as far as the configuration says, and the GPUs that trials may use."""
+        """Return the processes per trial that the configuration asks for, and the GPUs that trials may use."""
         flags = self._get_flags()
         devices = flags.get("devices")
         count = devices if isinstance(devices, int) and devices > 0 else 1

@@ -1,4 +1,4 @@
-"""How the parameters of a trial are written for people. Nothing here waits for torch."""
+"""Parameters of a trial in words. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def shorten_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Return each dotted key as short as tells it from the others: ``lr`` for ``model.lr``."""
+    """Return each dotted key with its shortest unambiguous form: ``lr`` for ``model.lr``."""
     ends = {key: key.rpartition(".")[2] for key in keys}
     return {key: end if list(ends.values()).count(end) == 1 else key for key, end in ends.items()}
 
@@ -21,7 +21,7 @@ def format_parameters(parameters: Mapping[str, Any]) -> str:
 
 
 def format_parameter(value: Any) -> str:
-    """Return a value as a study stores it for people: four digits at most, and objects by their class."""
+    """Return a stored value in words: four significant digits at most, and objects by their class."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The processes of the trials: started, watched, and told to end."""
+"""Processes of the trials: started, watched and ended."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .outcome import OUTPUT
 
 @dataclass(frozen=True)
 class Worker:
-    """The process of a trial.
+    """Process of a trial.
 
     Attributes:
-        trial: the trial's number in the study.
-        folder: its run folder.
-        slot: which of the places for trials that run at a time it has.
-        process: the process.
-        began: when it was started, by the monotonic clock.
+        trial: The trial's number in the study.
+        folder: The trial's run folder.
+        slot: The index of its slot among the trials that run at a time.
+        process: The process.
+        began: The time of its start, by the monotonic clock.
     """
 
     trial: int
@@ -39,18 +39,18 @@ class Worker:
 
 
 class Workers:
-    """The processes of the trials that run at a time.
+    """Processes of the trials that run at a time.
 
-    Each is a session of its own, so Ctrl-C at the terminal reaches the sweep alone, which asks them to save and end.
+    Each runs in its own session. Ctrl-C at the terminal reaches only the sweep, which asks the trials to save and end.
 
     Args:
-        count: how many may run at a time.
-        devices: processes of each trial.
-        gpus: the GPUs of this machine, as ``CUDA_VISIBLE_DEVICES`` names them, shared out over the trials; None leaves
-            them alone.
+        count: The maximum number of trials at a time.
+        devices: Processes of each trial.
+        gpus: GPUs of this machine, as in ``CUDA_VISIBLE_DEVICES``, shared out over the trials. None does not restrict
+            them.
 
     Attributes:
-        running: the processes, by the trial's number.
+        running: The processes by the trial's number.
     """
 
     def __init__(self, count: int, devices: int = 1, gpus: Sequence[str] | None = None) -> None:
@@ -60,19 +60,19 @@ class Workers:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may be started."""
+        """Return whether one more trial may start."""
         return len(self.running) < self.count
 
     def start(self, trial: int, folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> Worker:
         """Start the process of a trial. Its output is appended to a file in the run folder.
 
-        Call it on the main thread: Linux ends a process that follows its parent when the thread ends that started it.
+        Call it on the main thread: Linux ends a process that follows its parent when the thread that started it ends.
 
         Args:
-            trial: the trial's number.
-            folder: its run folder.
-            command: program and arguments.
-            variables: environment variables that it gets beside this process's own.
+            trial: The trial's number.
+            folder: The trial's run folder.
+            command: Program and arguments.
+            variables: Environment variables in addition to those of this process.
         """
         taken = {worker.slot for worker in self.running.values()}
         slot = next(slot for slot in range(self.count) if slot not in taken)
@@ -104,11 +104,15 @@ class Workers:
         return shares
 
     def wake(self) -> None:
-        """Have `wait` return; may be called by a signal handler."""
+        """Make `wait` return. May be called by a signal handler."""
         self._events.put(None)
 
     def wait(self, seconds: float | None) -> Worker | None:
-        """Return a worker whose process has ended, once there is one; None after so many seconds, or if woken."""
+        """Return a worker whose process has ended, as soon as there is one; None after the timeout or when woken.
+
+        Args:
+            seconds: The timeout; None for no limit.
+        """
         try:
             trial = self._events.get(timeout=seconds)
         except Empty:
@@ -116,7 +120,11 @@ class Workers:
         return None if trial is None else self.running.pop(trial)
 
     def end(self, number: signal.Signals) -> None:
-        """Send a signal to every process; SIGKILL to their children too."""
+        """Send a signal to every process; SIGKILL goes to their children as well.
+
+        Args:
+            number: The signal.
+        """
         for worker in self.running.values():
             if number is signal.SIGKILL:
                 kill_session(worker.process.pid)
@@ -126,7 +134,13 @@ class Workers:
 
 
 def share_gpus(gpus: Sequence[str], count: int, slot: int) -> list[str]:
-    """Return the GPUs of one of ``count`` slots: an equal share, or one that others use too if they are few."""
+    """Return the GPUs of one of ``count`` slots: an equal share, or a single one if there are too few GPUs.
+
+    Args:
+        gpus: The GPUs of the machine.
+        count: Number of slots.
+        slot: The index of the slot.
+    """
     if len(gpus) < count:
         return [gpus[slot % len(gpus)]]
     each = len(gpus) // count

@@ -1,1 +1,1 @@
-"""What libraries built on Accelerate use of models that are larger than one device: tensors, files, hooks."""
+"""Functions that libraries built on Accelerate use for models larger than one device: tensors, files, hooks."""

@@ -1,4 +1,4 @@
-"""Hooks of ``accelerate.hooks`` that bring a module's weights and inputs to one device, and cast its weights."""
+"""Hooks of ``accelerate.hooks`` that move a module's weights and inputs to one device, and cast its weights."""
 
 from __future__ import annotations
 
@@ -47,36 +47,40 @@ _CAST_LAYERS = (
 
 @dataclass(frozen=True)
 class _MappedPiece:
-    """A tensor that is looked up in a mapping each time: whoever changes the mapping changes the weights."""
+    """Tensor that is looked up in a mapping at each access, so that changes to the mapping change the weights."""
 
     weights: Mapping[str, Tensor]
     name: str
 
     @property
     def shape(self) -> torch.Size:
+        """Shape of the tensor."""
         return self.weights[self.name].shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the tensor."""
         return self.weights[self.name].dtype
 
     def get(self, exact: bool = True) -> Tensor:
+        """Return the tensor."""
         return self.weights[self.name]
 
     def fill(self, out: Tensor) -> None:
+        """Copy the tensor into ``out``."""
         out.copy_(self.weights[self.name])
 
 
 class AlignDevicesHook(ModelHook):
-    """Hook that brings a module's inputs to its device, and its weights too if they are offloaded.
+    """Hook that moves a module's inputs to its device, and its weights too if they are offloaded.
 
     Args:
-        execution_device: Where the module runs. Default: nothing is moved there.
-        offload: Weights are away except during the forward.
-        io_same_device: Return the output on the device where the inputs were.
-        weights_map: Values of offloaded weights, by name in the module. Default: those it has, kept on the CPU.
-        offload_buffers: Buffers are offloaded too, except those that are in no state dict.
-        place_submodules: Treat the weights of the modules inside it as its own.
+        execution_device: The device on which the module runs. Default: None, nothing is moved.
+        offload: Whether weights are offloaded except during the forward pass.
+        io_same_device: Whether to return the output on the device of the inputs.
+        weights_map: Values of offloaded weights by name in the module. Default: the current values, kept on the CPU.
+        offload_buffers: Whether buffers are offloaded too, except those that are in no state dict.
+        place_submodules: Whether the hook also handles the weights of submodules.
         skip_keys: Names of keyword arguments, and of entries of the output, that are not moved.
         tied_params_map: As in `set_module_tensor_to_device`.
     """
@@ -114,7 +118,11 @@ class AlignDevicesHook(ModelHook):
         )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Put the module's weights on its device, or away."""
+        """Move the module's weights to its device, or offload them.
+
+        Args:
+            module: The module that the hook is added to.
+        """
         if str(self.execution_device) == "meta":
             self.tied_params_map = None  # all meta tensors have one address
         tensors = named_tensors(module) if self.place_submodules else dict(iter_direct_tensors(module))
@@ -130,12 +138,13 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _goes_away(self, module: nn.Module, tensor: Tensor, name: str) -> bool:
+        """Return whether a tensor is offloaded."""
         if isinstance(tensor, nn.Parameter):
             return True
         return self.offload_buffers and name not in get_non_persistent_buffers(module, self.place_submodules, fqns=True)
 
     def _lend_out(self, module: nn.Module, names: list[str], tensor: Tensor) -> None:
-        """Put a stand-in where the module holds a tensor, under all its names."""
+        """Replace a tensor of the module by a placeholder, under all its names."""
         if self.weights_map is None or self._has_own_map:
             self.weights_map, self._has_own_map = self.weights_map or {}, True
             self.weights_map |= dict.fromkeys(names, tensor.detach().to("cpu"))  # type: ignore[operator]
@@ -150,7 +159,13 @@ class AlignDevicesHook(ModelHook):
         set_tensor_by_names(module, names, stand_in)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Bring the weights and move the inputs."""
+        """Load the weights and move the inputs.
+
+        Args:
+            module: The module.
+            *args: Positional inputs of its forward.
+            **kwargs: Keyword inputs of its forward.
+        """
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self._loans:
@@ -168,7 +183,7 @@ class AlignDevicesHook(ModelHook):
         return move(args, device, ()), move(kwargs, device, self._get_skip_keys())
 
     def _read(self, loan: Loan) -> Tensor:
-        """Return a loan's values, which modules that run at once share if they are tied."""
+        """Return the values of an offloaded tensor; modules that run at the same time share tied ones."""
         device = self._get_device()
         if self.tied_params_map is None:
             return loan.read(device)
@@ -181,7 +196,12 @@ class AlignDevicesHook(ModelHook):
         return copies[device]
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Let the weights go and move the output."""
+        """Release the weights and move the output.
+
+        Args:
+            module: The module.
+            output: The output of its forward.
+        """
         with torch.inference_mode(False), torch.no_grad():
             for loan in self._loans.values():
                 loan.take_back()
@@ -193,7 +213,11 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Give the module its weights for good, on the devices where they were."""
+        """Restore the module's weights on their original devices.
+
+        Args:
+            module: The module.
+        """
         restored: dict[int, Tensor] = {}
         for name, device in self.original_devices.items():
             if device.type == "meta":
@@ -212,7 +236,7 @@ class AlignDevicesHook(ModelHook):
         if isinstance(self.execution_device, torch.device):
             return self.execution_device
         if self.execution_device is None:
-            raise ValueError("a hook with offload=True needs execution_device, where the weights are brought.")
+            raise ValueError("a hook with offload=True needs execution_device, to which the weights are moved.")
         return resolve(self.execution_device)
 
     def _get_skip_keys(self) -> Collection[str]:
@@ -220,7 +244,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def _tie(module: nn.Module, names: list[str]) -> None:
-    """Give a module one tensor under all these names: that of the first."""
+    """Give a module one tensor under all these names: the tensor of the first."""
     if len(names) > 1:
         path, _, last = names[0].rpartition(".")
         set_tensor_by_names(module, names[1:], getattr(module.get_submodule(path), last))
@@ -233,13 +257,13 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each module with weights, in it or below it, that has no hook.
+    """Add an `AlignDevicesHook` to each module with weights, from ``module`` down, that has no hook.
 
     Args:
-        module: Where to begin.
-        execution_device: Where the modules run.
+        module: The module to start from.
+        execution_device: The device on which the modules run.
         skip_keys: As in `AlignDevicesHook`.
-        preload_module_classes: Names of classes below whose modules no hooks are added.
+        preload_module_classes: Names of classes whose submodules get no hooks.
         tied_params_map: As in `set_module_tensor_to_device`.
     """
     if not hasattr(module, "_hf_hook") and module.state_dict():
@@ -262,17 +286,18 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each module that holds tensors itself.
+    """Add an `AlignDevicesHook` to each module that has tensors of its own.
 
     Args:
-        module: Where to begin.
-        execution_device: As in `AlignDevicesHook`, and so are the next three.
-        offload: Weights are away except during the forward.
-        weights_map: Values of offloaded weights, by names that begin with ``module_name``.
-        offload_buffers: Buffers are offloaded too.
+        module: The module to start from.
+        execution_device: As in `AlignDevicesHook`.
+        offload: Whether weights are offloaded except during the forward pass.
+        weights_map: Values of offloaded weights by names that begin with ``module_name``.
+        offload_buffers: Whether buffers are offloaded too.
         module_name: The module's name in ``weights_map``.
         skip_keys: As in `AlignDevicesHook`.
-        preload_module_classes: Names of classes whose modules bring all offloaded weights inside them when called.
+        preload_module_classes: Names of classes whose modules load all offloaded weights of their submodules when
+            called.
         tied_params_map: As in `set_module_tensor_to_device`.
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
@@ -317,10 +342,10 @@ def attach_align_device_hook_on_blocks(
 
     Args:
         module: The model.
-        execution_device: Where it runs, or devices by the blocks' names.
-        offload: Weights are away except during the forward; or so by the blocks' names.
+        execution_device: The device on which the model runs, or devices by block name.
+        offload: Whether weights are offloaded except during the forward pass, for all blocks or by block name.
         weights_map: As in `attach_align_device_hook`.
-        offload_buffers: Buffers are offloaded too.
+        offload_buffers: Whether buffers are offloaded too.
         module_name: The module's name in the maps.
         skip_keys: As in `AlignDevicesHook`.
         preload_module_classes: As in `attach_align_device_hook`.
@@ -373,28 +398,43 @@ def _attach_to_block(
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Hook that keeps a module's weights in one dtype and computes in another.
+    """Hook that stores a module's weights in one dtype and computes in another.
 
     Args:
-        storage_dtype: The dtype between forwards, usually a smaller one.
-        compute_dtype: The dtype during the forward.
-        non_blocking: Cast without waiting.
+        storage_dtype: The dtype between forward passes, usually a smaller one.
+        compute_dtype: The dtype during the forward pass.
+        non_blocking: Whether to cast without waiting.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
         self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the weights to the dtype they are kept in."""
+        """Cast the weights to the storage dtype.
+
+        Args:
+            module: The module that the hook is added to.
+        """
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Cast the weights to the dtype of the computation."""
+        """Cast the weights to the compute dtype.
+
+        Args:
+            module: The module.
+            *args: Positional inputs of its forward.
+            **kwargs: Keyword inputs of its forward.
+        """
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Cast the weights back."""
+        """Cast the weights to the storage dtype.
+
+        Args:
+            module: The module.
+            output: The output of its forward.
+        """
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
 
@@ -411,11 +451,11 @@ def attach_layerwise_casting_hooks(
 
     Args:
         module: The model.
-        storage_dtype: As in `LayerwiseCastingHook`, and so is the next.
-        compute_dtype: The dtype during the forward.
-        skip_modules_pattern: Regular expressions, found in the names of modules that keep their dtype.
-        skip_modules_classes: Classes of modules that keep their dtype.
-        non_blocking: Cast without waiting.
+        storage_dtype: The dtype between forward passes.
+        compute_dtype: The dtype during the forward pass.
+        skip_modules_pattern: Regular expressions that are searched in the names of modules to skip.
+        skip_modules_classes: Classes of modules to skip.
+        non_blocking: Whether to cast without waiting.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else [*(skip_modules_pattern or ())]
 

@@ -1,4 +1,4 @@
-"""Functions of ``accelerate.utils.modeling`` on a module's tensors: their names, sizes, ties and devices."""
+"""Functions of ``accelerate.utils.modeling`` for a module's tensors: their names, sizes, ties and devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ _QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving t
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return True for a model of the library peft, also inside ``torch.compile`` or a wrapper that has ``module``."""
+    """Return whether a model is one of peft, also inside ``torch.compile`` or a wrapper with ``module``.
+
+    Args:
+        model: The model.
+    """
     while (inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None)) is not None:
         if not isinstance(inner, nn.Module) or _is_peft(model):
             break
@@ -47,7 +51,12 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return True if two devices are the same one; an accelerator without a number is number 0."""
+    """Return whether two devices are the same; an accelerator without an index has index 0.
+
+    Args:
+        first_device: A device.
+        second_device: Another device.
+    """
     first, second = (
         (device.type, 0 if device.type != "cpu" and device.index is None else device.index)
         for device in (first_device, second_device)
@@ -58,8 +67,11 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 def convert_file_size_to_int(size: int | str) -> int:
     """Return a size in bytes, such as ``"5MB"`` (10**6 each), ``"1GiB"`` (2**30) or ``"8Gb"`` (bits).
 
+    Args:
+        size: The size, in bytes or as text.
+
     Raises:
-        ValueError: It is negative, or says no size.
+        ValueError: The size is negative or can't be parsed.
     """
     if isinstance(size, str):
         text = size.strip()
@@ -70,7 +82,14 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Return the bytes of one element: 1/8 for bool, as Accelerate counts it, and fractions for its custom dtypes."""
+    """Return the bytes of one element: 1/8 for bool, as in Accelerate, and fractions for its custom dtypes.
+
+    Args:
+        dtype: A ``torch.dtype`` or a member of `CustomDtype`.
+
+    Raises:
+        ValueError: The argument is not a dtype.
+    """
     if isinstance(dtype, torch.dtype):
         return 1 / 8 if dtype == torch.bool else dtype.itemsize
     custom = {"fp8": 1.0, "int4": 1 / 2, "int2": 1 / 4}
@@ -81,7 +100,11 @@ def dtype_byte_size(dtype: Any) -> float:
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return what identifies the memory behind a tensor: device, address and size in bytes."""
+    """Return the identity of the memory of a tensor: device, address and size in bytes.
+
+    Args:
+        tensor: The tensor.
+    """
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -89,13 +112,13 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the parameters, then the buffers, of a module by name; a tied tensor comes once.
+    """Iterate over the parameters, then the buffers, of a module by name. A tied tensor is yielded once.
 
     Args:
         module: The module.
-        include_buffers: Buffers too.
-        recurse: Those of the modules inside it too.
-        remove_non_persistent: Leave out buffers that are in no state dict.
+        include_buffers: Whether to yield buffers.
+        recurse: Whether to include submodules.
+        remove_non_persistent: Whether to leave out buffers that are in no state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -108,8 +131,8 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
     Args:
         module: The module.
-        recurse: Those of the modules inside it too.
-        fqns: Names from ``module`` on. Default: each buffer's name in its own module.
+        recurse: Whether to include submodules.
+        fqns: Whether names are relative to ``module`` instead of to each buffer's own module.
     """
     modules = module.named_modules() if recurse else [("", module)]
     return {
@@ -120,7 +143,12 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names of parameters that are one object, a sorted list for each such parameter."""
+    """Return the names of shared parameters, a sorted list per parameter.
+
+    Args:
+        model: The model.
+        **kwargs: Accepted and ignored.
+    """
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -128,7 +156,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
-    """Make each group of parameters one object again: the first of them that is not on device ``meta``.
+    """Tie each group of parameters again, to the first of them that is not on the meta device.
 
     Args:
         model: The model.
@@ -143,7 +171,11 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return True if the config of a Hugging Face model says that some of its weights are tied."""
+    """Return whether the config of a Hugging Face model ties some of its weights.
+
+    Args:
+        model: The model.
+    """
     if "PreTrainedModel" not in [kind.__name__ for kind in type(model).__mro__]:
         return False
     config: Any = getattr(model, "config", None)
@@ -159,7 +191,11 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Device]
 ) -> None:
-    """Warn for each group of tied parameters that a map puts on several devices.
+    """Warn about each group of tied parameters that a device map puts on several devices.
+
+    Args:
+        tied_params: Groups of names, as `find_tied_parameters` returns them.
+        device_map: Devices by name of module or parameter.
 
     Raises:
         ValueError: The map gives a parameter no device.
@@ -174,12 +210,16 @@ def check_tied_parameters_on_same_device(
 
 
 def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
-    """Return the bytes of a model's buffers; the arguments are those of `compute_module_sizes`."""
+    """Return the bytes of a model's buffers. The arguments are those of `compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the names that have no other name below them."""
+    """Return the names that no other name is below.
+
+    Args:
+        module_sizes: Names, such as the keys that `compute_module_sizes` returns.
+    """
     parents = {name.rpartition(".")[0] for name in module_sizes}
     return [name for name in module_sizes if name and name not in parents]
 
@@ -191,12 +231,12 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """Return the size of the largest layer, and the layers that have it.
 
-    A layer is a tensor, a module without modules inside it, or one of a class that must not be split.
+    A layer is a tensor, a module without submodules, or a module of a class that must not be split.
 
     Args:
         modules: Modules and tensors by name.
-        module_sizes: What `compute_module_sizes` returned.
-        no_split_module_classes: Names of classes whose modules count as a whole.
+        module_sizes: The return value of `compute_module_sizes`.
+        no_split_module_classes: Names of classes whose modules are not split.
     """
     layers: list[str] = []
 
@@ -215,7 +255,11 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of a model, and those of its largest layer with the layers that have them."""
+    """Return the bytes of a model, and those of its largest layer with the layers that have them.
+
+    Args:
+        model: The model.
+    """
     sizes = compute_module_sizes(model)
     parts: list[tuple[str, nn.Module | Tensor]] = [
         *model.named_parameters(recurse=False),
@@ -237,22 +281,21 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put one parameter or buffer of a module on a device.
+    """Move one parameter or buffer of a module to a device.
 
     Args:
         module: The module.
-        tensor_name: The tensor's name, from ``module`` on.
-        device: Where it goes.
-        value: Its new values. Default: those it has.
-        dtype: What ``value``, if it is not of integers, is converted to. Default: the tensor's own dtype.
+        tensor_name: The tensor's name relative to ``module``.
+        device: The target device.
+        value: The new values. Default: None, the current ones.
+        dtype: The dtype to convert ``value`` to, unless it holds integers. Default: the tensor's dtype.
         fp16_statistics: Not supported: statistics of an 8-bit weight.
-        tied_params_map: By the address of a tied tensor, what it is on each device: one that is there already is
-            used, and a new one is added.
-        non_blocking: Copy without waiting.
-        clear_cache: Give memory that was freed by this back to the accelerator.
+        tied_params_map: Copies of tied tensors by address and device. An existing copy is used, a new one is added.
+        non_blocking: Whether to copy without waiting.
+        clear_cache: Whether to release freed memory of the accelerator.
 
     Raises:
-        ValueError: There is no such tensor, it has no values, or ``value`` has another shape.
+        ValueError: The tensor does not exist or has no values, or ``value`` has another shape.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)
@@ -318,7 +361,11 @@ def _follows_dtype(tensor: Tensor) -> bool:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return True if weights of a module are away until it is called."""
+    """Return whether weights of a module are offloaded until it is called.
+
+    Args:
+        module: The module.
+    """
     return _get_offload_hook(module) is not None or find_station(module) is not None
 
 
@@ -329,11 +376,11 @@ def _get_offload_hook(module: nn.Module) -> Any:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Context in which a module's own parameters have values on a device; those offloaded are away again after it.
+    """Move a module's own parameters to a device within a ``with`` block; offloaded ones are offloaded again after it.
 
     Args:
         module: The module.
-        execution_device: The device. Default: where the module runs, and parameters that are not offloaded stay.
+        execution_device: The device. Default: the one on which the module runs; parameters that are not offloaded stay.
     """
     hook = _get_offload_hook(module)
     if hook is not None:
@@ -362,7 +409,11 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's whole state in main memory, offloaded weights included. Warns of tensors without values."""
+    """Return a model's full state on the CPU, offloaded weights included. Warn about tensors without values.
+
+    Args:
+        model: The model.
+    """
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if path and not has_offloaded_params(module):
@@ -385,8 +436,8 @@ def get_state_dict_from_offload(
     Args:
         module: The module.
         module_name: The name of one of its tensors in ``state_dict``.
-        state_dict: What is filled, where it has such a name.
-        device_to_put_offload: Where offloaded values are put.
+        state_dict: The state dict, which is changed in place.
+        device_to_put_offload: The device for offloaded values.
 
     Returns:
         ``state_dict``.
@@ -402,10 +453,10 @@ def get_state_dict_from_offload(
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
 ) -> dict[str, Tensor]:
-    """Load the tensors of one file; nothing that the file holds is run.
+    """Load the tensors of one file. Nothing in the file is run.
 
     Args:
-        checkpoint_file: A safetensors file, or one of ``torch.save`` with a state dict.
+        checkpoint_file: A safetensors file, or a file of ``torch.save`` with a state dict.
         device_map: Devices by name of module or tensor. Default, and for the disk: the CPU.
     """
     tensors: dict[str, Tensor] = {}
@@ -420,12 +471,12 @@ def load_state_dict(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Load the weights of an offload folder into a model, on the CPU.
+    """Load the weights in an offload folder into a model on the CPU.
 
     Args:
         model: The model.
         index: The folder's index: dtype and shape by name.
-        offload_folder: The folder, as `offload_state_dict` writes it.
+        offload_folder: A folder that `offload_state_dict` wrote.
     """
     for name, info in (index or {}).items():
         weight = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info)

@@ -1,4 +1,4 @@
-"""Offloaded weights in Accelerate's format: a folder with one ``NAME.dat`` of raw bytes each, and an ``index.json``."""
+"""Offloaded weights in Accelerate's format: a folder with a file ``NAME.dat`` of raw bytes each, and ``index.json``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def offload_weight(
 
     Args:
         weight: The tensor.
-        weight_name: Its name.
+        weight_name: The tensor's name.
         offload_folder: An existing folder.
-        index: Gets the tensor's dtype and shape under its name.
+        index: An index, to which the tensor's dtype and shape are added.
 
     Returns:
         ``index``.
@@ -42,7 +42,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Read a tensor that `offload_weight` wrote.
+    """Load a tensor that `offload_weight` wrote.
 
     Args:
         weight_file: The ``.dat`` file.
@@ -65,7 +65,12 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's ``index.json``; an empty index writes nothing."""
+    """Add entries to a folder's ``index.json``. Nothing is written for an empty index.
+
+    Args:
+        index: The entries by name.
+        offload_folder: The folder.
+    """
     if not index:
         return
     path = Path(offload_folder) / _INDEX
@@ -74,7 +79,12 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write all tensors of a state dict, and their index, into a folder, which is made if it is missing."""
+    """Write all tensors of a state dict and their index to a folder, which is created if it is missing.
+
+    Args:
+        save_dir: The folder.
+        state_dict: The tensors by name.
+    """
     os.makedirs(save_dir, exist_ok=True)
     index: dict[str, Any] = {}
     for name, tensor in state_dict.items():
@@ -85,7 +95,12 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return the entries of a state dict that belong to the modules (or tensors) named."""
+    """Return the entries of a state dict that belong to the named modules or tensors.
+
+    Args:
+        state_dict: The state dict.
+        submodule_names: Names of modules or tensors.
+    """
     return {
         name: tensor
         for module in submodule_names
@@ -99,7 +114,7 @@ class PrefixedDataset(Mapping[str, Any]):
 
     Args:
         dataset: The mapping.
-        prefix: What goes before each key.
+        prefix: The prefix of each key.
     """
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
@@ -119,17 +134,17 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name, from memory or read from disk each time.
+    """Weights by name, from memory or read from disk at each access.
 
     Args:
-        state_dict: Tensors in memory; they go before those on disk.
+        state_dict: Tensors in memory, which take precedence over those on disk.
         save_folder: A folder that `offload_state_dict` wrote.
-        index: What is on disk: dtype and shape by name, or ``"safetensors_file"`` and ``"weight_name"``.
-            Default: the folder's own index.
-        device: Where tensors from safetensors files are put. Default: the CPU.
+        index: Tensors on disk: dtype and shape by name, or ``"safetensors_file"`` and ``"weight_name"``. Default: the
+            folder's index.
+        device: The device for tensors from safetensors files. Default: the CPU.
 
     Raises:
-        ValueError: None of the three is given.
+        ValueError: None of the three is passed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""End a run when the loss of a batch leaps, and write down the batches to leave out."""
+"""Callback that ends a run when the loss of a batch spikes, and records the batches to leave out."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class TrainingSpikeException(RuntimeError):
-    """Raised on every rank when one of them saw a spike.
+    """Error raised on every rank when the loss spiked on one of them.
 
     Args:
-        batch_idx: the batch in which it was.
+        batch_idx: The index of the batch.
     """
 
     def __init__(self, batch_idx: int, *args: Any) -> None:
@@ -31,25 +31,25 @@ class TrainingSpikeException(RuntimeError):
 
 
 class SpikeDetection(Callback):
-    """Ends the training with a `TrainingSpikeException` when a batch's loss leaps, on any rank.
+    """Callback that ends training with a `TrainingSpikeException` when a batch's loss spikes on any rank.
 
-    The batch and the one before it, which may have spoilt the weights, are appended to a JSON file. It reads the loss
-    from the device in every batch; `SpikeWatch` finds spikes without that.
+    The batch and the one before it, which may have damaged the weights, are appended to a JSON file. The callback reads
+    the loss from the device in every batch; `SpikeWatch` detects spikes without that.
 
     Args:
-        mode: whether ``"min"`` or ``"max"`` is good.
-        window: batches of the running mean that a loss is compared with.
-        warmup: batches at an epoch's start that are no spikes.
-        atol: a loss is a spike only if it differs from the mean by at least this much.
-        rtol: a loss is a spike only if it differs from the mean by at least this many times the mean.
-        exclude_batches_path: the file, or its folder. Default: the Trainer's ``default_root_dir``.
-        finite_only: a loss that is not finite is a spike.
+        mode: ``"min"`` if a lower loss is better, ``"max"`` if a higher one is.
+        window: Number of batches in the running mean that a loss is compared with.
+        warmup: Number of batches at the start of an epoch that never count as spikes.
+        atol: The minimum difference from the mean for a spike. Default: None, any.
+        rtol: The minimum difference from the mean for a spike, as a multiple of the mean.
+        exclude_batches_path: The file, or its folder. Default: the Trainer's ``default_root_dir``.
+        finite_only: Whether a loss that is not finite is a spike.
 
     Attributes:
-        bad_batches: the batches in the file.
+        bad_batches: The batches in the file.
 
     Raises:
-        ValueError: for a mode that doesn't exist, or a window of no batches.
+        ValueError: ``mode`` is unknown, or ``window`` is below 1.
     """
 
     exchanges = True
@@ -77,7 +77,11 @@ class SpikeDetection(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compare the batch's loss with those before it."""
+        """Compare the batch's loss with those before it.
+
+        Raises:
+            TrainingSpikeException: The loss spiked on any rank.
+        """
         loss = outputs if isinstance(outputs, Tensor) else outputs["loss"]
         value = float(loss.detach())
         if trainer.accelerator.world.any(batch_idx >= self.warmup and self._is_spike(value)):

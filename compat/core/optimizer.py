@@ -1,4 +1,4 @@
-"""Optimizers as a task gets them from ``self.optimizers()``."""
+"""Optimizers that a task gets from ``self.optimizers()``."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["LightningOptimizer", "do_nothing_closure"]
 
 
 def do_nothing_closure() -> None:
-    """Do nothing: a closure for a step whose gradients are there already."""
+    """Do nothing: a closure for a step whose gradients have been computed."""

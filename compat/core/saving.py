@@ -30,7 +30,12 @@ _File = str | os.PathLike[str]
 
 
 def update_hparams(hparams: MutableMapping[str, Any], updates: Mapping[str, Any]) -> None:
-    """Put values into hyperparameters in place, those of nested dicts one by one."""
+    """Update hyperparameters in place, nested dicts item by item.
+
+    Args:
+        hparams: The hyperparameters.
+        updates: The new values.
+    """
     for name, value in updates.items():
         if isinstance(value, Mapping) and name in hparams:
             update_hparams(hparams[name], value)
@@ -39,7 +44,11 @@ def update_hparams(hparams: MutableMapping[str, Any], updates: Mapping[str, Any]
 
 
 def convert(val: str) -> Any:
-    """Return the Python literal that a text holds (a number, True, a list), or the text itself."""
+    """Return the Python literal in a text (a number, True, a list), or the text itself.
+
+    Args:
+        val: The text.
+    """
     try:
         return ast.literal_eval(val)
     except (ValueError, SyntaxError):
@@ -47,7 +56,11 @@ def convert(val: str) -> Any:
 
 
 def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
-    """Return what `save_hparams_to_tags_csv` wrote; nothing, with a warning, where there is no file."""
+    """Return the hyperparameters that `save_hparams_to_tags_csv` wrote; without a file, warn and return none.
+
+    Args:
+        tags_csv: The file.
+    """
     if not os.path.isfile(tags_csv):
         warn(f"there is no file {os.fspath(tags_csv)!r} with hyperparameters.")
         return {}
@@ -58,8 +71,12 @@ def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
 def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Namespace) -> None:
     """Write hyperparameters to a CSV file with the columns ``key`` and ``value``.
 
+    Args:
+        tags_csv: The file.
+        hparams: The values by name.
+
     Raises:
-        RuntimeError: if the folder is missing.
+        RuntimeError: The folder does not exist.
     """
     _check_folder(tags_csv)
     with open(tags_csv, "w", newline="", encoding="utf-8") as file:
@@ -67,11 +84,11 @@ def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Names
 
 
 def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> Any:
-    """Return the hyperparameters in a YAML file; nothing, with a warning, where there is no file.
+    """Return the hyperparameters in a YAML file; an empty dict, with a warning, without a file.
 
     Args:
-        config_yaml: the file. It holds plain data; no tag of it runs code.
-        use_omegaconf: return a ``DictConfig`` where all values can be in one, else a dict.
+        config_yaml: The file. It holds plain data; no tag in it runs code.
+        use_omegaconf: Whether to return a ``DictConfig`` if it can hold all values, otherwise a dict.
     """
     if not os.path.isfile(config_yaml):
         warn(f"there is no file {os.fspath(config_yaml)!r} with hyperparameters.")
@@ -83,16 +100,16 @@ def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> An
 def save_hparams_to_yaml(
     config_yaml: _File, hparams: Mapping[str, Any] | Namespace, use_omegaconf: bool = True
 ) -> None:
-    """Write hyperparameters to a YAML file, as plain data.
+    """Write hyperparameters to a YAML file as plain data.
 
     Args:
-        config_yaml: the file.
-        hparams: the values. What is not data is written as its text.
-        use_omegaconf: accepted; the references (``${...}``) of a ``DictConfig`` are resolved either way.
+        config_yaml: The file.
+        hparams: The values. A value that is not data is written as its text.
+        use_omegaconf: Accepted and ignored: the references (``${...}``) of a ``DictConfig`` are always resolved.
 
     Raises:
-        RuntimeError: if the folder is missing.
-        TypeError: for hyperparameters without names.
+        RuntimeError: The folder does not exist.
+        TypeError: The hyperparameters have no names.
     """
     _check_folder(config_yaml)
     text = yaml.safe_dump(plain(_as_mapping(hparams)), sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""Small tasks, data and data modules for tests and debugging, as Lightning has them."""
+"""Small tasks, datasets and data modules for tests and debugging, equal to Lightning's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class RandomDataset(Dataset[Tensor]):
-    """``length`` samples of ``size`` normally distributed numbers, drawn once."""
+    """Dataset of ``length`` samples of ``size`` normally distributed numbers, drawn once."""
 
     def __init__(self, size: int, length: int) -> None:
         self.len = length
@@ -42,14 +42,14 @@ class RandomDataset(Dataset[Tensor]):
 
 
 class RandomDictDataset(RandomDataset):
-    """As `RandomDataset`; each sample is a dict of the numbers ``a`` and ``b = a + 2``."""
+    """`RandomDataset` whose samples are dicts of ``a`` and ``b = a + 2``."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]
         return {"a": self.data[index], "b": self.data[index] + 2}
 
 
 class RandomIterableDataset(IterableDataset[Tensor]):
-    """A stream of ``count`` samples of ``size`` normally distributed numbers, drawn as they are read."""
+    """Stream of ``count`` samples of ``size`` normally distributed numbers, drawn as they are read."""
 
     def __init__(self, size: int, count: int) -> None:
         self.size = size
@@ -60,14 +60,14 @@ class RandomIterableDataset(IterableDataset[Tensor]):
 
 
 class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """As `RandomIterableDataset`, with a length."""
+    """`RandomIterableDataset` with a length."""
 
     def __len__(self) -> int:
         return self.count
 
 
 class BoringModel(TaskModule):
-    """One linear layer from 32 numbers to 2, trained to return ones; it has loaders of its own. Override at will."""
+    """Task with one linear layer from 32 numbers to 2, trained to return ones, and with its own dataloaders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,11 +79,20 @@ class BoringModel(TaskModule):
         return output
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the mean squared distance to ``labels``, ones by default."""
+        """Return the mean squared error with respect to ``labels``, by default ones.
+
+        Args:
+            preds: The predictions.
+            labels: The targets, of the same shape.
+        """
         return nn.functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 
     def step(self, batch: Any) -> Tensor:
-        """Return the loss of a batch."""
+        """Return the loss of a batch.
+
+        Args:
+            batch: The batch, shape ``(samples, 32)``.
+        """
         return self.loss(self(batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -121,7 +130,7 @@ class BoringModel(TaskModule):
 
 
 class ManualOptimBoringModel(BoringModel):
-    """`BoringModel` that steps its optimizer itself."""
+    """`BoringModel` with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,13 +147,13 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class _BoringData(DataModule):
-    """A loader, or a list of them, for each stage: of what `datasets` returns for its kind, sample by sample."""
+    """Data module with a dataloader, or a list of them, for each stage, of the datasets that `datasets` returns."""
 
     KINDS = ("train", "val", "test", "predict")
     ATTRIBUTE = "random_{}"
 
     def datasets(self, kind: str) -> Any:
-        """Return a dataset, or a list of them."""
+        """Return a dataset or a list of datasets."""
         raise NotImplementedError
 
     def setup(self, stage: str) -> None:
@@ -174,20 +183,20 @@ class _BoringData(DataModule):
 
 
 class BoringDataModule(_BoringData):
-    """64 samples of 32 numbers for each stage, parts of one `RandomDataset`."""
+    """Data module with 64 samples of 32 numbers for each stage, taken from one `RandomDataset`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.random_full = RandomDataset(32, 64 * len(self.KINDS))
 
     def datasets(self, kind: str) -> Any:
-        """Return the stage's quarter."""
+        """Return the stage's quarter of the samples."""
         start = 64 * self.KINDS.index(kind)
         return Subset(self.random_full, range(start, start + 64))
 
 
 class BoringDataModuleNoLen(_BoringData):
-    """A stream for each stage, without a length."""
+    """Data module with a stream without length for each stage."""
 
     COUNTS = {"train": 512, "val": 128, "test": 256, "predict": 64}
 
@@ -197,7 +206,7 @@ class BoringDataModuleNoLen(_BoringData):
 
 
 class IterableBoringDataModule(_BoringData):
-    """Two loaders for each stage: of a dataset, and of a stream."""
+    """Data module with two dataloaders for each stage: of a dataset and of a stream."""
 
     ATTRIBUTE = "{}_datasets"
     COUNTS = {"train": 16, "val": 32, "test": 64, "predict": 128}
@@ -208,7 +217,7 @@ class IterableBoringDataModule(_BoringData):
 
 
 class DemoModel(TaskModule):
-    """One linear layer from 32 numbers to ``out_dim`` classes, trained with Adam."""
+    """Task with one linear layer from 32 numbers to ``out_dim`` classes, trained with Adam."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()
@@ -216,7 +225,7 @@ class DemoModel(TaskModule):
         self.learning_rate = learning_rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's positive part, of inputs of any shape."""
+        """Return the layer's output after ReLU, for inputs of any shape."""
         return torch.relu(self.l1(x.view(x.size(0), -1)))
 
     def training_step(self, batch: Any, batch_nb: int) -> Any:
@@ -230,7 +239,7 @@ class DemoModel(TaskModule):
 
 
 class Net(nn.Module):
-    """Two convolutions and two linear layers for images of 28 by 28 pixels: log-probabilities of 10 classes."""
+    """Network of two convolutions and two linear layers for images of 28 by 28 pixels and 10 classes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small recurrent language model on WikiText-2, as Lightning's demos have it."""
+"""Small recurrent language model on WikiText-2, equal to Lightning's demo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Hidden = tuple[Tensor, Tensor]
 
 
 class SimpleLSTM(nn.Module):
-    """An embedding, an LSTM and a linear layer: log-probabilities of the next words."""
+    """Language model of an embedding, an LSTM and a linear layer."""
 
     def __init__(
         self, vocab_size: int = 33278, ninp: int = 512, nhid: int = 512, nlayers: int = 4, dropout: float = 0.2
@@ -33,26 +33,35 @@ class SimpleLSTM(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the weights of the embedding and of the linear layer anew."""
+        """Reinitialize the weights of the embedding and the linear layer."""
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
 
     def forward(self, input: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
-        """Return log-probabilities, shape ``(batch * length, vocab_size)``, and the next hidden state."""
+        """Return log-probabilities, shape ``(batch * length, vocab_size)``, and the next hidden state.
+
+        Args:
+            input: Word numbers, shape ``(batch, length)``.
+            hidden: The hidden state of the batch before.
+        """
         output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
         scores = self.decoder(self.drop(output)).view(-1, self.vocab_size)
         return nn.functional.log_softmax(scores, dim=1), hidden
 
     def init_hidden(self, batch_size: int) -> Hidden:
-        """Return the hidden state at the start of a text: zeros."""
+        """Return the hidden state at the start of a text: zeros.
+
+        Args:
+            batch_size: Texts per batch.
+        """
         weight = self.decoder.weight
         shape = (self.nlayers, batch_size, self.nhid)
         return weight.new_zeros(shape), weight.new_zeros(shape)
 
 
 class SequenceSampler(Sampler[list[int]]):
-    """Batch sampler whose i-th samples of successive batches follow one another in the dataset."""
+    """Batch sampler in which the i-th samples of successive batches follow each other in the dataset."""
 
     def __init__(self, dataset: Sized, batch_size: int) -> None:
         super().__init__()
@@ -68,7 +77,7 @@ class SequenceSampler(Sampler[list[int]]):
 
 
 class LightningLSTM(TaskModule):
-    """Trains a `SimpleLSTM`; the hidden state is carried from batch to batch within an epoch."""
+    """Task that trains a `SimpleLSTM` and carries the hidden state from batch to batch within an epoch."""
 
     def __init__(self, vocab_size: int = 33278) -> None:
         super().__init__()
@@ -76,7 +85,7 @@ class LightningLSTM(TaskModule):
         self.hidden: Hidden | None = None
 
     def on_train_epoch_end(self) -> None:
-        """Forget the hidden state."""
+        """Reset the hidden state."""
         self.hidden = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -95,7 +104,7 @@ class LightningLSTM(TaskModule):
         WikiText2(download=True)
 
     def train_dataloader(self) -> Any:
-        """Return a loader of text in its order, in batches of 20."""
+        """Return a dataloader of the text in order, with batches of 20."""
         dataset = WikiText2()
         return DataLoader(dataset, batch_sampler=SequenceSampler(dataset, batch_size=20))
 

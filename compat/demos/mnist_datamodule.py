@@ -1,4 +1,4 @@
-"""MNIST as a data module, as Lightning's demos have it; torchvision reads the files."""
+"""MNIST as a data module, equal to Lightning's demo. torchvision reads the files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ __all__ = ["MNIST", "MNISTDataModule"]
 def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
     """Return ``torchvision.datasets.MNIST(*args, **kwargs)``.
 
+    Args:
+        *args: Positional arguments.
+        **kwargs: Keyword arguments.
+
     Raises:
-        ModuleNotFoundError: without torchvision.
+        ModuleNotFoundError: torchvision is not installed.
     """
     from torchvision.datasets import MNIST as Images
 
@@ -26,15 +30,15 @@ def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
 
 
 class MNISTDataModule(DataModule):
-    """The training images, a part of them for validation, and the test images.
+    """Data module with MNIST's training images, a part of them for validation, and the test images.
 
     Args:
-        data_dir: folder of the files, which are downloaded if they are missing.
-        val_split: training images that are used for validation.
-        num_workers: processes that read.
-        normalize: bring pixels to the range from -1 to 1, else from 0 to 1.
-        seed: kept; the split is the same for every seed, as in Lightning.
-        batch_size: images of a batch.
+        data_dir: Folder of the files, which are downloaded if they are missing.
+        val_split: Number of training images used for validation.
+        num_workers: Number of dataloader workers.
+        normalize: Whether to scale pixels to the range from -1 to 1 instead of 0 to 1.
+        seed: Stored only: the split is the same for every seed, as in Lightning.
+        batch_size: Images per batch.
     """
 
     name = "mnist"
@@ -75,21 +79,21 @@ class MNISTDataModule(DataModule):
         )
 
     def train_dataloader(self) -> Any:
-        """Return a shuffled loader of the training images."""
+        """Return a shuffled dataloader of the training images."""
         return self._make_loader(self.dataset_train, shuffle=True)
 
     def val_dataloader(self) -> Any:
-        """Return a loader of the validation images."""
+        """Return a dataloader of the validation images."""
         return self._make_loader(self.dataset_val, shuffle=False)
 
     def test_dataloader(self) -> Any:
-        """Return a loader of the test images."""
+        """Return a dataloader of the test images."""
         test = MNIST(self.data_dir, train=False, download=False, transform=self.default_transforms)
         return self._make_loader(test, shuffle=False)
 
     @property
     def default_transforms(self) -> Callable[[Any], Any]:
-        """The transform of an image to a tensor."""
+        """Transform of an image to a tensor."""
         from torchvision import transforms
 
         parts = [transforms.ToTensor()] + [transforms.Normalize((0.5,), (0.5,))] * self.normalize

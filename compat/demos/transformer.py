@@ -1,4 +1,4 @@
-"""A small transformer language model on WikiText-2, as Lightning's demos have it."""
+"""Small transformer language model on WikiText-2, equal to Lightning's demo."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _URL = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_mo
 
 
 class Transformer(nn.Module):
-    """torch's encoder and decoder with embeddings: log-probabilities of the next words."""
+    """Language model of torch's encoder and decoder with embeddings."""
 
     def __init__(
         self,
@@ -47,11 +47,21 @@ class Transformer(nn.Module):
         self.decoder = nn.Linear(ninp, vocab_size)
 
     def generate_square_subsequent_mask(self, size: int) -> Tensor:
-        """Return the mask that hides later words: minus infinity above the diagonal, zeros elsewhere."""
+        """Return the mask that hides later words: minus infinity above the diagonal, zeros elsewhere.
+
+        Args:
+            size: The length of the text in words.
+        """
         return torch.full((size, size), -math.inf).triu(diagonal=1)
 
     def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return log-probabilities, shape ``(batch * length, vocab_size)``."""
+        """Return log-probabilities, shape ``(batch * length, vocab_size)``.
+
+        Args:
+            inputs: Word numbers, shape ``(batch, length)``.
+            target: Word numbers of the targets, of the same shape.
+            mask: The mask of later words. Default: None, all of them are hidden.
+        """
         if mask is None:
             mask = self.generate_square_subsequent_mask(inputs.shape[1]).to(inputs.device)
         source, shifted = (self.pos_encoder(self.embedding(words) * math.sqrt(self.ninp)) for words in (inputs, target))
@@ -60,7 +70,7 @@ class Transformer(nn.Module):
 
 
 class PositionalEncoding(nn.Module):
-    """Adds a sinusoidal encoding (https://arxiv.org/abs/1706.03762), and drops out."""
+    """Layer that adds a sinusoidal encoding (https://arxiv.org/abs/1706.03762) and applies dropout."""
 
     def __init__(self, dim: int, dropout: float = 0.1, max_len: int = 5000) -> None:
         super().__init__()
@@ -69,7 +79,11 @@ class PositionalEncoding(nn.Module):
         self.pe: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the encoded input, shape ``(batch, length, dim)``."""
+        """Return the encoded input, shape ``(batch, length, dim)``.
+
+        Args:
+            x: The embeddings, shape ``(batch, length, dim)``.
+        """
         if self.pe is None:
             self.pe = self._compute_encoding(x.device)
         # Lightning's demo adds the encoding of one position, the length, to all of them; losses equal its own.
@@ -86,14 +100,18 @@ class PositionalEncoding(nn.Module):
 
 
 class Dictionary:
-    """Words and their numbers."""
+    """Mapping between words and their numbers."""
 
     def __init__(self) -> None:
         self.word2idx: dict[str, int] = {}
         self.idx2word: list[str] = []
 
     def add_word(self, word: str) -> int:
-        """Return the word's number, a new one for a new word."""
+        """Return the word's number, and assign one to a new word.
+
+        Args:
+            word: The word.
+        """
         if word not in self.word2idx:
             self.word2idx[word] = len(self.idx2word)
             self.idx2word.append(word)
@@ -104,7 +122,11 @@ class Dictionary:
 
 
 def tokenize(path: Path) -> tuple[Tensor, Dictionary]:
-    """Return a text file's words as numbers, each line ended by ``<eos>``, and their dictionary."""
+    """Return a text file's words as numbers, with ``<eos>`` after each line, and their dictionary.
+
+    Args:
+        path: The file.
+    """
     dictionary = Dictionary()
     with open(path, encoding="utf8") as file:
         numbers = [dictionary.add_word(word) for line in file for word in (*line.split(), "<eos>")]
@@ -112,12 +134,12 @@ def tokenize(path: Path) -> tuple[Tensor, Dictionary]:
 
 
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):
-    """Blocks of WikiText-2's training text, each with the same block one word later.
+    """Dataset of blocks of WikiText-2's training text, each with the same block shifted by one word.
 
     Args:
-        data_dir: folder of the file ``wikitext-2.txt``.
-        block_size: words of a block.
-        download: whether to download the file if it is missing.
+        data_dir: Folder of the file ``wikitext-2.txt``.
+        block_size: Words per block.
+        download: Whether to download the file if it is missing.
     """
 
     def __init__(self, data_dir: Path = Path("./data"), block_size: int = 35, download: bool = True) -> None:
@@ -144,7 +166,11 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def download(destination: Path) -> None:
-        """Download the text, unless the file exists."""
+        """Download the text, unless the file exists.
+
+        Args:
+            destination: The file to write.
+        """
         if destination.exists():
             return
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +180,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
 
 class LightningTransformer(TaskModule):
-    """Trains a `Transformer`."""
+    """Task that trains a `Transformer`."""
 
     def __init__(self, vocab_size: int = 33278) -> None:
         super().__init__()
@@ -179,5 +205,5 @@ class LightningTransformer(TaskModule):
         WikiText2(download=True)
 
     def train_dataloader(self) -> Any:
-        """Return a loader of one block at a time."""
+        """Return a dataloader of one block at a time."""
         return DataLoader(WikiText2())

@@ -1,4 +1,4 @@
-"""`Fabric`: Lightning's calls for a loop of your own, on top of an `Accelerator`."""
+"""`Fabric`: Lightning's interface for a custom training loop, on top of an `Accelerator`."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ _SPAWNING = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
 class Fabric:
-    """Devices, precision, processes and checkpoints for a loop of your own, in Lightning's words.
+    """Devices, precision, processes and checkpoints for a custom training loop, under Lightning's names.
 
-    Gradients, losses and the order of data are those of Lightning's Fabric: a loss is not weighed by the size of its
-    batch, and on several processes torch's ``DistributedSampler`` shares samples out, which repeats some where they
-    don't divide evenly. A `treadle.Accelerator` does both exactly.
+    Gradients, losses and the order of data equal those of Lightning's Fabric. A loss is not weighted by the size of its
+    batch. On several processes torch's ``DistributedSampler`` distributes the samples and repeats some if they can't be
+    divided evenly. A `treadle.Accelerator` does both exactly.
 
-    A script with ``devices=2`` is run again by each process as soon as a Fabric is made; without a script, as in a
+    A script with ``devices=2`` is run again by each process as soon as a Fabric is created. Without a script, as in a
     notebook, `launch` forks the processes.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``.
-        strategy: ``"auto"``, ``"ddp"``, ``"fsdp"``, another registered name, or a `Strategy`; with ``"ddp_spawn"``,
-            ``"ddp_fork"`` and ``"ddp_notebook"`` it is `launch` that starts processes.
-        devices: processes on this machine: a number, -1, a list of device indices, ``"auto"``.
-        num_nodes: machines.
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``.
-        plugins: a precision, in place of ``precision``.
-        callbacks: one or several objects whose methods `call` calls.
-        loggers: one or several loggers.
+        strategy: ``"auto"``, ``"ddp"``, ``"fsdp"``, another registered name, or a `Strategy`. With ``"ddp_spawn"``,
+            ``"ddp_fork"`` and ``"ddp_notebook"``, `launch` starts the processes.
+        devices: Processes on this machine: a number, -1, a list of device indices, or ``"auto"``.
+        num_nodes: Number of machines.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``.
+        plugins: A precision, instead of ``precision``.
+        callbacks: One or several objects whose methods `call` calls.
+        loggers: One or several loggers.
 
     Raises:
-        ValueError: for a value that can not be honoured.
+        ValueError: A value is not supported.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class Fabric:
 
     @property
     def accelerator(self) -> Accelerator:
-        """The `Accelerator` underneath."""
+        """Underlying `Accelerator`."""
         return self._accelerator
 
     @property
     def strategy(self) -> Strategy:
-        """How models lie on the processes."""
+        """Strategy that wraps the models."""
         return self._accelerator.strategy
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """Device of this process."""
         return self._accelerator.device
 
     @property
@@ -142,21 +142,23 @@ class Fabric:
 
     @property
     def is_global_zero(self) -> bool:
-        """True on rank zero."""
+        """Return whether this is rank zero."""
         return self._accelerator.is_main_process
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run a function on every process, or do nothing without one.
+        """Run a function on every process. Without a function, do nothing.
 
         Args:
-            function: what to run: ``function(fabric, *args, **kwargs)``.
-            args, kwargs: its further arguments.
+            function: The function, called as ``function(fabric, *args, **kwargs)``.
+            *args: Further arguments of the function.
+            **kwargs: Further keyword arguments of the function.
 
         Returns:
-            What it returned on this process; where this call started the processes, what it returned on rank zero.
+            The function's return value on this process; if this call started the processes, the value on rank zero.
 
         Raises:
-            TypeError: for something that is no function of a Fabric; without one, where this call starts processes.
+            TypeError: The argument is not a function that accepts a Fabric, or it is missing and this call has to start
+                processes.
         """
         if function is None:
             if self._opened is None:
@@ -181,35 +183,55 @@ class Fabric:
             return pickle.loads(path.read_bytes())  # of our own fork, in a folder that no one else can write to
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the first process of each machine."""
+        """Print on the local rank zero of each machine.
+
+        Args:
+            *args: Arguments of the builtin ``print``.
+            **kwargs: Keyword arguments of the builtin ``print``.
+        """
         if self.local_rank == 0:
             print(*args, **kwargs)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every process is here."""
+        """Wait until every rank has called this.
+
+        Args:
+            name: Accepted and ignored.
+        """
         self._accelerator.wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return process ``src``'s value on every process."""
+        """Return the object of rank ``src`` on every rank.
+
+        Args:
+            obj: The object, which can be pickled.
+            src: The rank to send from.
+        """
         return self._accelerator.world.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack every process's tensors along a new first dimension; on one process they are returned as they are.
+        """Stack every rank's tensors along a new first dimension. On one process the tensors are returned unchanged.
 
         Args:
-            data: tensors or numbers, nested as you like, of the same shapes on all processes.
-            group: a process group of torch's; all processes by default.
-            sync_grads: let gradients flow back.
+            data: Tensors or numbers, nested or not, of the same shapes on all ranks.
+            group: A process group of torch. Default: all ranks.
+            sync_grads: Whether gradients flow back to the ranks.
+
+        Returns:
+            The stacked tensors, nested as the input.
         """
         return collectives.all_gather(self._to_tensors(data), self._get_world(group), sync_grads)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Combine tensors over the processes. On several processes the tensors themselves are changed, too.
+        """Reduce tensors over the ranks. On several processes the input tensors are changed, too.
 
         Args:
-            data: tensors or numbers, nested as you like, of the same shapes on all processes.
-            group: a process group of torch's; all processes by default.
+            data: Tensors or numbers, nested or not, of the same shapes on all ranks.
+            group: A process group of torch. Default: all ranks.
             reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or torch's ``ReduceOp`` of these.
+
+        Returns:
+            The reduced tensors, nested as the input.
         """
         name = str(reduce_op).rpartition(".")[-1].lower()
         tensors = self._to_tensors(data)
@@ -236,7 +258,14 @@ class Fabric:
         return world if group is None or world.size == 1 else world.of_group(group)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Let rank zero, or with ``local`` the first process of each machine, run a block before the others."""
+        """Run a ``with`` block on rank zero before the other ranks.
+
+        Args:
+            local: Whether to run it on the local rank zero of each machine first.
+
+        Returns:
+            The context.
+        """
         accelerator = self._accelerator
         return accelerator.local_main_process_first() if local else accelerator.main_process_first()
 
@@ -250,16 +279,17 @@ class Fabric:
         move_to_device: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:
-        """Make a model and its optimizers ready.
+        """Prepare a model and its optimizers.
 
         Args:
-            module: the model.
-            optimizers: its optimizers.
-            scheduler: returned as it is, after the optimizers.
-            move_to_device: False expects the model on the device already.
+            module: The model.
+            *optimizers: Its optimizers.
+            scheduler: A scheduler, which is returned unchanged after the optimizers.
+            move_to_device: Whether to move the model to the device.
+            _reapply_compile: Accepted and ignored.
 
         Returns:
-            The model; with optimizers, a tuple of it and them, and of the scheduler if there is one.
+            The model; with optimizers, a tuple of the model, the optimizers and the scheduler, if there is one.
         """
         prepared = self.setup_module(module, move_to_device)
         if not optimizers:
@@ -268,14 +298,18 @@ class Fabric:
         return (prepared, *rest) if scheduler is None else (prepared, *rest, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
-        """Make a model ready; create its optimizers afterwards, for `setup_optimizers`.
+        """Prepare a model. Create its optimizers afterwards, for `setup_optimizers`.
 
         Args:
-            module: the model.
-            move_to_device: False expects it on the device already.
+            module: The model.
+            move_to_device: Whether to move the model to the device.
+            _reapply_compile: Accepted and ignored.
+
+        Returns:
+            The prepared model.
 
         Raises:
-            ValueError: for a model that is set up already.
+            ValueError: The model has been set up already.
         """
         if is_wrapped(module):
             raise ValueError(f"this {type(unwrap(module)).__name__} is set up already: pass each model once.")
@@ -285,10 +319,16 @@ class Fabric:
         return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Make optimizers ready, whose model is set up; returns one, or a tuple.
+        """Prepare optimizers whose model has been set up.
+
+        Args:
+            *optimizers: The optimizers.
+
+        Returns:
+            The prepared optimizer, or a tuple of several.
 
         Raises:
-            ValueError: for none.
+            ValueError: No optimizer is passed, or one has been set up already.
         """
         if not optimizers:
             raise ValueError("setup_optimizers needs at least one optimizer.")
@@ -305,17 +345,20 @@ class Fabric:
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Make loaders ready; returns one, or a list.
+        """Prepare dataloaders.
 
         Args:
-            dataloaders: the loaders.
-            use_distributed_sampler: share their samples out over the processes, as ``DistributedSampler`` does; not
-                those of an ``IterableDataset``, nor where there is such a sampler.
-            move_to_device: move batches to the device.
+            *dataloaders: The dataloaders.
+            use_distributed_sampler: Whether to distribute the samples over the ranks with ``DistributedSampler``. This
+                does not apply to an ``IterableDataset`` or to a dataloader that has such a sampler.
+            move_to_device: Whether to move batches to the device.
+
+        Returns:
+            The prepared dataloader, or a list of several.
 
         Raises:
-            TypeError: for something that is no ``DataLoader``.
-            ValueError: for none, and for a loader that is set up already.
+            TypeError: An argument is not a ``DataLoader``.
+            ValueError: No dataloader is passed, or one has been set up already.
         """
         if not dataloaders:
             raise ValueError("setup_dataloaders needs at least one DataLoader.")
@@ -330,9 +373,10 @@ class Fabric:
         """Run the backward pass of a loss.
 
         Args:
-            tensor: the loss.
-            args, kwargs: for ``Tensor.backward``.
-            model: accepted; the loss knows its model.
+            tensor: The loss.
+            *args: Arguments of ``Tensor.backward``.
+            model: Accepted and ignored: the loss determines its model.
+            **kwargs: Keyword arguments of ``Tensor.backward``.
         """
         run = Tensor.backward if args else None
         self._accelerator.backward(
@@ -348,22 +392,22 @@ class Fabric:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip the gradients of an optimizer's parameters, by value or by norm.
+        """Clip the gradients of an optimizer's parameters by value or by norm.
 
         Args:
-            module: their model.
-            optimizer: the optimizer.
-            clip_val: the limit of each element.
-            max_norm: the limit of the norm.
-            norm_type: which norm.
-            error_if_nonfinite: raise if the norm is not finite.
+            module: The model.
+            optimizer: The optimizer.
+            clip_val: The maximum absolute value of each element.
+            max_norm: The maximum norm of all gradients.
+            norm_type: The order of the norm.
+            error_if_nonfinite: Whether to raise an error if the norm is not finite.
 
         Returns:
-            The norm before, if it was clipped by norm.
+            The norm before clipping; None if clipped by value.
 
         Raises:
-            ValueError: for both limits, or none.
-            RuntimeError: for a norm that isn't finite.
+            ValueError: Both limits are set, or none.
+            RuntimeError: The norm is not finite.
         """
         if (clip_val is None) == (max_norm is None):
             raise ValueError(
@@ -378,18 +422,18 @@ class Fabric:
             return None
         norm = accelerator.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(f"the gradients' norm is {norm.item()}; error_if_nonfinite=False goes on with it.")
+            raise RuntimeError(f"the gradients' norm is {norm.item()}; error_if_nonfinite=False continues with it.")
         return norm
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Return a context in which gradients stay on their process, for accumulation.
+        """Return a context in which gradients are not reduced over the ranks, for accumulation.
 
         Args:
-            module: a model that is set up.
-            enabled: False reduces them as usual.
+            module: A model that has been set up.
+            enabled: Whether to skip the reduction.
 
         Raises:
-            TypeError: for a model that isn't set up.
+            TypeError: The model has not been set up.
         """
         wrapper = getattr(module, "_orig_mod", module)
         if not isinstance(wrapper, FabricModule):
@@ -397,26 +441,30 @@ class Fabric:
         return self._accelerator.no_sync(wrapper._forward_module) if enabled else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of the precision, for computations outside a model."""
+        """Return the autocast context of the precision, for computations outside a model."""
         return self._accelerator.autocast()
 
     def to_device(self, obj: Any) -> Any:
-        """Return a model, a tensor or nested tensors on the device."""
+        """Return a model, a tensor or nested tensors on the device.
+
+        Args:
+            obj: The model or the tensors.
+        """
         return obj.to(self.device) if isinstance(obj, nn.Module) else move_data_to_device(obj, self.device)
 
     # -- building models -----------------------------------------------------------------------------------------
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return the context to build a model in where, and in the format in which, it will be trained.
+        """Return a context that creates a model on the device and in the dtype of its training.
 
         Args:
-            empty_init: leave parameters without values, as a checkpoint will be loaded.
+            empty_init: Whether to leave parameters uninitialized, because a checkpoint is loaded later.
         """
         return self._accelerator.init_module(bool(empty_init))
 
     @contextmanager
     def init_tensor(self) -> Iterator[None]:
-        """Context in which tensors are made on the device, in the storage format."""
+        """Create tensors on the device and in the storage dtype within a ``with`` block."""
         storage = self._accelerator.precision.storage
         before = torch.get_default_dtype()
         torch.set_default_dtype(storage or before)
@@ -427,7 +475,7 @@ class Fabric:
             torch.set_default_dtype(before)
 
     def sharded_model(self) -> AbstractContextManager[Any]:
-        """Return `init_module`'s context where the strategy shards, and an empty one elsewhere."""
+        """Return the context of `init_module` if the strategy shards, otherwise an empty one. Deprecated."""
         warn("Fabric.sharded_model() is deprecated: use Fabric.init_module() instead.")
         return self.init_module() if self.strategy.sharded else nullcontext()
 
@@ -439,22 +487,22 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save models, optimizers and data to one file, which ``torch.load`` reads. Call it on all processes.
+        """Save models, optimizers and data to one file, which ``torch.load`` reads. All ranks must call it.
 
         Args:
-            path: the file; its folder is made.
-            state: what to save, by name. Of what has a ``state_dict``, that is saved.
-            filter: by such a name, ``function(key, value)``: whether an entry of the state is saved.
+            path: The file. Its folder is created.
+            state: The objects by name. Of an object with a ``state_dict``, the state is saved.
+            filter: Functions ``function(key, value)`` by name, which return whether an entry of the state is saved.
 
         Raises:
-            TypeError: for what is not data, with its place; for a filter that is no function.
-            ValueError: for a filter of a name that isn't in ``state``, and for the optimizer of a sharded model.
+            TypeError: A value is not data, with its place; or a filter is not a function.
+            ValueError: A filter's name is not in ``state``, or ``state`` has the optimizer of a sharded model.
         """
         filters = {} if filter is None else filter
         if not isinstance(filters, Mapping) or not all(map(callable, filters.values())):
             raise TypeError(f"filter={filter!r} must be a dict of functions.")
         if unknown := sorted(set(filters) - set(state)):
-            raise ValueError(f"filter has {unknown}, which state has not; state has {sorted(state)}.")
+            raise ValueError(f"filter names {unknown}, which are not in state; state has {sorted(state)}.")
         with self._accelerator.world.together():
             plain = {name: self._to_state(name, value) for name, value in state.items()}
             for name, keeps in filters.items():
@@ -481,20 +529,20 @@ class Fabric:
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load what `save` wrote, on all processes.
+        """Load a file that `save` wrote. All ranks must call it.
 
         Args:
-            path: the file.
-            state: what to restore, by name, in place: of what has ``load_state_dict``, its state; other values are
-                replaced in this dict. None returns all that is in the file.
-            strict: whether names, and keys of models, must all be there.
-            weights_only: accepted; False is warned of, as a file never runs code.
+            path: The file.
+            state: Objects by name to restore in place with ``load_state_dict``; other values are replaced in this dict.
+                Default: None, nothing is restored.
+            strict: Whether all names, and all keys of models, must be present.
+            weights_only: Accepted; False issues a warning, because a file never runs code.
 
         Returns:
-            What was not restored, by name.
+            The values that were not restored, by name.
 
         Raises:
-            KeyError: for a name that isn't in the file.
+            KeyError: A name is not in the file.
         """
         saved = self._read(path, weights_only)
         missing = sorted((state or {}).keys() - saved.keys())
@@ -520,13 +568,13 @@ class Fabric:
         *,
         weights_only: bool | None = None,
     ) -> None:
-        """Load the state of one model or optimizer from a file that holds nothing else.
+        """Load the state of one model or optimizer from a file that contains nothing else.
 
         Args:
-            path: the file.
-            obj: the model or optimizer.
-            strict: whether the keys of a model must all be there.
-            weights_only: see `load`.
+            path: The file.
+            obj: The model or optimizer.
+            strict: Whether all keys of a model must be present.
+            weights_only: See `load`.
         """
         self._restore(obj, self._read(path, weights_only), strict)
 
@@ -553,9 +601,9 @@ class Fabric:
         """Call a method of every callback that has it.
 
         Args:
-            hook_name: the method.
-            args: its arguments.
-            kwargs: more of them; a callback gets those that its method takes.
+            hook_name: The method's name.
+            *args: Arguments of the method.
+            **kwargs: Keyword arguments. Each callback gets those that its method accepts.
         """
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
@@ -563,7 +611,8 @@ class Fabric:
                 continue
             if not callable(method):
                 warn(
-                    f"{type(callback).__name__}.{hook_name} is a {type(method).__name__}, no method: it is not called."
+                    f"{type(callback).__name__}.{hook_name} is a {type(method).__name__}, not a method: it is not "
+                    "called."
                 )
                 continue
             parameters = inspect.signature(method).parameters.values()
@@ -573,39 +622,50 @@ class Fabric:
 
     @property
     def loggers(self) -> list[Logger]:
-        """All loggers."""
+        """List of all loggers."""
         return self._loggers
 
     @property
     def logger(self) -> Logger:
-        """The first logger.
+        """First logger.
 
         Raises:
-            IndexError: without loggers.
+            IndexError: There are no loggers.
         """
         if not self._loggers:
             raise IndexError("this Fabric has no logger: give it some, Fabric(loggers=...).")
         return self._loggers[0]
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Hand a number to all loggers.
+        """Log a number to all loggers.
 
         Args:
-            name: its name.
-            value: a number, or a tensor of one element.
-            step: what it belongs to; loggers count by themselves by default.
+            name: The name of the value.
+            value: A number, or a one-element tensor.
+            step: The step of the value. Default: None, loggers count by themselves.
         """
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Hand numbers to all loggers; see `log`."""
+        """Log numbers to all loggers; see `log`.
+
+        Args:
+            metrics: Numbers or one-element tensors by name.
+            step: The step of the values.
+        """
         numbers = apply_to_collection(dict(metrics), Tensor, lambda tensor: tensor.item())
         for logger in self._loggers:
             logger.log_metrics(metrics=numbers, step=step)
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed Python's, NumPy's and torch's generators; see `treadle.seed_everything`."""
+        """Seed the generators of Python, NumPy and torch, and return the seed; see `treadle.seed_everything`.
+
+        Args:
+            seed: The seed. Default: None, the usual one.
+            workers: Whether to seed the dataloader workers.
+            verbose: Whether to announce the seed.
+        """
         return seed_everything(seed, bool(workers), verbose)
 
 

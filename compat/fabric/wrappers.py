@@ -1,4 +1,4 @@
-"""What `Fabric` hands out in place of a model and of a loader."""
+"""Wrappers of models and dataloaders that `Fabric` returns."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FabricModule(nn.Module):
-    """A model whose ``forward`` runs in the precision and with the processes of a `Fabric`.
+    """Model whose ``forward`` runs in the precision and on the processes of a `Fabric`.
 
-    It has the attributes and methods of the model itself. On several processes, or in a smaller number format, a method
-    other than ``forward`` that computes must be marked: `mark_forward_method`.
+    It has the attributes and methods of the user's model. On several processes, or with a smaller dtype, a method other
+    than ``forward`` that computes must be marked with `mark_forward_method`.
 
     Args:
-        forward_module: the prepared model.
-        original_module: the user's model.
-        accelerator: what prepared it.
+        forward_module: The prepared model.
+        original_module: The user's model.
+        accelerator: The Accelerator that prepared it.
     """
 
     def __init__(self, forward_module: nn.Module, original_module: nn.Module, accelerator: Accelerator) -> None:
@@ -52,11 +52,16 @@ class FabricModule(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The user's model."""
+        """User's model."""
         return self._original_module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's ``forward``; half and double precision are cast at its borders."""
+        """Run the model's ``forward``; half and double precision are cast at its inputs and outputs.
+
+        Args:
+            *args: Positional inputs.
+            **kwargs: Keyword inputs.
+        """
         return self._run(self._forward_module, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -72,14 +77,15 @@ class FabricModule(nn.Module):
         return apply_to_collection(output, Tensor, lambda t: t.to(default) if t.is_floating_point() else t)
 
     def mark_forward_method(self, method: MethodType | str) -> None:
-        """Run a method as ``forward`` is run.
+        """Make a method run like ``forward``.
 
         Args:
-            method: the method or its name.
+            method: The method or its name.
 
         Raises:
-            AttributeError: if the model has no such method.
-            TypeError, ValueError: for something else, and for ``forward`` itself.
+            AttributeError: The model has no such method.
+            TypeError: The argument is neither a method nor a name.
+            ValueError: The method is ``forward`` itself.
         """
         if not isinstance(method, MethodType | str):
             raise TypeError(f"mark_forward_method takes a method or its name, not {method!r}.")
@@ -91,11 +97,22 @@ class FabricModule(nn.Module):
         self._forward_methods.add(name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the user's model, under its own names."""
+        """Return the state of the user's model under its own names.
+
+        Args:
+            *args: Positional arguments of ``Module.state_dict``.
+            **kwargs: Keyword arguments of it.
+        """
         return self._original_module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the state of the user's model."""
+        """Load the state of the user's model.
+
+        Args:
+            state_dict: The state.
+            *args: Positional arguments of ``Module.load_state_dict``.
+            **kwargs: Keyword arguments of it.
+        """
         return self._original_module.load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -123,7 +140,7 @@ class FabricModule(nn.Module):
 
 
 def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that raises where it calls a layer, whose gradients would not be reduced."""
+    """Return the method wrapped to raise an error if it calls a layer, whose gradients would not be reduced."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
@@ -144,19 +161,19 @@ def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) ->
 
 
 class FabricDataLoader:
-    """A loader whose batches are moved to the device, and whose samples the processes share.
+    """Dataloader that moves batches to the device and shares samples with the other ranks.
 
-    It has the attributes of the loader itself.
+    It has the attributes of the user's dataloader.
 
     Args:
-        loader: the user's loader, which stays as it is.
-        world: all processes.
-        device: where to; None leaves batches where they are.
-        shared: whether the processes share the samples.
+        loader: The user's dataloader, which is not changed.
+        world: All ranks.
+        device: The device to move batches to. None does not move them.
+        shared: Whether the ranks share the samples.
 
     Raises:
-        TypeError: for something that is no ``DataLoader``, or has a batch sampler without a sampler.
-        ValueError: for a loader that is set up already.
+        TypeError: The argument is not a ``DataLoader``, or has a batch sampler without a sampler.
+        ValueError: The dataloader has been set up already.
     """
 
     def __init__(self, loader: Any, world: World, device: torch.device | None, shared: bool) -> None:
@@ -173,7 +190,7 @@ class FabricDataLoader:
 
     @property
     def device(self) -> torch.device | None:
-        """Where batches are moved to."""
+        """Device that batches are moved to."""
         return self._device
 
     def __len__(self) -> int:
@@ -199,7 +216,7 @@ class FabricDataLoader:
 
 
 class _SharedSampler(DistributedSampler[Any]):
-    """This rank's share of what a user's own sampler yields, the same on every rank."""
+    """Sampler of this rank's share of a user-defined sampler's samples, which are the same on every rank."""
 
     def __iter__(self) -> Iterator[Any]:
         yielded: Any = self.dataset
@@ -208,7 +225,7 @@ class _SharedSampler(DistributedSampler[Any]):
 
 
 def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
-    """Return a copy of a loader that reads this rank's share, in Lightning's order."""
+    """Return a copy of a dataloader that reads this rank's share, in Lightning's order."""
     if loader.batch_sampler is not None and not hasattr(loader.batch_sampler, "sampler"):
         raise TypeError(
             f"{type(loader.batch_sampler).__name__} has no attribute 'sampler' to share out: use "
@@ -237,18 +254,26 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
 
 
 def _find_seed() -> int:
-    """The seed of the order: that of ``seed_everything``, else 0, as in Lightning."""
+    """Return the seed of the order: that of ``seed_everything``, otherwise 0, as in Lightning."""
     seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
     return seed if seed < 2**32 else 0  # torch's own, before anyone seeds it, is larger
 
 
 def is_wrapped(obj: object) -> bool:
-    """Return whether a `Fabric` has set this model, optimizer or loader up."""
+    """Return whether a `Fabric` has set up this model, optimizer or dataloader.
+
+    Args:
+        obj: The object.
+    """
     return isinstance(getattr(obj, "_orig_mod", obj), FabricModule | PreparedOptimizer | FabricDataLoader)
 
 
 def unwrap(obj: Any) -> Any:
-    """Return the user's own model, optimizer or loader."""
+    """Return the user's model, optimizer or dataloader.
+
+    Args:
+        obj: The object that `Fabric` returned, or the user's own.
+    """
     obj = getattr(obj, "_orig_mod", obj)
     if isinstance(obj, FabricModule):
         return obj._original_module

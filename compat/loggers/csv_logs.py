@@ -1,4 +1,4 @@
-"""CSV files for metrics."""
+"""CSV files of metrics."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["CSVLogger", "ExperimentWriter"]
 
 
 class ExperimentWriter:
-    """Writes ``metrics.csv`` and ``hparams.yaml`` in a folder.
+    """Writer of ``metrics.csv`` and ``hparams.yaml`` in a folder.
 
     Args:
-        log_dir: the folder, made if it is missing. Metrics in it are continued.
+        log_dir: The folder, which is created if it is missing. An existing file of metrics is continued.
 
     Attributes:
-        metrics: rows that wait for `save`.
-        hparams: the hyperparameters.
+        metrics: Rows that have not been saved.
+        hparams: The hyperparameters.
     """
 
     NAME_HPARAMS_FILE = "hparams.yaml"
@@ -36,21 +36,25 @@ class ExperimentWriter:
         self.hparams: dict[str, Any] = {}
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
-        """Write hyperparameters, beside those of earlier calls."""
+        """Add hyperparameters and write all of them.
+
+        Args:
+            params: Hyperparameters by name.
+        """
         self.hparams.update(params)
         save_hparams_to_yaml(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE), self.hparams)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Keep a row for `save`.
+        """Add a row that `save` will write.
 
         Args:
-            metrics_dict: numbers or tensors of one element, by name.
-            step: what they belong to. Default: the number of rows that wait.
+            metrics_dict: Numbers or one-element tensors by name.
+            step: The step of the values. Default: the number of rows not yet saved.
         """
         self.metrics.append({**plain(metrics_dict), "step": len(self.metrics) if step is None else step})
 
     def save(self) -> None:
-        """Write the rows that wait."""
+        """Write the rows that have not been saved."""
         for row in self.metrics:
             self._file.log_metrics({name: value for name, value in row.items() if name != "step"}, row["step"])
         self._file.save()
@@ -58,7 +62,7 @@ class ExperimentWriter:
 
     @property
     def metrics_keys(self) -> list[str]:
-        """The columns of the file."""
+        """Columns of the file."""
         if not os.path.exists(self.metrics_file_path):
             return []
         with open(self.metrics_file_path, newline="", encoding="utf-8") as file:

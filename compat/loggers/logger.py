@@ -1,4 +1,4 @@
-"""The base of all loggers, one that keeps nothing, and the merging of several dicts of metrics."""
+"""Base of all loggers, a logger that discards values, and merging of dicts of metrics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ def merge_dicts(
     agg_key_funcs: Mapping[str, Any] | None = None,
     default_func: Callable[[Sequence[float]], float] = statistics.mean,
 ) -> dict[str, Any]:
-    """Return one dict with all keys of several, and for each key one value made of theirs.
+    """Merge dicts into one with all keys, aggregating the values of each key.
 
     Args:
-        dicts: the dicts, nested or not; a key may be missing in some, or be None.
-        agg_key_funcs: by key, the function of the list of its values; for a nested dict, such a dict.
-        default_func: the function of other keys.
+        dicts: The dicts, nested or not. A key may be missing in some, or be None.
+        agg_key_funcs: Functions of the list of values by key; for a nested dict, such a dict.
+        default_func: The function for other keys.
+
+    Returns:
+        The merged dict.
     """
     functions = agg_key_funcs or {}
     merged: dict[str, Any] = {}

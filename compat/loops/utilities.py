@@ -9,10 +9,13 @@ __all__ = ["check_finite_loss"]
 
 
 def check_finite_loss(loss: Tensor | None) -> None:
-    """Check a loss, which waits for the device; None passes.
+    """Check that a loss is finite, which syncs with the device. None passes.
+
+    Args:
+        loss: The loss.
 
     Raises:
-        ValueError: for a loss with NaN or infinity in it.
+        ValueError: The loss contains NaN or infinity.
     """
     if loss is not None and not torch.isfinite(loss).all():
         raise ValueError(f"The loss returned in `training_step` is {loss}.")

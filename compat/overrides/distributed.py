@@ -1,4 +1,4 @@
-"""Samplers that share samples out without repeating any."""
+"""Distributed samplers that repeat no samples."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ __all__ = ["UnrepeatedDistributedSampler", "UnrepeatedDistributedSamplerWrapper"
 
 
 def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
-    """Let a replica reduce the gradients of a loss that was not computed by its ``forward``.
+    """Make DDP reduce the gradients of a loss that its ``forward`` did not compute.
 
     Args:
-        model: the replica.
-        output: what the loss comes from; with ``find_unused_parameters`` its tensors tell which parameters take part.
+        model: The replica.
+        output: The output that the loss is computed from. With ``find_unused_parameters`` its tensors determine which
+            parameters take part.
     """
     model.require_forward_param_sync = bool(torch.is_grad_enabled() and model.require_backward_grad_sync)
     if model.require_forward_param_sync:
@@ -31,15 +32,15 @@ def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):
-    """Every ``num_replicas``-th sample from ``rank`` on; ranks may differ by one sample. For evaluation.
+    """Sampler for evaluation of every ``num_replicas``-th sample from ``rank`` on. Ranks may differ by one sample.
 
-    Prepared loaders share samples out like that by themselves.
+    Prepared dataloaders distribute samples like this themselves.
 
     Args:
-        args, kwargs: see ``torch.utils.data.DistributedSampler``.
+        args, kwargs: See ``torch.utils.data.DistributedSampler``.
 
     Raises:
-        ValueError: if a rank would get no sample of a dataset that isn't empty.
+        ValueError: A rank would get no sample of a dataset that is not empty.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,11 +59,11 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
 
 
 class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
-    """As `UnrepeatedDistributedSampler`, of what another sampler yields.
+    """`UnrepeatedDistributedSampler` of the samples that another sampler yields.
 
     Args:
-        sampler: the sampler; it must yield the same on every rank.
-        args, kwargs: see ``torch.utils.data.DistributedSampler``.
+        sampler: The sampler. It must yield the same samples on every rank.
+        args, kwargs: See ``torch.utils.data.DistributedSampler``.
     """
 
     def __init__(self, sampler: Iterable[Any], *args: Any, **kwargs: Any) -> None:
@@ -75,7 +76,7 @@ class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
 
 
 class YieldedSamples(Dataset[Any]):
-    """What a sampler yields in an epoch, in place of a dataset that torch's ``DistributedSampler`` shares out."""
+    """Dataset of the samples that a sampler yields in an epoch, for torch's ``DistributedSampler``."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler

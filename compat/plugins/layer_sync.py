@@ -1,4 +1,4 @@
-"""Layers that see the samples of all processes."""
+"""Layers that use the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ __all__ = ["LayerSync", "TorchSyncBatchNorm"]
 
 
 class LayerSync(ABC):
-    """Base of what puts such layers into a model. A Trainer takes `TorchSyncBatchNorm` only."""
+    """Base of classes that add such layers to a model. A Trainer accepts `TorchSyncBatchNorm` only."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
-        """Return the model with such layers."""
+        """Return the model with such layers.
+
+        Args:
+            model: The model.
+        """
 
     @abstractmethod
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model without them."""
+        """Return the model without such layers.
+
+        Args:
+            model: The model.
+        """
 
 
 LayerSync.register(TorchSyncBatchNorm)

@@ -1,4 +1,4 @@
-"""torch's profiler, and names of a model's parts in what it records."""
+"""torch's profiler, and names of a model's submodules in its records."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["PyTorchProfiler", "RegisterRecordFunction"]
 
 
 class RegisterRecordFunction:
-    """Context in which each call of a model's parts is a range with the part's name.
+    """Context in which each call of a submodule is a range with the submodule's name.
 
-    A `PyTorchProfiler` does so by itself, unless ``record_module_names=False``.
+    A `PyTorchProfiler` does this itself unless ``record_module_names=False``.
 
     Args:
-        model: the model.
+        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The contract of a model that a server runs."""
+"""Interface of a model that a server runs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ __all__ = ["ServableModule"]
 
 
 class ServableModule(ABC, nn.Module):
-    """Base of a model with an example request, and with what turns requests to tensors and results to answers."""
+    """Base of a model with an example request and with conversions between requests, tensors and responses."""
 
     @abstractmethod
     def configure_payload(self) -> dict[str, Any]:
-        """Return an example of a request: ``{"body": {name: value}}``."""
+        """Return an example request: ``{"body": {name: value}}``."""
 
     @abstractmethod
     def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
-        """Return functions by name: of the request's values to `serve_step`'s arguments, and of its results to data."""
+        """Return functions by name: from request values to `serve_step`'s arguments, and from its results to data."""
 
     @abstractmethod
     def serve_step(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:
-        """Return the results of a request, by name."""
+        """Return the results of a request by name.
+
+        Args:
+            *args: Positional inputs.
+            **kwargs: Inputs by name.
+        """
 
     @abstractmethod
     def configure_response(self) -> dict[str, Any]:
-        """Return the answer to the request of `configure_payload`."""
+        """Return the expected response to the request of `configure_payload`."""

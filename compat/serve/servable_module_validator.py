@@ -1,4 +1,4 @@
-"""A check before training: does the model answer a request as it should?"""
+"""Check before training that the model answers an example request correctly."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ __all__ = ["ServableModule", "ServableModuleValidator"]
 
 
 class Response:
-    """What a server answered.
+    """Response of a server.
 
     Attributes:
-        status_code: HTTP's number; 200 is success.
-        text: the body.
+        status_code: The HTTP status; 200 is success.
+        text: The body.
     """
 
     def __init__(self, status_code: int, text: str) -> None:
         self.status_code, self.text = status_code, text
 
     def json(self) -> Any:
-        """Return the body's data."""
+        """Return the parsed body."""
         return json.loads(self.text)
 
 
 class ServableModuleValidator(Callback):
-    """Serves the task on rank zero before it trains, sends it its example request, and checks the answer.
+    """Callback that serves the task on rank zero before training, sends its example request and checks the response.
 
     Args:
-        optimization: only None.
-        server: only ``"fastapi"``, whose answers are those of Python's own server, which is used.
-        host: where it listens.
-        port: where it listens; 0 for any free port.
-        timeout: seconds to wait for the answer.
-        exit_on_failure: raise if the request fails.
+        optimization: Must be None.
+        server: Must be ``"fastapi"``. Python's own server is used, with equal responses.
+        host: The address to listen on.
+        port: The port to listen on; 0 for any free port.
+        timeout: Seconds to wait for the response.
+        exit_on_failure: Whether to raise an error if the request fails.
 
     Attributes:
-        resp: the answer, with ``status_code`` and ``json()``; None before training.
+        resp: The response, with ``status_code`` and ``json()``; None before training.
 
     Raises:
-        ValueError: for arguments that are not supported; in training, for another answer than the expected one.
-        TypeError: in training, for a task that is no `ServableModule`.
+        ValueError: An argument is not supported; in training, the response is not the expected one.
+        TypeError: In training, the task is not a `ServableModule`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ServableModuleValidator(Callback):
         self.resp: Response | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Serve, ask, and compare."""
+        """Serve the task, send the request and compare the response."""
         with trainer.accelerator.world.together():
             if trainer.is_global_zero:
                 self._validate(pl_module)
@@ -117,7 +117,7 @@ class ServableModuleValidator(Callback):
 
     @property
     def successful(self) -> bool | None:
-        """Whether the request succeeded; None before training."""
+        """Return whether the request succeeded; None before training."""
         return None if self.resp is None else self.resp.status_code == 200
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The base of strategies that run in several processes."""
+"""Base of strategies for several processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ParallelStrategy"]
 
 
 class _Distributed(type):
-    """Makes ``isinstance(trainer.strategy, ParallelStrategy)`` a question about what a strategy can do."""
+    """Metaclass with which ``isinstance(trainer.strategy, ParallelStrategy)`` asks for ``distributed``."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if cls is ParallelStrategy:
@@ -24,6 +24,6 @@ class _Distributed(type):
 
 
 class ParallelStrategy(Strategy, metaclass=_Distributed):
-    """Base of a strategy for several processes; every `Strategy` that is ``distributed`` is one."""
+    """Base of strategies for several processes. Every `Strategy` with ``distributed`` counts as one."""
 
     distributed = True

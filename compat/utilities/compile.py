@@ -1,4 +1,4 @@
-"""Tasks that ``torch.compile`` has wrapped."""
+"""Tasks wrapped by ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ __all__ = ["from_compiled", "to_uncompiled"]
 
 
 def from_compiled(model: Any) -> TaskModule:
-    """Return the task inside what ``torch.compile(task)`` returned. A Trainer compiles the parts of it.
+    """Return the task inside the result of ``torch.compile(task)``. A Trainer compiles the task's parts.
+
+    Args:
+        model: The compiled task.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: The argument is not a compiled task.
     """
     task = uncompiled(model)
     if task is model or not isinstance(task, TaskModule):
@@ -23,10 +26,13 @@ def from_compiled(model: Any) -> TaskModule:
 
 
 def to_uncompiled(model: Any) -> TaskModule:
-    """Return the task inside what ``torch.compile(task)`` or `from_compiled` returned; nothing compiles it any more.
+    """Return the task inside the result of ``torch.compile(task)`` or `from_compiled`, no longer compiled.
+
+    Args:
+        model: The compiled task.
 
     Raises:
-        ValueError: for a task that isn't compiled, and for anything else.
+        ValueError: The argument is not a compiled task.
     """
     task = uncompiled(model)
     if not isinstance(task, TaskModule) or task.__dict__.pop("_compiler", None) is None:

@@ -1,4 +1,4 @@
-"""Sizes of batches and of loaders."""
+"""Sizes of batches and dataloaders."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ _GIVE = "give it as self.log(..., batch_size=...), or simplify the batch."
 
 
 def extract_batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in a batch, nested as you like.
+    """Return the length of the first tensor in a nested batch.
 
-    A 0-d tensor counts as one sample. Where tensors differ in length, a warning says so.
+    A 0-d tensor counts as one sample. A warning is issued if tensors differ in length.
+
+    Args:
+        batch: The batch.
 
     Raises:
-        ValueError: if there is no tensor.
+        ValueError: The batch contains no tensor.
+        RecursionError: The batch contains itself.
     """
     try:
         sizes = _iter_sizes(batch)
         first = next(sizes, None)
         differs = first is not None and any(size != first for size in sizes)
     except RecursionError:
-        raise RecursionError(f"the batch holds itself, so its size is unknown: {_GIVE}") from None
+        raise RecursionError(f"the batch contains itself, so its size is unknown: {_GIVE}") from None
     if first is None:
         raise ValueError(f"the batch is a {type(batch).__name__} without tensors, so its size is unknown: {_GIVE}")
     if differs:
@@ -50,12 +54,20 @@ def _iter_sizes(batch: Any) -> Iterator[int]:
 
 
 def has_iterable_dataset(dataloader: object) -> bool:
-    """Whether a loader reads a stream."""
+    """Return whether a dataloader reads a stream.
+
+    Args:
+        dataloader: The dataloader.
+    """
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
 def sized_len(dataloader: object) -> int | None:
-    """Return a loader's length, or None where it has none."""
+    """Return a dataloader's length, or None without one.
+
+    Args:
+        dataloader: The dataloader.
+    """
     try:
         return len(dataloader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -63,7 +75,11 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def has_len(dataloader: object) -> bool:
-    """Return whether a loader has a length. A length of 0, and one that a stream claims, is warned of."""
+    """Return whether a dataloader has a length. Warn about a length of 0 and about the length of a stream.
+
+    Args:
+        dataloader: The dataloader.
+    """
     length = sized_len(dataloader)
     if length == 0:
         warn(f"{type(dataloader).__name__} has length 0: it yields no batch.")
@@ -71,25 +87,27 @@ def has_len(dataloader: object) -> bool:
 
 
 def _warn_of_claimed_length(dataloader: object) -> bool:
-    """Warn where a stream claims a length; returns True."""
+    """Warn if a stream has a length, and return True."""
     if has_iterable_dataset(dataloader):
         name = type(dataloader).__name__
-        warn(f"the IterableDataset of {name} has a length; with workers it is right only if each knows its share.")
+        warn(
+            f"the IterableDataset of {name} has a length; with workers it is correct only if each reads its own share."
+        )
     return True
 
 
 def has_len_all_ranks(
     dataloader: object, strategy: Strategy, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
-    """Return whether a loader has a length. All ranks must ask.
+    """Return whether a dataloader has a length. All ranks must call it.
 
     Args:
-        dataloader: the loader.
-        strategy: the run's.
-        allow_zero_length_dataloader_with_multiple_devices: whether one rank's loader may be empty.
+        dataloader: The dataloader.
+        strategy: The run's strategy.
+        allow_zero_length_dataloader_with_multiple_devices: Whether a rank's dataloader may be empty.
 
     Raises:
-        RuntimeError: if this rank's loader is empty and another's is not, unless that is allowed.
+        RuntimeError: This rank's dataloader is empty and another's is not, unless that is allowed.
     """
     name = type(dataloader).__name__
     length = sized_len(dataloader)

@@ -1,4 +1,4 @@
-"""Words as enums that equal their strings, whatever their case."""
+"""Enums that equal their strings, independent of case."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ __all__ = ["GradClipAlgorithmType", "LightningEnum"]
 
 
 class GradClipAlgorithmType(LightningEnum):
-    """What ``Trainer(gradient_clip_algorithm=...)`` takes."""
+    """Values of ``Trainer(gradient_clip_algorithm=...)``."""
 
     VALUE = "value"
     NORM = "norm"
 
     @staticmethod
     def supported_type(val: str) -> bool:
-        """Return whether there is such an algorithm."""
+        """Return whether an algorithm of this name exists.
+
+        Args:
+            val: The name.
+        """
         return val in GradClipAlgorithmType.supported_types()
 
     @staticmethod

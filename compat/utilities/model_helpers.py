@@ -1,4 +1,4 @@
-"""Questions to a task, and models of torchvision."""
+"""Queries about a task, and models of torchvision."""
 
 from __future__ import annotations
 
@@ -14,27 +14,34 @@ __all__ = ["get_torchvision_model", "is_overridden"]
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
-    """Return whether an object's method is not the one of its base class.
+    """Return whether an object overrides a method of its base class.
 
     Args:
-        method_name: the method.
-        instance: the object; None has none.
-        parent: the base class. Default: the one of `TaskModule`, `DataModule` and `Callback` that it is of.
+        method_name: The method.
+        instance: The object. None overrides nothing.
+        parent: The base class. Default: `TaskModule`, `DataModule` or `Callback`, by the object's class.
 
     Raises:
-        ValueError: if it is of none of them and ``parent`` is missing.
+        ValueError: ``parent`` is missing and the object is of none of these classes.
     """
     if instance is None:
         return False
     if parent is None:
         parent = next((base for base in (TaskModule, DataModule, Callback) if isinstance(instance, base)), None)
     if parent is None:
-        raise ValueError(f"is_overridden needs parent=...: a {type(instance).__name__} is no task, data or callback.")
+        raise ValueError(
+            f"is_overridden needs parent=...: a {type(instance).__name__} is not a TaskModule, DataModule or Callback."
+        )
     return bool(has_other_method(method_name, instance, parent))
 
 
 def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
-    """Return ``torchvision.models.get_model(model_name, **kwargs)``."""
+    """Return ``torchvision.models.get_model(model_name, **kwargs)``.
+
+    Args:
+        model_name: The name of the model.
+        **kwargs: Keyword arguments of the model.
+    """
     from torchvision import models
 
     model: nn.Module = models.get_model(model_name, **kwargs)

@@ -1,4 +1,4 @@
-"""Questions to a method's signature."""
+"""Queries about a method's signature."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def is_param_in_hook_signature(
     """Return whether a method can be called with a parameter.
 
     Args:
-        hook_fx: the method; of a decorated one, the function inside.
-        param: the parameter's name.
-        explicit: whether ``*args`` does not count.
-        min_args: so many parameters, ``self`` left out, are enough whatever their names.
+        hook_fx: The method; of a decorated one, the function inside is examined.
+        param: The parameter's name.
+        explicit: Whether ``*args`` does not count.
+        min_args: Number of parameters without ``self`` that suffices whatever their names. Default: None.
     """
     specification = inspect.getfullargspec(getattr(hook_fx, "__wrapped__", hook_fx))
     names = specification.args[1:]

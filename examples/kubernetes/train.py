@@ -3,7 +3,7 @@
     python train.py --checkpoints checkpoints            one process
     torchrun --nproc-per-node 2 train.py --checkpoints checkpoints
 
-The task is that of `digits.py`, which is beside this file in the image, see `Dockerfile`.
+The task is that of `digits.py`, which is next to this file in the image, see `Dockerfile`.
 """
 
 import argparse

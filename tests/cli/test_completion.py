@@ -87,5 +87,5 @@ def test_bash_completes(tmp_path):
 
 def test_unknown_shell(capsys):
     assert main(["completion", "csh"]) == 2
-    assert "'csh' is none of bash, zsh, fish" in capsys.readouterr().err
+    assert "'csh' is not one of bash, zsh, fish" in capsys.readouterr().err
     assert main(["completion", "--help"]) == 0

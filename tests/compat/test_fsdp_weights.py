@@ -164,7 +164,7 @@ def test_rank_zeros_state_into_the_shards() -> None:
 
 
 def test_one_process_shards_nothing() -> None:
-    with pytest.raises(ValueError, match="shards no models"):
+    with pytest.raises(ValueError, match="does not shard models"):
         fsdp2_prepare_model(Accelerator(cpu=True), build())
 
 

@@ -120,7 +120,7 @@ def test_precisions_as_plugins(plugin, precision, dtype, as_list) -> None:
 def test_plugins_that_are_refused() -> None:
     with pytest.raises(ValueError, match="precision='16-true' is not one of 16-mixed, bf16-mixed"):
         MixedPrecision("16-true", "cuda")
-    with pytest.raises(ValueError, match="a run makes its own"):
+    with pytest.raises(ValueError, match="a run creates its own"):
         MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="both say it"):
         Trainer(**QUIET, precision="64-true", plugins=DoublePrecision())
@@ -463,7 +463,7 @@ def test_arguments_of_init() -> None:
     parsing.lightning_setattr(child, "x", 4)
     assert child.hparams.x == 4
     assert not parsing.lightning_hasattr(child, "nothing")
-    with pytest.raises(AttributeError, match="'nothing' is an attribute neither"):
+    with pytest.raises(AttributeError, match="'nothing' is not an attribute of the task"):
         parsing.lightning_setattr(child, "nothing", 1)
     values = {"a": 1, "f": lambda: 1}
     with pytest.warns(UserWarning, match="'f' can't be pickled"):

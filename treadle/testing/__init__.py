@@ -1,1 +1,1 @@
-"""What helps to test a training: `treadle.testing.faults` makes it fail at places that are planned."""
+"""Helpers for tests of a training: `treadle.testing.faults` injects planned failures."""

@@ -1,4 +1,4 @@
-"""One planned failure: where in a run, and what happens there."""
+"""Planned failure: its place in a run and its action."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .places import POINTS
 
 
 class FaultInjected(RuntimeError):
-    """A failure that was planned."""
+    """Error raised by a planned fault."""
 
 
 class Firing(NamedTuple):
-    """One fault that happened: its number in the plan, where, and on which file, if any."""
+    """Occurrence of a fault: its number in the plan, its place, and the file, if any."""
 
     fault: int
     point: str
@@ -38,20 +38,24 @@ Action = str | BaseException | type[BaseException] | Callable[[Firing], Any]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Fault:
-    """One failure, which happens once on each process that is meant.
+    """Planned failure, which happens once on each selected process.
 
     Args:
-        point: where; ``treadle.testing.faults`` opens with the list.
-        action: what happens; see there.
-        rank: on which process. Default: on each.
-        step: in which optimizer step, counted from 1. A step lasts until the next one begins, so what follows it
-            (validation, a save) belongs to it; 0 is what comes before the first in this process. Default: any.
-        occurrence: which time that this process comes by, with this rank and step and such a file.
-        match: for disk points, a pattern for the path, as ``"*/model*"``; of a rename either name may match.
+        point: The point in the run. The docstring of ``treadle.testing.faults`` begins with the list.
+        action: The action; see there.
+        rank: The rank. Default: None, every rank.
+        step: The optimizer step, counted from 1. A step lasts until the next one begins, so the validation and the save
+            after it belong to it; 0 is everything before the first step in this process. Default: None, any step.
+        occurrence: The number of the visit, by this process, of the point with this rank, step and file.
+        match: For disk points, a pattern for the path, such as ``"*/model*"``; of a rename, either name may match.
 
     Raises:
-        TypeError: for a value of another kind.
-        ValueError: for a name that does not exist, with the nearest one that does.
+        TypeError: A value is of the wrong type.
+        ValueError: A name does not exist, with the closest one that does.
+
+    Example:
+        >>> Fault("backward:after", "raise:ValueError", rank=1, step=3)
+        Fault(point='backward:after', action='raise:ValueError', rank=1, step=3)
     """
 
     point: str
@@ -74,18 +78,16 @@ class Fault:
         if len(parts) < (3 if parts[0] in ("callback", "disk") else 2):
             object.__setattr__(self, "point", f"{self.point}:before")
         if not self.places:
-            raise ValueError(f"{self.point!r} is no point of a run.{nearest(self.point, POINTS)} See faults.POINTS.")
+            raise ValueError(f"{self.point!r} is not a point of a run.{nearest(self.point, POINTS)} See faults.POINTS.")
         on_disk = all(place.startswith("disk:") for place in self.places)
         if self.match is not None and not (on_disk and isinstance(self.match, str)):
-            raise ValueError(
-                f"match={self.match!r} must be a pattern for paths, as '*/model*', and at disk points only."
-            )
+            raise ValueError(f"match={self.match!r} must be a pattern for paths, such as '*/model*', of a disk point.")
         if _parse(self.action)[0] == "oserror" and not on_disk:
-            raise ValueError(f"action={self.action!r} is for disk points, and {self.point!r} is none.")
+            raise ValueError(f"action={self.action!r} is for disk points, and {self.point!r} is not one.")
 
     @functools.cached_property
     def places(self) -> frozenset[str]:
-        """The points that are meant."""
+        """Points that the pattern matches."""
         return frozenset(place for place in POINTS if fnmatchcase(place, self.point))
 
     def __repr__(self) -> str:
@@ -93,7 +95,11 @@ class Fault:
         return f"Fault({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields)})"
 
     def happen(self, firing: Firing) -> None:
-        """Do it."""
+        """Perform the action.
+
+        Args:
+            firing: The occurrence, which the action gets.
+        """
         kind, value = _parse(self.action)
         if kind == "call":
             value(firing)
@@ -113,7 +119,7 @@ class Fault:
 
 
 def _parse(action: Any) -> tuple[str, Any]:
-    """An action's kind and its value."""
+    """Return an action's kind and value."""
     if isinstance(action, BaseException) or (isinstance(action, type) and issubclass(action, BaseException)):
         return "raise", action
     if not isinstance(action, str):

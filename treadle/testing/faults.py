@@ -1,28 +1,28 @@
-"""Failures on purpose, at exact places of a real run, and the proof that each of them happened, exactly once.
+"""Planned failures at exact points of a real run, and the check that each of them happened exactly once.
 
     with FaultPlan([Fault("backward", "kill", rank=1, step=3)]):
         trainer.fit(task)
 
-A point is where in a run, ``:before`` if nothing else is said:
+A point is a place in a run, with ``:before`` as the default moment:
 
     forward[:before|after]           of a prepared model in training; in a Trainer, its training_step
     backward[:before|after]          `Accelerator.backward`, each micro-batch
     step[:before|after]              a prepared optimizer's real step; after: weights are new, nothing is counted yet
-    callback:HOOK[:before|after]     before or after all that is called for this hook, such as on_train_batch_end
+    callback:HOOK[:before|after]     before or after all calls of this hook, such as on_train_batch_end
     disk:OPERATION[:before|after]    a function of `treadle.engine.checkpoint.filesystem`, which writes checkpoints
     disk:write_...:half              half of the file is written
 
-and may hold ``*``: ``disk:*`` is before every disk operation. An action is what happens there:
+It may contain ``*``: ``disk:*`` is before every disk operation. An action is one of:
 
-    raise[:ValueError]        a builtin exception, `FaultInjected` if none is named; or give a class or an instance
-    exit[:3]                  the process ends at once with this status, 1 if none is given
-    kill[:SIGTERM]            the process gets this signal, SIGKILL if none is named
-    hang[:30]                 sleep so many seconds, or for ever
-    delay:0.5                 sleep so many seconds
-    oserror[:ENOSPC]          the disk refuses with this error, EIO if none is named
+    raise[:ValueError]        a builtin exception, `FaultInjected` by default; or pass a class or an instance
+    exit[:3]                  the process ends at once with this status, 1 by default
+    kill[:SIGTERM]            the process gets this signal, SIGKILL by default
+    hang[:30]                 sleep for so many seconds, or forever
+    delay:0.5                 sleep for so many seconds
+    oserror[:ENOSPC]          the disk operation fails with this error, EIO by default
     any function              called with the `Firing`
 
-Nothing of this is in the engine: an armed plan puts its own functions in the place of Treadle's, and takes them back.
+The engine contains no code for this: an armed plan replaces functions of Treadle by its own, and restores them.
 """
 
 from __future__ import annotations
@@ -64,22 +64,29 @@ _VARIABLE = "TREADLE_FAULTS"
 
 
 class FaultsNotFired(AssertionError):
-    """A planned fault did not happen exactly once, so whatever the test saw proves nothing."""
+    """Error that a planned fault did not happen exactly once, so that the test proves nothing."""
 
 
 class FaultPlan:
-    """Faults that are to happen in this process while the plan is armed, that is, inside ``with plan:``.
+    """Faults that happen in this process while the plan is armed, that is, inside ``with plan:``.
 
-    At the end of the block, if nothing was raised, it makes sure that each fault of this process happened. Each happens
-    once in a process, and with a record once in all restarts of it.
+    At the end of the block, unless an error was raised, it checks that each fault of this process happened. Each
+    happens once in a process and, with a record, once over all restarts of the process.
 
     Args:
-        faults: what is to happen.
-        record: a file to which each firing is added before it happens, for processes that do not live to tell. What
-            is in it does not happen again. All processes of a run may share one.
+        faults: The faults.
+        record: A file to which each firing is appended before it happens, for processes that do not survive it. A
+            recorded firing does not happen again. All processes of a run may share one file.
 
     Raises:
-        ValueError: without faults, or if one is planned twice.
+        ValueError: There are no faults, or one is planned twice.
+
+    Example:
+        >>> with FaultPlan([Fault("disk:fsync", "delay:0.0")], record=None) as plan:
+        ...     from treadle.engine.checkpoint import filesystem
+        ...     filesystem.fsync(Path("."))
+        >>> [firing.point for firing in plan.firings]
+        ['disk:fsync:before']
     """
 
     def __init__(self, faults: Iterable[Fault], *, record: str | os.PathLike[str] | None = None) -> None:
@@ -88,9 +95,9 @@ class FaultPlan:
             if not isinstance(fault, Fault):
                 raise TypeError(f"a plan consists of Faults, not of {fault!r}.")
             if self.faults.count(fault) > 1:
-                raise ValueError(f"{fault} is planned twice: say which occurrence each is.")
+                raise ValueError(f"{fault} is planned twice: give each its own occurrence.")
         if not self.faults:
-            raise ValueError("a plan without faults proves nothing.")
+            raise ValueError("a plan needs at least one fault.")
         self.record = None if record is None else Path(os.path.abspath(record))
         self._places = Places(
             self._collect_due, self._happen, (place for fault in self.faults for place in fault.places)
@@ -103,7 +110,7 @@ class FaultPlan:
 
     @property
     def firings(self) -> list[Firing]:
-        """What has happened: in this process, or, where there is a record, in all of them."""
+        """Firings of this process or, with a record, of all processes."""
         if self.record is None:
             return list(self._fired)
         if not self.record.exists():
@@ -112,17 +119,17 @@ class FaultPlan:
         firings = [Firing(**json.loads(line)) for line in lines if line.endswith("\n")]
         for firing in firings:
             if firing.fault >= len(self.faults) or firing.point not in self.faults[firing.fault].places:
-                raise ValueError(f"{self.record} holds another plan's {firing}. Give each plan a file of its own.")
+                raise ValueError(f"{self.record} holds another plan's {firing}. Give each plan its own file.")
         return firings
 
     def check(self, world_size: int = 1) -> None:
-        """Make sure that each fault happened exactly once on each process that it was meant for, in all restarts.
+        """Check that each fault happened exactly once on each selected process, over all restarts.
 
         Args:
-            world_size: how many processes there were.
+            world_size: World size of the run.
 
         Raises:
-            FaultsNotFired: with every fault that did not, or more than once.
+            FaultsNotFired: Faults did not happen, or happened more than once; names all of them.
         """
         self._check(
             {
@@ -134,7 +141,7 @@ class FaultPlan:
         )
 
     def _check_local(self) -> None:
-        """What this process can know: of the faults meant for it, and of those for a process that does not exist."""
+        """Check the faults of this process, and those of ranks that do not exist."""
         rank, size, _ = current_place()
         expected = {
             (number, rank if fault.rank is None else fault.rank)
@@ -171,7 +178,7 @@ class FaultPlan:
             self._check_local()
 
     def _collect_due(self, point: str, *paths: str) -> list[Firing]:
-        """Count that this process comes by; returns what is to happen now."""
+        """Count a visit of a point and return the firings that are due."""
         due = []
         with self._lock:
             for number, fault in enumerate(self.faults):
@@ -202,20 +209,24 @@ class FaultPlan:
     # -- for scripts that somebody else starts -------------------------------------------------------------------
 
     def to_env(self) -> dict[str, str]:
-        """The environment variable that gives this plan to `armed_from_environment` in another process.
+        """Return the environment variable that passes this plan to `armed_from_environment` in another process.
 
         Raises:
-            TypeError: for an action that is not in words.
+            TypeError: An action is not a string.
         """
         for fault in self.faults:
             if not isinstance(fault.action, str):
-                raise TypeError(f"{fault}: only actions in words can travel, such as 'raise:ValueError'.")
+                raise TypeError(f"{fault}: only actions given as text can be passed on, such as 'raise:ValueError'.")
         plan = {"faults": [dataclasses.asdict(f) for f in self.faults], "record": self.record and str(self.record)}
         return {_VARIABLE: json.dumps(plan)}
 
 
 def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractContextManager[FaultPlan | None]:
-    """For a script: ``with armed_from_environment():`` arms what `FaultPlan.to_env` put there, or does nothing."""
+    """Return a context that arms the plan in the environment, which `FaultPlan.to_env` made, or does nothing.
+
+    Args:
+        env: The environment. Default: that of this process.
+    """
     if not env.get(_VARIABLE):
         return nullcontext()
     plan = json.loads(env[_VARIABLE])
@@ -226,7 +237,7 @@ def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractConte
 
 
 class DiskPoint(NamedTuple):
-    """A moment of a disk operation: ``("rename", "after", 3, path)`` is the third time something is after one."""
+    """Moment of a disk operation: ``("rename", "after", 3, path)`` is the third "after" of any operation."""
 
     operation: str
     moment: str
@@ -234,12 +245,21 @@ class DiskPoint(NamedTuple):
     path: str
 
     def fault(self, action: Action = "kill", **fault_options: Any) -> Fault:
-        """The fault that strikes here when the same is done again; ``fault_options`` are for `Fault`."""
+        """Return the fault for this moment when the same work is repeated.
+
+        Args:
+            action: The action; see `Fault`.
+            **fault_options: Further arguments of `Fault`.
+        """
         return Fault(f"disk:*:{self.moment}", action, occurrence=self.number, **fault_options)
 
 
 def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
-    """Do ``work``, and list every moment at which one of its disk operations can fail, in order."""
+    """Run ``work`` and return every moment at which one of its disk operations can fail, in order.
+
+    Args:
+        work: The function to run.
+    """
     points: list[DiskPoint] = []
     counts: Counter[str] = Counter()
 
@@ -255,11 +275,17 @@ def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
 
 
 def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[str] | None = None) -> int:
-    """Do ``work`` under a plan in a child that is a copy of this process, and wait for it: no start, no import.
+    """Run ``work`` under a plan in a forked child process and wait for it. The child imports nothing.
+
+    Args:
+        work: The function to run.
+        *faults: The faults of the plan.
+        record: See `FaultPlan`.
 
     Returns:
-        How the child ended: 0 if the work was done and every fault happened, 1 if something was raised (it is printed),
-        or what a planned ``exit`` or a `SystemExit` says; negative if a signal killed it, as -9 for a planned ``kill``.
+        The child's exit status: 0 if the work was done and every fault happened, 1 if an error was raised (it is
+        printed), or that of a planned ``exit`` or a `SystemExit`; negative if a signal killed it, such as -9 for a
+        planned ``kill``.
     """
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""The places of a run at which a test can step in, without the engine knowing of it."""
+"""Points of a run at which a test can intervene without support in the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..engine.optim import Accumulation
 from ..trainer.loop import Hooks
 
 OPERATIONS = ("mkdir", "write_bytes", "write_tensors", "fsync", "rename", "replace", "unlink", "rmdir")
-"""The functions of `treadle.engine.checkpoint.filesystem` that change something on a disk."""
+"""Functions of `treadle.engine.checkpoint.filesystem` that change files."""
 
 _WRITES = ("write_bytes", "write_tensors")
 
@@ -32,21 +32,21 @@ POINTS: tuple[str, ...] = (
     *(f"callback:{hook}:{moment}" for hook in HOOKS for moment in ("before", "after")),
     *(f"disk:{name}:{m}" for name in OPERATIONS for m in ("before", "half", "after") if m != "half" or name in _WRITES),
 )
-"""Every place there is."""
+"""All points."""
 
 Due = TypeVar("Due")
 
 
 class Places(Generic[Due]):
-    """While armed, asks at each point of a run what is due there, and lets that happen.
+    """Interception of a run's points: while armed, it asks at each point what is due and lets it happen.
 
     Args:
-        due: ``due(point, *paths)`` returns what is to happen now: nothing, mostly.
-        happen: does it.
-        active_points: the points that matter; what only others need is left as it is.
+        due: ``due(point, *paths)`` returns the list of firings that are due, usually empty.
+        happen: Performs them.
+        active_points: The points that matter. Functions that only other points need are not replaced.
 
     Attributes:
-        step: the optimizer step that this process works on, from the first micro-batch to the next step's.
+        step: The optimizer step that this process works on, from its first micro-batch to the next step's.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Places(Generic[Due]):
             self.happen(due)
 
     def _work(self, accumulation: Accumulation) -> None:
-        """Note that this process works on the next step of an Accelerator."""
+        """Record that this process works on the next step of an Accelerator."""
         self._accumulations.add(accumulation)
         progress = self._progress.get(accumulation)
         self.step = 1 + (accumulation.steps if progress is None else progress.step)
@@ -214,7 +214,7 @@ class Places(Generic[Due]):
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Put ``wrap(function)`` in the place of a function, until ``undo``."""
+    """Replace a function by ``wrap(function)`` until ``undo`` closes."""
     if isinstance(owner, type):
         owner = next(kind for kind in owner.__mro__ if name in vars(kind))
     original = vars(owner)[name]

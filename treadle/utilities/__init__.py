@@ -1,4 +1,4 @@
-"""What scripts import from ``lightning.pytorch.utilities``: names, nothing else."""
+"""Names that scripts import from ``lightning.pytorch.utilities``."""
 
 from ..callbacks import get_available_flops, measure_flops
 from ..common.peer_names import find_peer_names

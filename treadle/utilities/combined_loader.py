@@ -1,4 +1,4 @@
-"""What scripts import from ``lightning.pytorch.utilities.combined_loader``: names, nothing else."""
+"""Names that scripts import from ``lightning.pytorch.utilities.combined_loader``."""
 
 from . import CombinedLoader
 

@@ -1,11 +1,11 @@
-"""What scripts import from ``lightning.pytorch.utilities.exceptions``: names, nothing else."""
+"""Names that scripts import from ``lightning.pytorch.utilities.exceptions``."""
 
 from __future__ import annotations
 
 from ..common.peer_names import find_peer_names
 
 MisconfigurationException = ValueError
-"""Every refusal of a value; code that catches it under this name goes on working."""
+"""Alias for code that catches the error of a rejected value under Lightning's name."""
 
 __all__ = ["MisconfigurationException"]
 

@@ -1,4 +1,4 @@
-"""What scripts import from ``lightning.pytorch.utilities.grads``: names, nothing else."""
+"""Names that scripts import from ``lightning.pytorch.utilities.grads``."""
 
 from . import grad_norm
 

@@ -1,4 +1,4 @@
-"""What scripts import from ``lightning.pytorch.utilities.memory``: names, nothing else."""
+"""Names that scripts import from ``lightning.pytorch.utilities.memory``."""
 
 from ..compat.environment import clear_device_cache as garbage_collection_cuda
 from ..compat.oom import (

@@ -1,4 +1,4 @@
-"""What scripts import from ``lightning.pytorch.utilities.model_summary``: names, nothing else."""
+"""Names that scripts import from ``lightning.pytorch.utilities.model_summary``."""
 
 from ..callbacks import summarize
 from ..common.peer_names import find_peer_names

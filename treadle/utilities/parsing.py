@@ -1,4 +1,4 @@
-"""What scripts import from ``lightning.pytorch.utilities.parsing``: names, nothing else."""
+"""Names that scripts import from ``lightning.pytorch.utilities.parsing``."""
 
 from ..compat.init_arguments import (
     clean_namespace,

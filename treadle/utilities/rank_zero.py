@@ -1,11 +1,11 @@
-"""What scripts import from ``lightning.pytorch.utilities.rank_zero``: names, nothing else."""
+"""Names that scripts import from ``lightning.pytorch.utilities.rank_zero``."""
 
 from lightning_utilities.core.rank_zero import WarningCache, rank_prefixed_message, rank_zero_debug
 
 from . import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 
 LightningDeprecationWarning = DeprecationWarning
-"""What a deprecated name warns with."""
+"""Category of warnings about deprecated names."""
 
 __all__ = [
     "LightningDeprecationWarning",

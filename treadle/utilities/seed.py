@@ -1,4 +1,4 @@
-"""What scripts import from ``lightning.pytorch.utilities.seed``: names, nothing else."""
+"""Names that scripts import from ``lightning.pytorch.utilities.seed``."""
 
 from ..engine import isolated_random_state as isolate_rng
 from ..engine import seed_everything

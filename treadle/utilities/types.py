@@ -1,4 +1,4 @@
-"""What scripts import from ``lightning.pytorch.utilities.types`` for their annotations."""
+"""Types that scripts import from ``lightning.pytorch.utilities.types`` for their annotations."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..trainer.core import SchedulerConfig as LRSchedulerConfig
 
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
-"""What a step returns."""
+"""Output of a step."""
 
 TRAIN_DATALOADERS = EVAL_DATALOADERS = Any
-"""A loader, or a collection of them."""
+"""Dataloader or collection of dataloaders."""
 
 OptimizerLRScheduler = OptimizerLRSchedulerConfig = OptimizerConfig = LRSchedulerConfigType = Any
-"""What ``configure_optimizers`` returns, or a part of it: a `SchedulerConfig` says what may be in it."""
+"""Output of ``configure_optimizers``, or a part of it; see `SchedulerConfig`."""
 
 LRSchedulerTypeUnion = LRSchedulerType = LRScheduler | ReduceLROnPlateau
 
 _METRIC = Tensor | int | float
-"""A logged value."""
+"""Logged value."""
 
 __all__ = [
     "DistributedDataParallel",

@@ -1,4 +1,4 @@
-"""What scripts import from ``accelerate.utils``, ``accelerate.state``, ``accelerate.logging``: names, nothing else."""
+"""Names that scripts import from ``accelerate.utils``, ``accelerate.state``, ``accelerate.logging``."""
 
 from ..common.peer_names import find_peer_names
 from ..compat.available import (

@@ -1,4 +1,4 @@
-"""From a configuration to objects: names resolved, arguments checked against signatures, then built."""
+"""Construction of objects from a configuration: names resolved, arguments checked against signatures, then built."""
 
 from __future__ import annotations
 

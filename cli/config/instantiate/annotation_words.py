@@ -1,4 +1,4 @@
-"""Annotations and values in words, for people."""
+"""Annotations and values described in words."""
 
 from __future__ import annotations
 
@@ -33,21 +33,29 @@ DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 PLAIN = (type(None), bool, int, float, str)
 PATHS = (FilePath, os.PathLike)
 WRITTEN = (*PATHS, torch.dtype, torch.device)
-"""What is made of one word of text."""
+"""Types that are written as one word of text."""
 
 
 def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
+    """Return the message about an argument that a class does not have, with the closest one.
+
+    Args:
+        name: The name of the class.
+        key: The argument that it does not have.
+        valid_names: The arguments that it has.
+    """
     hint = nearest(key, valid_names)
     has = f" It has {', '.join(valid_names)}." if 0 < len(valid_names) <= 12 else "" if valid_names else " It has none."
     return f": {name} has no argument {key!r}.{hint}{has}"
 
 
 def describe_type(argument: Argument) -> str:
+    """Return an argument's annotation in parentheses; empty without one."""
     return "" if argument.type is Any else f" ({describe_annotation(argument.type)})"
 
 
 def simplify(annotation: Any) -> Any:
-    """The annotation behind ``Annotated``, ``NewType``, ``Final`` and type variables."""
+    """Return the annotation inside ``Annotated``, ``NewType``, ``Final`` and type variables."""
     while True:
         if typing.get_origin(annotation) is typing.Annotated:
             annotation = typing.get_args(annotation)[0]
@@ -61,6 +69,12 @@ def simplify(annotation: Any) -> Any:
 
 
 def has_shape(value: Value, member: Any) -> bool:
+    """Return whether the kind of a value (list, mapping, text) fits a member of a union.
+
+    Args:
+        value: The value.
+        member: The member, an annotation.
+    """
     kind = typing.get_origin(member) or member
     if isinstance(value.data, list):
         return kind in LISTS or kind is tuple
@@ -73,7 +87,7 @@ def has_shape(value: Value, member: Any) -> bool:
 
 
 def describe_annotation(annotation: Any) -> str:
-    """An annotation in words: ``int or null``, ``list of float``, ``'min' or 'max'``."""
+    """Return an annotation in words: ``int or null``, ``list of float``, ``'min' or 'max'``."""
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (None, type(None)):
@@ -115,11 +129,18 @@ def describe_annotation(annotation: Any) -> str:
 
 
 def join_words(words: list[str]) -> str:
+    """Return words joined by commas and "or", each once."""
     words = list(dict.fromkeys(words))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def format_value(value: Value, secrets: Mapping[str, str]) -> str:
+    """Return a value as it is shown in messages, with secrets hidden.
+
+    Args:
+        value: The value.
+        secrets: References by the secret text that they replace.
+    """
     data = to_plain(value)
     if data is None or isinstance(data, bool):
         return {None: "null", True: "true", False: "false"}[data]

@@ -1,4 +1,4 @@
-"""Values checked against annotations and constructors, before anything is built."""
+"""Values checked against annotations and constructors before anything is built."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _USUAL = (
 
 
 class Checker:
-    """Turns values into recipes, and collects what is wrong with them.
+    """Checker that turns values into recipes and collects problems.
 
     Attributes:
-        problems: what is wrong, one sentence or two each, in the order of the configuration.
-        secrets: what is not to be written there, and what stands for it.
+        problems: The problems, one or two sentences each, in the order of the configuration.
+        secrets: References by the secret text that they replace in messages.
     """
 
     def __init__(self, secrets: Mapping[str, str] | None = None) -> None:
@@ -55,20 +55,27 @@ class Checker:
         self.secrets = secrets or {}
 
     def make_trial(self) -> Checker:
-        """Return a checker of the same kind that has found nothing yet."""
+        """Return a checker of the same kind without problems."""
         return Checker(self.secrets)
 
     def report(self, value: Value, path: Path, words: str) -> None:
-        """Note that something is wrong."""
+        """Add a problem.
+
+        Args:
+            value: The value, whose source begins the message.
+            path: The path of the value.
+            words: The message after the path.
+        """
         self.problems.append(hide_secrets(f"{value.source}: {format_path(path)}{words}", self.secrets))
 
     def check(self, value: Value, annotation: Any, path: Path, lenient: bool = True) -> Recipe | None:
-        """A recipe for ``value`` as ``annotation`` wants it; None if that can't be, which is reported.
+        """Return a recipe for a value of an annotated type. Report a problem and return None if it does not fit.
 
         Args:
-            value, annotation: see above.
-            path: where the value stands.
-            lenient: whether a number may be taken as text.
+            value: The value.
+            annotation: The annotation.
+            path: The path of the value.
+            lenient: Whether a number may be used as text.
         """
         annotation = simplify(annotation)
         origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
@@ -102,7 +109,7 @@ class Checker:
     # -- plain values --------------------------------------------------------------------------------------------
 
     def _report_wrong_type(self, value: Value, annotation: Any, path: Path, more: str = "") -> Any:
-        """Report a value of another type; returns None, as there is no recipe then."""
+        """Report a value of the wrong type and return None."""
         shown = format_value(value, self.secrets)
         end = "" if more.endswith("?") else "."
         self.report(
@@ -122,7 +129,7 @@ class Checker:
 
     def _suggest_remedy(self, data: Any, expected_type: Any) -> str:
         if expected_type is str and isinstance(data, bool | int | float):
-            return ": put it into quotes"
+            return ": quote it"
         if expected_type is int and isinstance(data, float) and data.is_integer():
             return f": write {int(data)}"
         if (
@@ -130,7 +137,7 @@ class Checker:
             and isinstance(data, str)
             and type(_parse_scalar(data)) in (int, expected_type)
         ):
-            return ": take it out of its quotes"
+            return ": remove its quotes"
         return ""
 
     def _check_literal(self, value: Value, allowed: tuple[Any, ...], path: Path) -> Recipe | None:
@@ -150,7 +157,7 @@ class Checker:
         return self._check_literal(value, tuple(member.name for member in kind), path)
 
     def _check_text_form(self, value: Value, kind: Any, path: Path) -> Recipe | None:
-        """What is made of text: paths, devices, number formats."""
+        """Return a recipe for types that are written as text: paths, devices, dtypes."""
         if isinstance(value.data, str):
             if kind in PATHS:
                 return PlainRecipe(value, FilePath(value.data))
@@ -224,7 +231,7 @@ class Checker:
         return None if recipes is None else MappingRecipe(value, recipes)
 
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
-        """The member that the value is of; else that which it has the shape of, whose problems are then told."""
+        """Return a recipe for the first member that fits; else report the problems of the member of equal shape."""
         # A number is taken as text where nothing in the union is a number.
         numbers = any(candidate in (int, float, bool) for candidate in members)
         for strict in (True,) if numbers else (True, False):
@@ -269,14 +276,14 @@ class Checker:
     def check_object(
         self, value: Value, base: Any, path: Path, supplied: Iterable[str] = (), target: Any = None
     ) -> ObjectRecipe | None:
-        """A recipe for an object.
+        """Return a recipe for an object. Report a problem and return None if it can't be built.
 
         Args:
-            value: ``{class: ..., argument: ...}``, or the class's name; the class may be left out where it is known.
-            base: what the class must extend.
-            path: where the value stands.
-            supplied: arguments that are passed when it is built.
-            target: the class where none is named.
+            value: ``{class: ..., argument: ...}``, or the class's name. A known class may be left out.
+            base: The class that the named class must extend.
+            path: The path of the value.
+            supplied: Arguments that are passed when the object is built.
+            target: The class if none is named.
         """
         data = value.data
         named = (
@@ -305,12 +312,12 @@ class Checker:
         short = () if needs_user_class else catalog.list_short_names(base)
         example = next((name for name in (*_USUAL, *sorted(short)) if name in short), "my_module.MyClass")
         if isinstance(data, dict):
-            self.report(value, path, f" names no class: add 'class: {example}', say, to its keys.")
+            self.report(value, path, f" names no class: add 'class: {example}', for example.")
         else:
             self.report(
                 value,
                 path,
-                f"={format_value(value, self.secrets)} must be {describe_annotation(base)}, as "
+                f"={format_value(value, self.secrets)} must be {describe_annotation(base)}, such as "
                 f"{{class: {example}, ...}}.",
             )
         return None
@@ -328,7 +335,7 @@ class Checker:
             return False
         if isinstance(target, type) and inspect.isabstract(target):
             missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
-            self.report(value, path, f": {value.data!r} is abstract; extend it and write {missing}.")
+            self.report(value, path, f": {value.data!r} is abstract: use a subclass that implements {missing}.")
             return False
         protocol = getattr(base, "_is_protocol", False)
         if isinstance(target, type) and isinstance(base, type) and not protocol and not issubclass(target, base):
@@ -347,7 +354,7 @@ class Checker:
         supplied: Iterable[str] = (),
         later: bool = False,
     ) -> ObjectRecipe | None:
-        """A recipe that calls ``target`` with the keys of the value."""
+        """Return a recipe that calls ``target`` with the keys of the value."""
         takes = signature(target)
         argument_values = (
             {key: item for key, item in value.data.items() if key != "class"} if isinstance(value.data, dict) else {}
@@ -369,14 +376,24 @@ class Checker:
         supplied: Iterable[str] = (),
         partly: bool = False,
     ) -> dict[str, Recipe] | None:
-        """Recipes for the arguments of one call; None if one is wrong, unknown or missing, which is reported."""
+        """Return recipes for the arguments of a call. Report wrong, unknown and missing ones and return None.
+
+        Args:
+            value: The value that holds the arguments.
+            argument_values: The arguments' values.
+            takes: The signature of the call.
+            name: The name of the class or function in messages.
+            path: The path of the value.
+            supplied: Arguments that are passed when the object is built.
+            partly: Whether required arguments may be missing.
+        """
         before = len(self.problems)
         supplied = set(supplied)
         recipes: dict[str, Recipe | None] = {}
         for key, item in argument_values.items():
             argument = takes.arguments.get(key)
             if key in supplied and argument is not None:
-                self.report(item, (*path, key), f": {name} gets its {key!r} from the run; take it out.")
+                self.report(item, (*path, key), f": {name} gets its {key!r} from the run; remove it.")
             elif argument is not None:
                 recipes[key] = self._check_argument(item, argument, (*path, key), supplied)
             elif takes.open and isinstance(key, str):
@@ -393,7 +410,7 @@ class Checker:
             needed = argument.default is REQUIRED and argument.name not in supplied and not partly
             if needed and argument.name not in argument_values:
                 self.report(
-                    value, path, f": {name} needs {argument.name!r}{describe_type(argument)}, which is not given."
+                    value, path, f": {name} needs {argument.name!r}{describe_type(argument)}, which is missing."
                 )
         if len(self.problems) > before:
             return None
@@ -416,7 +433,7 @@ class Checker:
         return self.check(value, argument.type, path)
 
     def _check_nested(self, value: Value, annotation: Any, path: Path, supplied: set[str]) -> Recipe | None:
-        """Schedulers within a scheduler: they get the optimizer too."""
+        """Return a recipe for schedulers inside a scheduler, which get the optimizer too."""
         inner = typing.get_args(annotation)
         if not (isinstance(value.data, list) and inner and isinstance(inner[0], type)):
             return None

@@ -1,4 +1,4 @@
-"""A configuration's sections: checked all together, then built one by one."""
+"""Sections of a configuration: all checked together, then built one by one."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _SCHEDULE_OPTIONS = tuple(
 
 @dataclass(frozen=True)
 class Optimizers:
-    """Stands for a task's ``configure_optimizers``.
+    """Replacement of a task's ``configure_optimizers``.
 
     Attributes:
-        optimizer: what to build for the task's trainable parameters.
-        scheduler: what to build for the optimizer, if anything.
-        schedule_options: when the scheduler steps, see `SchedulerConfig`.
+        optimizer: Recipe of the optimizer for the task's trainable parameters.
+        scheduler: Recipe of the optimizer's scheduler, or None.
+        schedule_options: Options of `SchedulerConfig`, such as interval and monitor.
     """
 
     optimizer: ObjectRecipe
@@ -49,7 +49,7 @@ class Optimizers:
     schedule_options: Mapping[str, Any]
 
     def __call__(self, task: TaskModule) -> Any:
-        """What ``configure_optimizers`` returns."""
+        """Return the optimizer, and the scheduler if there is one, as ``configure_optimizers`` does."""
         parameters = [parameter for parameter in task.parameters() if parameter.requires_grad]
         optimizer = self.optimizer.make({"params": parameters})
         if self.scheduler is None:
@@ -60,18 +60,19 @@ class Optimizers:
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """A configuration whose every part is known to fit; nothing is built yet.
+    """Configuration that is valid as a whole; nothing is built yet.
 
     Attributes:
-        config: the configuration.
-        trainer: the Trainer's flags.
-        model: the task.
-        data: the data module, if there is one.
-        optimizers: what takes the place of ``configure_optimizers``, if anything.
-        seed: for all random numbers; None leaves them alone.
-        ckpt_path: a checkpoint to go on from.
-        schedule: whose learning rates and schedule hold then.
-        run_name, run_dir: where the run's folder is.
+        config: The configuration.
+        trainer: The Trainer's flags.
+        model: The task.
+        data: The data module, or None.
+        optimizers: The replacement of ``configure_optimizers``, or None.
+        seed: The seed. None leaves the RNG state alone.
+        ckpt_path: The checkpoint to resume from or to evaluate.
+        schedule: Whose learning rates and schedule apply after a resume, ``"saved"`` or ``"script"``.
+        run_name: The run's name.
+        run_dir: The folder of all runs.
     """
 
     config: Config
@@ -86,22 +87,22 @@ class CheckedConfig:
     run_dir: str
 
     def build_settings(self) -> TrainerSettings:
-        """The Trainer's flags, with callbacks and loggers built."""
+        """Return the Trainer's flags, with callbacks and loggers built."""
         return TrainerSettings(**{name: recipe.make() for name, recipe in self.trainer.items()})
 
     def build_task(self) -> TaskModule:
-        """The task, built."""
+        """Build the task."""
         task: TaskModule = self.model.make()
         if self.optimizers is not None:
             task.__dict__["configure_optimizers"] = partial(self.optimizers, task)
         return task
 
     def build_datamodule(self) -> DataModule | None:
-        """The data module, built; None if the task brings its own loaders."""
+        """Build the data module; return None if the task has its own dataloaders."""
         return None if self.data is None else self.data.make()
 
     def resolve_defaults(self) -> Value:
-        """The whole configuration with every default, each value with its source."""
+        """Return the whole configuration with all defaults, each value with its source."""
         trainer = {
             name: self.trainer[name].resolve_defaults()
             if name in self.trainer
@@ -136,13 +137,14 @@ class CheckedConfig:
 
 @dataclass(frozen=True)
 class Built:
-    """A configuration's parts, built.
+    """Objects built from a configuration.
 
     Attributes:
-        trainer_settings: the Trainer's flags.
-        model: the task.
-        data: the data module, or None.
-        seed, ckpt_path: as `CheckedConfig` has them.
+        trainer_settings: The Trainer's flags.
+        model: The task.
+        data: The data module, or None.
+        seed: The seed, or None.
+        ckpt_path: The checkpoint to resume from, or None.
     """
 
     trainer_settings: TrainerSettings
@@ -153,13 +155,15 @@ class Built:
 
 
 def build(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> Built:
-    """Check a configuration and build all its parts but the Trainer itself.
+    """Check a configuration and build all its objects except the Trainer.
 
     Args:
-        config, model, data: see `check`.
+        config: The configuration.
+        model: The task's class, if the configuration need not name one.
+        data: The data module's class, if the configuration need not name one.
 
     Raises:
-        ConfigError: something is wrong with it.
+        ConfigError: The configuration is wrong.
     """
     checked = check(config, model, data)
     return Built(
@@ -168,15 +172,15 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
 
 
 def check(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> CheckedConfig:
-    """Compare all of a configuration with what its classes take. Imports their modules, builds nothing.
+    """Check a whole configuration against the signatures of its classes. Modules are imported, nothing is built.
 
     Args:
-        config: the configuration.
-        model: the task's class, where the configuration need not name one.
-        data: the data module's class, likewise.
+        config: The configuration.
+        model: The task's class, if the configuration need not name one.
+        data: The data module's class, if the configuration need not name one.
 
     Raises:
-        ConfigError: names every problem with file, line and key.
+        ConfigError: The configuration is wrong; names every problem with file, line and key.
     """
     checker = Checker(config.secrets)
     root = config.root
@@ -205,7 +209,7 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
 
 
 def _get_trainer_signature() -> Signature:
-    """The Trainer's arguments; its ``**unknown`` is there to be refused."""
+    """Return the Trainer's arguments without ``**unknown``, which exists to be refused."""
     return replace(signature(Trainer), open=False)
 
 
@@ -255,9 +259,7 @@ def _check_optimizers(checker: Checker, config: Config) -> Optimizers | None:
     section, after = config.get_section("optimizer"), config.get_section("lr_scheduler")
     if section is None:
         if after is not None:
-            words = (
-                " takes the place of what configure_optimizers returns, with an optimizer: add a section 'optimizer'."
-            )
+            words = " replaces configure_optimizers together with an optimizer: add a section 'optimizer'."
             checker.report(after, ("lr_scheduler",), words)
         return None
     optimizer = checker.check_object(section, Optimizer, ("optimizer",), ("params",))
@@ -288,7 +290,7 @@ def _check_scheduler(checker: Checker, section: Value) -> tuple[ObjectRecipe | N
         section = replace(section, data=rest)
     scheduler = checker.check_object(section, LRScheduler, path, ("optimizer",))
     if scheduler is not None and scheduler.target is ReduceLROnPlateau and schedule_options.get("monitor") is None:
-        checker.report(section, path, ": ReduceLROnPlateau needs to know what to watch: add 'monitor: val_loss', say.")
+        checker.report(section, path, ": ReduceLROnPlateau needs a metric: add 'monitor: val_loss', for example.")
     return scheduler, schedule_options
 
 
@@ -311,12 +313,12 @@ def _check_simple(checker: Checker, value: Value | None, name: str, annotation: 
 
 
 def locate_error(config: Config, error: Exception, section: str = "trainer") -> ConfigError:
-    """What the Trainer said of its flags, or the run's folder of itself, with the place in the configuration.
+    """Return an error of the Trainer or the run folder as a ConfigError with its place in the configuration.
 
     Args:
-        config: the configuration.
-        error: what was said; it begins with the name of a flag or section, as ``devices=0``, if it is about one.
-        section: what it is about otherwise.
+        config: The configuration.
+        error: The error. Its message may begin with the name of a flag or section, such as ``devices=0``.
+        section: The section to blame if it does not.
     """
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     name = (re.match(r"\w*", text) or [""])[0]

@@ -1,4 +1,4 @@
-"""Classes by name: a short one where it is plain what is meant, else an import path."""
+"""Lookup of classes by name: by a short name if it is unambiguous, otherwise by an import path."""
 
 from __future__ import annotations
 
@@ -27,22 +27,26 @@ _SHELVES: tuple[tuple[type, str], ...] = (
     (torch.optim.lr_scheduler.LRScheduler, "torch.optim.lr_scheduler"),
     (torch.nn.Module, "torch.nn"),
 )
-"""Where classes that extend the first are looked for under their bare names."""
+"""Modules in which subclasses of the first are looked up by their short names."""
 _ROOMS = [home for _, home in _SHELVES]
 
 
 def list_shelved() -> list[type]:
-    """The classes whose extensions have short names."""
+    """Return the base classes whose subclasses have short names."""
     return [kind for kind, _ in _SHELVES]
 
 
 def is_shelved(base: Any) -> bool:
-    """Whether ``base`` only stands for others: a configuration has to say which of them."""
+    """Return whether ``base`` can't be used itself, so that a configuration must name a subclass."""
     return base in (TaskModule, DataModule, *(kind for kind, _ in _SHELVES)) or inspect.isabstract(base)
 
 
 def list_short_names(base: Any) -> dict[str, str]:
-    """What can be named without a path where a ``base`` is expected: bare names and where they are."""
+    """Return the short names of subclasses of ``base``, each with the module that has it.
+
+    Args:
+        base: The base class; ``object`` for all of `list_shelved`.
+    """
     if base is object:
         return {name: home for kind in list_shelved() for name, home in list_short_names(kind).items()}
     homes: dict[str, str] = {}
@@ -61,10 +65,14 @@ def list_short_names(base: Any) -> dict[str, str]:
 
 
 def find(name: str, base: Any) -> Any:
-    """What a name stands for where a ``base`` (``object`` for anything) is expected.
+    """Return the class or function that a name refers to.
+
+    Args:
+        name: A short name or an import path.
+        base: The class that the result must extend; ``object`` for any.
 
     Raises:
-        ConfigError: there is nothing of this name, with the nearest that is.
+        ConfigError: Nothing has this name, which names the closest one; or several classes do.
     """
     homes = list_short_names(base)
     if name in homes:
@@ -76,7 +84,7 @@ def find(name: str, base: Any) -> Any:
             if cls.__qualname__ == name
         }
         if len(paths) > 1:
-            raise ConfigError(f"{name!r} may be {' or '.join(sorted(paths))}: write the path.")
+            raise ConfigError(f"{name!r} may be {' or '.join(sorted(paths))}: use the import path.")
         return _get_attribute(importlib.import_module(homes[name]), name)
     if "." not in name:
         main = getattr(sys.modules.get("__main__"), name, None)
@@ -84,23 +92,26 @@ def find(name: str, base: Any) -> Any:
             return main
         hint = nearest(name, homes)
         raise ConfigError(
-            f"there is no {_format_noun(base)}{name!r}.{hint} Name one of {_format_some(homes)}, or an import path as "
-            "'my_package.module.Name'."
+            f"there is no {_format_noun(base)}{name!r}.{hint} Use one of {_format_some(homes)}, or an import path such "
+            "as 'my_package.module.Name'."
             if homes
-            else f"{name!r} needs an import path, as 'my_package.module.{name}'."
+            else f"{name!r} needs an import path, such as 'my_package.module.{name}'."
         )
     return import_target(name)
 
 
 def import_target(name: str) -> Any:
-    """What an import path leads to.
+    """Return the object at an import path.
+
+    Args:
+        name: The import path.
 
     Raises:
-        ConfigError: it leads nowhere, with the nearest name where it ends.
+        ConfigError: There is no such object, which names the closest one.
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"{name!r} is no import path, as 'my_package.module.Name' is.")
+        raise ConfigError(f"{name!r} is not an import path, such as 'my_package.module.Name'.")
     module: Any = None
     for end in range(1, len(parts)):
         path = ".".join(parts[:end])
@@ -113,7 +124,7 @@ def import_target(name: str) -> Any:
                     (f"{f.filename}:{f.lineno}" for f in reversed(place) if "importlib" not in f.filename), path
                 )
                 raise ConfigError(
-                    f"{path!r} can't be imported: {asking} imports {error.name!r}, which is not there."
+                    f"{path!r} can't be imported: {asking} imports {error.name!r}, which is not installed."
                 ) from error
             if module is None:
                 hint = nearest(parts[0], _list_importable_modules())
@@ -133,8 +144,13 @@ def import_target(name: str) -> Any:
 
 
 def suggest_short_name(name: str, base: type = object) -> str:
-    """A sentence for those who bring the path of another program's class where there is one of that name here."""
-    return f" {name!r} alone, without a path, is known here." if name in list_short_names(base) else ""
+    """Return a hint if a class of another library has a counterpart with the same short name; empty otherwise.
+
+    Args:
+        name: The name of the class, without a module.
+        base: The class that the result must extend.
+    """
+    return f" Use the short name {name!r}." if name in list_short_names(base) else ""
 
 
 def _get_attribute(holder: Any, name: str, path: str = "") -> Any:
@@ -153,7 +169,7 @@ def _is_subclass(candidate: Any, base: type) -> bool:
 
 
 def _iterate_loaded_classes(base: Any) -> Iterator[type]:
-    """The classes of users and their libraries that extend ``base``, as far as they are imported."""
+    """Iterate over imported subclasses of ``base`` that belong neither to torch nor to Treadle."""
     cls: type
     for cls in type.__subclasses__(base) if isinstance(base, type) else ():
         if not cls.__module__.startswith(("torch.", "treadle.")) and "<" not in cls.__qualname__:

@@ -1,4 +1,4 @@
-"""What was checked and can be built: plain values, collections, objects."""
+"""Recipes of checked values that can be built: plain values, collections, objects."""
 
 from __future__ import annotations
 
@@ -16,90 +16,96 @@ NOTHING: Mapping[str, Any] = {}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Something that can be built, over and over.
+    """Checked value that can be built repeatedly.
 
     Attributes:
-        value: what the configuration says.
+        value: The value in the configuration.
     """
 
     value: Value
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
-        """Build it.
+        """Build the value.
 
         Args:
-            supplied: arguments that are in no configuration (a model's parameters), for all objects that take them.
+            supplied: Arguments that are not in the configuration, such as a model's parameters, for all objects that
+                accept them.
         """
         raise NotImplementedError
 
     def resolve_defaults(self) -> Value:
-        """The value with all defaults written out."""
+        """Return the value with all defaults."""
         return self.value
 
 
 @dataclass(frozen=True)
 class PlainRecipe(Recipe):
-    """A value that is there already.
+    """Recipe of a value that needs no construction.
 
     Attributes:
-        built_value: what it becomes.
+        built_value: The converted value.
     """
 
     built_value: Any
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
+        """Return the value."""
         return self.built_value
 
 
 @dataclass(frozen=True)
 class CollectionRecipe(Recipe):
-    """A list, tuple or set.
+    """Recipe of a list, tuple or set.
 
     Attributes:
-        kind: which.
-        items: what is in it.
+        kind: The type of the collection.
+        items: Recipes of the items.
     """
 
     kind: Callable[[Any], Any]
     items: list[Recipe]
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
+        """Build the collection."""
         return self.kind([item.make(supplied) for item in self.items])
 
     def resolve_defaults(self) -> Value:
+        """Return the items with all defaults."""
         return Value([item.resolve_defaults() for item in self.items], self.value.source)
 
 
 @dataclass(frozen=True)
 class MappingRecipe(Recipe):
-    """A dict.
+    """Recipe of a dict.
 
     Attributes:
-        items: what is in it.
+        items: Recipes by key.
     """
 
     items: dict[Any, Recipe]
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
+        """Build the dict."""
         return {key: item.make(supplied) for key, item in self.items.items()}
 
     def resolve_defaults(self) -> Value:
+        """Return the entries with all defaults."""
         items = zip(self.value.data, self.items.values(), strict=True)  # keys as written: made ones may be paths
         return Value({key: item.resolve_defaults() for key, item in items}, self.value.source)
 
 
 @dataclass(frozen=True)
 class ObjectRecipe(Recipe):
-    """An object of a class, or what a function returns.
+    """Recipe of an object, or of a function's return value.
 
     Attributes:
-        name: how the configuration names the class; empty where it doesn't need to.
-        target: the class or function.
-        path: where it stands.
-        signature: what it takes.
-        arguments: what it is given.
-        base: what a function must return.
-        later: whether to build a function that calls the target, rather than to call it.
+        name: The name of the class in the configuration; empty if none was needed.
+        target: The class or function.
+        path: The path of the value.
+        signature: The signature of the target.
+        arguments: Recipes of the arguments.
+        base: The class that a function's return value must have.
+        later: Whether to build a partial of the target instead of calling it.
     """
 
     name: str
@@ -111,6 +117,7 @@ class ObjectRecipe(Recipe):
     later: bool = False
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
+        """Build the object."""
         arguments = {name: recipe.make(supplied) for name, recipe in self.arguments.items()}
         for name, value in supplied.items():
             if name in self.signature.arguments:
@@ -125,12 +132,15 @@ class ObjectRecipe(Recipe):
         if isinstance(self.base, type) and not isinstance(built_object, self.base):
             raise ConfigError(
                 f"{self.value.source}: {format_path(self.path)}: {self.name} returned a {type(built_object).__name__}, "
-                f"which is no {self.base.__name__}."
+                f"which is not a {self.base.__name__}."
             )
         return built_object
 
     def _take_positional(self, arguments: dict[str, Any]) -> list[Any]:
-        """What must be passed by position, taken out of ``arguments``: also what stands before ``*args``, if given."""
+        """Remove the positional arguments from ``arguments`` and return them.
+
+        Arguments before a given ``*args`` are positional, too.
+        """
         variadic_name = next(
             (argument.name for argument in self.signature.arguments.values() if argument.several), None
         )
@@ -143,7 +153,7 @@ class ObjectRecipe(Recipe):
         return positional + (arguments.pop(variadic_name) if variadic_name in arguments else [])
 
     def _explain_error(self, error: Exception) -> Exception:
-        """What went wrong, with the place: an error of ours as one of the configuration, any other as it is."""
+        """Return Treadle's and torch's errors as a ConfigError with the place, any other with a note."""
         name = self.name or getattr(self.target, "__name__", str(self.target))
         home = getattr(self.target, "__module__", "") or ""
         if isinstance(error, ConfigError):
@@ -154,7 +164,7 @@ class ObjectRecipe(Recipe):
         return error
 
     def resolve_defaults(self) -> Value:
-        """Arguments of the class with its defaults; those that are no plain data are left to it."""
+        """Return the class and its arguments with defaults; defaults that are not plain data are `Opaque`."""
         entries = {"class": Value(self.name, _find_class_source(self.value))} if self.name else {}
         for name, argument in self.signature.arguments.items():
             if name in self.arguments:
@@ -167,17 +177,17 @@ class ObjectRecipe(Recipe):
 
 @dataclass(frozen=True)
 class Opaque:
-    """A default that can't be written as plain data.
+    """Default that can't be written as plain data.
 
     Attributes:
-        words: what it looks like in Python.
+        words: The default as it is written in Python.
     """
 
     words: str
 
 
 def make_default_value(default: Any) -> Value:
-    """A default as a value; `Opaque` where it is no plain data."""
+    """Return a default as a value; `Opaque` if it is not plain data."""
     try:
         return make_value(_convert_to_data(default), DEFAULT)
     except TypeError:
@@ -185,7 +195,7 @@ def make_default_value(default: Any) -> Value:
 
 
 def _describe_default(default: Any) -> str:
-    """A default in words, as it is written in Python."""
+    """Return a default as it is written in Python."""
     name = getattr(default, "__qualname__", None)
     if name is not None:
         home = getattr(default, "__module__", None)

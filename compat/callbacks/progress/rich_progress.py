@@ -31,25 +31,25 @@ __all__ = [
 
 
 class CustomInfiniteTask(RichTask):
-    """A task whose number of batches is not known, so there is no time left to tell."""
+    """Task with an unknown number of batches, and so without remaining time."""
 
     @property
     def time_remaining(self) -> float | None:
-        """None."""
+        """Return None."""
         return None
 
 
 class CustomProgress(Progress):
-    """rich's progress, refreshed by whoever changes it."""
+    """rich's progress, refreshed by the code that changes it."""
 
     def soft_refresh(self) -> None:
-        """Draw in a terminal only, where lines can be drawn again."""
+        """Draw if the output is a terminal or a notebook, where lines can be redrawn."""
         if self.console.is_terminal or self.console.is_jupyter:
             self.refresh()
 
 
 class CustomBarColumn(BarColumn):
-    """The bar; it pulses where the number of batches is not known."""
+    """Column with the bar, which pulses if the number of batches is unknown."""
 
 
 class _StyledColumn(ProgressColumn):
@@ -59,7 +59,7 @@ class _StyledColumn(ProgressColumn):
 
 
 class CustomTimeColumn(_StyledColumn):
-    """The time spent, and the time left."""
+    """Column with the elapsed and the remaining time."""
 
     max_refresh = 0.5  # seconds between two computations of the estimate, which jumps otherwise
 
@@ -69,7 +69,7 @@ class CustomTimeColumn(_StyledColumn):
 
 
 class BatchesProcessedColumn(_StyledColumn):
-    """The number of batches done, and of all."""
+    """Column with the number of processed batches and of all batches."""
 
     def render(self, task: Task) -> Text:
         """See rich's ``ProgressColumn.render``."""
@@ -77,7 +77,7 @@ class BatchesProcessedColumn(_StyledColumn):
 
 
 class ProcessingSpeedColumn(_StyledColumn):
-    """Batches per second."""
+    """Column with the batches per second."""
 
     def render(self, task: Task) -> Text:
         """See rich's ``ProgressColumn.render``."""
@@ -85,13 +85,13 @@ class ProcessingSpeedColumn(_StyledColumn):
 
 
 class MetricsTextColumn(ProgressColumn):
-    """Logged values, as `update` got them last.
+    """Column with the logged values of the last `update`.
 
     Args:
-        trainer: whose they are.
-        style: how they look.
-        text_delimiter: stands between two of them.
-        metrics_format: the format of a number.
+        trainer: The Trainer.
+        style: The style of the text.
+        text_delimiter: The separator between two values.
+        metrics_format: The format of a number.
     """
 
     def __init__(self, trainer: Trainer, style: str | Style, text_delimiter: str, metrics_format: str) -> None:
@@ -101,7 +101,11 @@ class MetricsTextColumn(ProgressColumn):
         super().__init__()
 
     def update(self, metrics: dict[Any, Any]) -> None:
-        """Show these values from here on."""
+        """Set the values to show.
+
+        Args:
+            metrics: The values by name.
+        """
         words = (
             f"{name}: {format(value, self.metrics_format) if isinstance(value, float) else value}"
             for name, value in metrics.items()

@@ -1,4 +1,4 @@
-"""tqdm as Lightning's progress bar draws it."""
+"""tqdm with the number format of Lightning's progress bar."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ __all__ = ["TQDMProgressBar", "Tqdm", "convert_inf"]
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """A bar whose metrics are all equally wide, so that the line doesn't jump."""
+    """Progress bar whose metrics have equal widths, so that the line does not jump."""
 
     @staticmethod
     def format_num(n: int | float | str) -> str:
-        """Return a number with at least five characters: ``0.500``, ``10.00``."""
+        """Return a number with at least five characters: ``0.500``, ``10.00``.
+
+        Args:
+            n: The number, or a text that is returned unchanged.
+        """
         text = n if isinstance(n, str) else tqdm.format_num(n)
         if isinstance(n, float) and "e" not in text and "." not in text and len(text) < 5:
             text += "."
@@ -25,5 +29,9 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
 
 def convert_inf(x: Any) -> Any:
-    """Return None for an infinite or missing length, which tqdm shows without a total, and others as they are."""
+    """Return None for an infinite, NaN or missing length, and any other length unchanged.
+
+    Args:
+        x: The length.
+    """
     return None if x is None or math.isinf(x) or math.isnan(x) else x

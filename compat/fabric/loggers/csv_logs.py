@@ -1,4 +1,4 @@
-"""Fabric's CSV logger: ``root_dir`` in place of ``save_dir``."""
+"""Fabric's CSV logger, with ``root_dir`` instead of ``save_dir``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class CSVLogger(LightningCSVLogger):
     """Writer of ``metrics.csv`` in ``root_dir/name/version_N``.
 
     Args:
-        root_dir: local directory above all experiments.
-        name: directory of the experiment below it; None or ``""`` for none.
-        version: a number N for ``version_N``, or a directory name. Default: the next free number.
-        prefix: put before every metric's name, as ``prefix-name``.
-        flush_logs_every_n_steps: write to the file at the latest when rows of this many steps are waiting.
+        root_dir: Local directory above all experiments.
+        name: Directory of the experiment below it; None or ``""`` for none.
+        version: A number N for ``version_N``, or a directory name. Default: the next free number.
+        prefix: Prefix of every metric's name, as ``prefix-name``.
+        flush_logs_every_n_steps: Steps after which pending rows are written to the file.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Fabric's TensorBoard logger: ``root_dir`` in place of ``save_dir``."""
+"""Fabric's TensorBoard logger, with ``root_dir`` instead of ``save_dir``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class TensorBoardLogger(LightningTensorBoardLogger):
     """Writer of event files for TensorBoard in ``root_dir/name/version_N``. `log_graph` records whenever it is called.
 
     Args:
-        root_dir: local directory above all experiments.
-        name: directory of the experiment below it; None or ``""`` for none.
-        version: a number N for ``version_N``, or a directory name. Default: the next free number.
-        default_hp_metric: whether `log_hyperparams` without metrics records ``hp_metric`` = -1.
-        prefix: put before every metric's name, as ``prefix-name``.
-        sub_dir: directory below ``version_N`` for the files.
-        **kwargs: arguments of ``torch.utils.tensorboard.SummaryWriter``.
+        root_dir: Local directory above all experiments.
+        name: Directory of the experiment below it; None or ``""`` for none.
+        version: A number N for ``version_N``, or a directory name. Default: the next free number.
+        default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1.
+        prefix: Prefix of every metric's name, as ``prefix-name``.
+        sub_dir: Directory below ``version_N`` for the files.
+        **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``.
     """
 
     def __init__(

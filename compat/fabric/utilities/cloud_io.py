@@ -14,14 +14,14 @@ __getattr__ = find_peer_names(__name__)
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return what a file of ``torch.save`` holds, or a checkpoint of a run as the dict of Lightning's file.
+    """Return the content of a file of ``torch.save``, or a run's checkpoint in the format of Lightning's file.
 
-    Libraries import it as ``pl_load``, private as it is.
+    Libraries import it as ``pl_load``, although it is private.
 
     Args:
-        path_or_url: a path, or an open file.
-        map_location: the device for tensors.
-        weights_only: see ``torch.load``; None is True, so no code in a file runs.
+        path_or_url: A path, or an open file.
+        map_location: The device for tensors.
+        weights_only: See ``torch.load``. None means True, so no code in a file is run.
     """
     if isinstance(path_or_url, str | os.PathLike) and os.path.isdir(path_or_url):
         return load_checkpoint(path_or_url, map_location)

@@ -1,4 +1,4 @@
-"""A training step, its backward and the dropping of gradients as one closure."""
+"""Closure of a training step, its backward pass and the clearing of gradients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Closure", "ClosureResult"]
 
 @dataclass
 class ClosureResult(OutputResult):
-    """A loss, and what a step returned beside it.
+    """Loss of a step and its further outputs.
 
     Attributes:
-        closure_loss: the loss with its graph.
-        extra: the rest, by name.
-        loss: the loss without its graph, a copy.
+        closure_loss: The loss with its graph.
+        extra: The further outputs by name.
+        loss: A copy of the loss without its graph.
     """
 
     closure_loss: Tensor | None
@@ -38,11 +38,11 @@ class ClosureResult(OutputResult):
         """Return the result of a step.
 
         Args:
-            training_step_output: a loss, a dict with ``"loss"``, or None.
-            normalize: what to divide the loss by.
+            training_step_output: A loss, a dict with ``"loss"``, or None.
+            normalize: The divisor of the loss.
 
         Raises:
-            ValueError: for anything else.
+            ValueError: The output is of another kind.
         """
         extra: dict[str, Any] = {}
         loss = training_step_output
@@ -56,17 +56,17 @@ class ClosureResult(OutputResult):
         return cls(None if loss is None else loss / normalize, extra=extra)
 
     def asdict(self) -> dict[str, Any]:
-        """Return the loss and the rest."""
+        """Return the loss and the further outputs."""
         return {"loss": self.loss, **self.extra}
 
 
 class Closure(AbstractClosure[ClosureResult]):
-    """A closure for ``optimizer.step``: run the step, drop old gradients, run backward.
+    """Closure for ``optimizer.step`` that runs the step, clears the gradients and runs the backward pass.
 
     Args:
-        step_fn: returns the step's result.
-        backward_fn: called with the loss; None for no backward.
-        zero_grad_fn: drops gradients; None to keep them, as accumulation does.
+        step_fn: Returns the step's result.
+        backward_fn: Called with the loss. None skips the backward pass.
+        zero_grad_fn: Clears the gradients. None keeps them, for accumulation.
     """
 
     def __init__(
@@ -80,10 +80,15 @@ class Closure(AbstractClosure[ClosureResult]):
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        """Run the three parts; returns the step's result."""
+        """Run the three functions and return the step's result.
+
+        Args:
+            *args: Accepted and ignored.
+            **kwargs: Accepted and ignored.
+        """
         result = self._step_fn()
         if result.closure_loss is None:
-            warn("training_step returned None, so there is no backward.")
+            warn("training_step returned None, so the backward pass is skipped.")
         if self._zero_grad_fn is not None:
             self._zero_grad_fn()
         if self._backward_fn is not None and result.closure_loss is not None:
@@ -91,6 +96,7 @@ class Closure(AbstractClosure[ClosureResult]):
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Run the closure and return the loss without its graph."""
         super().__call__(*args, **kwargs)
         assert self._result is not None
         return self._result.loss

@@ -1,4 +1,4 @@
-"""Base classes of closures that keep what they returned."""
+"""Base classes of closures that store their last result."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ T = TypeVar("T")
 
 @dataclass
 class OutputResult:
-    """What a step returned."""
+    """Output of a step."""
 
     def asdict(self) -> dict[str, Any]:
-        """Return it as a dict."""
+        """Return the output as a dict."""
         raise NotImplementedError
 
 
 class AbstractClosure(ABC, Generic[T]):
-    """A function for an optimizer's ``step`` that keeps the result of its last call; write `closure`."""
+    """Function for an optimizer's ``step`` that stores the result of its last call. Subclasses define `closure`."""
 
     def __init__(self) -> None:
         self._result: T | None = None
 
     def consume_result(self) -> T:
-        """Return the result of the last call, and forget it.
+        """Return the result of the last call and clear it.
 
         Raises:
-            ValueError: if it was not called since.
+            ValueError: It was not called since the last result was consumed.
         """
         result, self._result = self._result, None
         if result is None:
@@ -39,8 +39,14 @@ class AbstractClosure(ABC, Generic[T]):
 
     @abstractmethod
     def closure(self, *args: Any, **kwargs: Any) -> T:
-        """Compute the result."""
+        """Compute the result.
+
+        Args:
+            *args: Arguments of the call.
+            **kwargs: Keyword arguments of the call.
+        """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the closure and store its result."""
         self._result = self.closure(*args, **kwargs)
         return self

@@ -1,4 +1,4 @@
-"""The result of a step that drives its optimizers itself."""
+"""Result of a step with manual optimization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ManualResult"]
 
 @dataclass
 class ManualResult(OutputResult):
-    """What the step returned, by name; the loss without its graph."""
+    """Outputs of a step by name, the loss without its graph."""
 
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -23,8 +23,11 @@ class ManualResult(OutputResult):
     def from_training_step_output(cls, training_step_output: Any) -> ManualResult:
         """Return the result of a step.
 
+        Args:
+            training_step_output: The return value of the step.
+
         Raises:
-            ValueError: for anything but a loss, a dict, or None.
+            ValueError: The output is not a loss, a dict, or None.
         """
         output = {"loss": training_step_output} if isinstance(training_step_output, Tensor) else training_step_output
         if output is not None and not isinstance(output, Mapping):
@@ -35,5 +38,5 @@ class ManualResult(OutputResult):
         return cls(extra)
 
     def asdict(self) -> dict[str, Any]:
-        """Return what the step returned."""
+        """Return the outputs of the step."""
         return self.extra

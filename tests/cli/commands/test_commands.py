@@ -160,7 +160,7 @@ def test_what_can_not_be_gone_on_with_leaves_no_folder(here, capsys):
     assert main(["fit", "--from-run", "runs/default/1", "ckpt_path=last", "run.name=other"]) == 2
     assert "command line: run.name is for a new run" in capsys.readouterr().err
     assert main(["fit", "--from-run", str(saved), "ckpt_path=last"]) == 2
-    assert "is not a run's folder, in which ckpt_path=last could look" in capsys.readouterr().err
+    assert "is not the folder of a run, which ckpt_path=last needs" in capsys.readouterr().err
     assert [str(path.relative_to(here)) for path in here.glob("runs/*/*")] == ["runs/default/1"]
 
 
@@ -204,7 +204,7 @@ def test_a_longer_run_follows_the_schedule_in_the_file(here, capsys):
     for line, text in (
         (["fit", "--from-run", "runs/default/1", "schedule=mine"], "schedule=mine must be one of saved, script"),
         (["fit", "--from-run", "runs/default/1", "schedule=script"], "schedule='script' is for a resume"),
-        (["test", "--from-run", "runs/default/1", "schedule=script"], "schedule is for fit"),
+        (["test", "--from-run", "runs/default/1", "schedule=script"], "schedule applies to fit only"),
     ):
         assert main(line) == 2
         assert text in capsys.readouterr().err
@@ -257,9 +257,9 @@ def test_evaluation_of_an_earlier_run(here, capsys):
         assert main(["validate", "--from-run", "runs/default/1", *words]) == 0
         assert f"loads the weights of {saved}" in capsys.readouterr().err
     assert main(["validate", "--from-run", str(saved)]) == 0
-    with pytest.warns(UserWarning, match="the weights are those that the task is built with"):
+    with pytest.warns(UserWarning, match="the task's initial weights are used"):
         assert main(["validate", "--config", "run.yaml"]) == 0
-    with pytest.warns(UserWarning, match="the weights are those that the task is built with"):
+    with pytest.warns(UserWarning, match="the task's initial weights are used"):
         assert main(["validate", "--from-run", "runs/default/1/config.yaml"]) == 0
     assert sorted(path.name for path in here.iterdir()) == ["run.yaml", "runs"]
 
@@ -285,7 +285,7 @@ def test_who_imports_what_is_not_there_is_named(here, capsys):
     (here / "first_of_two.py").write_text("import second_of_two\n")
     (here / "second_of_two.py").write_text("\nimport no_such_package\n")
     assert main(["fit", "--config", "run.yaml", "model.class=first_of_two.Mine"]) == 2
-    assert "second_of_two.py:2 imports 'no_such_package', which is not there" in capsys.readouterr().err
+    assert "second_of_two.py:2 imports 'no_such_package', which is not installed" in capsys.readouterr().err
 
 
 def test_secrets_are_kept_nowhere(here, monkeypatch, capsys):
@@ -436,8 +436,8 @@ def test_a_script_becomes_a_command_line(here, capsys):
         (["fit", "model.lrr=1"], 2, "Line has no argument 'lrr'"),
         (["fit", "--help"], 0, "usage: python"),
         (["fit", "--help", "model"], 0, "Fits a line."),
-        (["fti"], 2, "'fti' is none of fit, validate, test, predict"),
-        ([], 2, "say what to do"),
+        (["fti"], 2, "'fti' is not one of fit, validate, test, predict"),
+        ([], 2, "a command is missing"),
     ):
         with pytest.raises(SystemExit) as raised:
             treadle.cli.run(cli_samples.Line, cli_samples.Points, arguments=arguments)

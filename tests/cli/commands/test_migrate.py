@@ -70,8 +70,8 @@ def test_what_needs_a_hand_is_listed_and_is_status_1(capfd):
     write("letters.py", b"import lightning\n# \xff\n")
     out = migrate(capfd, ".", "--write", status=1)
     assert "Needs a change by hand:\n  a.py:1: accelerate.utils.flux: has no counterpart" in out
-    assert "  bad.py:2: does not parse, and is left as it is: " in out
-    assert "  letters.py: cannot be read, and is left as it is: " in out
+    assert "  bad.py:2: does not parse and is unchanged: " in out
+    assert "  letters.py: cannot be read and is unchanged: " in out
     assert Path("bad.py").read_text() == "import lightning\nprint 'old'\n"
     assert Path("a.py").read_text() == ("from treadle.utils import set_seed\nfrom accelerate.utils import flux\n")
     assert "accelerate.utils.flux" in migrate(capfd, ".", "--write", status=1)
@@ -120,8 +120,8 @@ def test_what_cannot_be_read_is_named(capfd, project):
     finally:
         os.seteuid(user)
         Path("closed").chmod(0o755)
-    assert "  closed: cannot be read, and is left as it is: Permission denied\n" in out
-    assert "  secret.py: cannot be read, and is left as it is: Permission denied\n" in out
+    assert "  closed: cannot be read and is unchanged: Permission denied\n" in out
+    assert "  secret.py: cannot be read and is unchanged: Permission denied\n" in out
     assert "+++ b/open.py" in out
 
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_read_is_named(capfd, project):
     ("arguments", "text"),
     [
         ([], "the following arguments are required: path"),
-        (["nowhere"], "'nowhere' does not exist; name a project's folder or a file of it."),
+        (["nowhere"], "'nowhere' does not exist. Name a project's folder or a file in it."),
         (["a", "b"], "unrecognized arguments: b"),
         ([".", "--wrte"], "unrecognized arguments: --wrte"),
     ],

@@ -160,9 +160,9 @@ def test_a_task_that_is_finished_by_the_run(here, capsys, schedule):
     assert "90, all trained" in out  # 8 to 4 x 2 processes, and those to 2 epochs, with biases
     words = {
         "none": "learning rate 0.1 throughout",
-        "plateau": "learning rate 0.1 at first, then as loss goes",
+        "plateau": "learning rate 0.1 at first, then depending on loss",
         "steps": "learning rate 0.05 to 0.1",
-        "stream": "their length is not known",
+        "stream": "epochs of unknown length",
     }
     assert words[schedule] in out
     assert ("how many is not known" in out) == (schedule == "stream")

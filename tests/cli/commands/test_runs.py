@@ -125,7 +125,7 @@ def test_as_json(runs, capsys):
         (["show", "1"], "1 is the number of old/1, new/1: give the name too"),
         (["show", "old/7"], "there is no run 'old/7'"),
         (["show", "4", "--metric", "vall"], "--metric 'vall' is not one of"),
-        (["show", "4", "--width", "0"], "--width 0 is not between 24 and 1000 letters"),
+        (["show", "4", "--width", "0"], "--width 0 is not between 24 and 1000 characters"),
     ],
     ids=["state", "name", "option", "number", "two", "path", "metric", "width"],
 )
@@ -438,7 +438,7 @@ def test_no_line_floods_the_terminal(tmp_path, capsys):
     (folder.path / "environment.json").write_text(json.dumps({"a": "x" * 10**6}))
     text = out(capsys, "show", folder.path)
     assert max(map(len, text.splitlines())) < 2100
-    assert "x... (1,000,005 letters)" in text
+    assert "x... (1,000,005 characters)" in text
 
 
 def harmless(text):

@@ -89,7 +89,7 @@ def test_the_arguments_that_another_class_takes_are_kept(capsys):
     words = ("--optimizer=Adam", "--optimizer.lr=0.5", "--optimizer.amsgrad=true", "--optimizer=SGD")
     optimizer = parse(*words).optimizer
     assert (optimizer.class_path, optimizer.init_args.lr) == ("torch.optim.SGD", 0.5)
-    assert "SGD takes no amsgrad: dropped from the settings." in capsys.readouterr().err
+    assert "SGD does not accept amsgrad: removed from the settings." in capsys.readouterr().err
 
 
 def test_words_added_to_the_last_callback():
@@ -251,13 +251,13 @@ def test_links_are_checked_where_they_are_made():
     parser.link_arguments("data.batch_size", "model.batch_size")
     assert parser.parse_args(["--data.batch_size=5"]).model.batch_size == 5
     assert "batch_size" not in yaml.safe_load(parser.dump(parser.parse_args([])))["model"]
-    with pytest.raises(ConfigError, match=r"model.batch_size follows from --data.batch_size: set that instead"):
+    with pytest.raises(ConfigError, match=r"model.batch_size is set by a link from --data.batch_size: set that"):
         parser.parse_args(["--model.batch_size=3"])
     for arguments, message in {
         ("data.batch_size", "modle.lr"): "no argument 'modle.lr'. Did you mean 'model'",
         ("data.batch_size", "model.batch_size"): "is the target of a link already",
         (("data.batch_size", "note"), "model.lr"): "needs compute_fn",
-        ("model.lr", "data.samples"): "form a circle",
+        ("model.lr", "data.samples"): "are circular",
     }.items():
         with pytest.raises(ValueError, match=message):
             parser.link_arguments(*arguments)

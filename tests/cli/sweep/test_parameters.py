@@ -95,9 +95,9 @@ def test_parameters_in_wandbs_nested_form():
         ({"min": 0.5, "max": 9, "type": "int"}, "distribution=int takes whole numbers for min, max and step."),
         ({"values": [1], "min": 2}, "values and min exclude each other; keep one."),
         ({"values": [1], "type": "float"}, "distribution=float takes min and max, not values."),
-        ({"values": [1, 1.0]}, "the value 1.0 is there twice; keep one."),
+        ({"values": [1, 1.0]}, "the value 1.0 appears twice; keep one."),
         ({"values": []}, "values must be a list of at least one."),
-        ({"min": 1, "low": 1, "max": 2}, "low and min say the same; keep one."),
+        ({"min": 1, "low": 1, "max": 2}, "low and min mean the same; keep one."),
         ({"distribution": "log_unform_values", "min": 1, "max": 2}, "Did you mean 'log_uniform_values'?"),
         ({"distribution": "log_uniform", "min": 1, "max": 2}, "its min and max are exponents."),
         ({"values": [1, 2], "probabilities": [0.5, 0.5]}, "every value is equally likely."),
@@ -113,4 +113,4 @@ def test_a_key_and_one_within_it_are_refused():
     assert problems == ["s.yaml:3: parameters: optimizer and optimizer.lr set the same value; keep one."]
     problems.clear()
     parse_parameters(make_value({"model lr": [1]}, "s.yaml:3"), problems)
-    assert "is no key" in problems[0]
+    assert "is not a key" in problems[0]

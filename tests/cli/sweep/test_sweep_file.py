@@ -108,7 +108,7 @@ def test_changes_are_named_and_some_are_none():
     [
         ("method", "metod", "s.yaml:3: a sweep has no 'metod'. Did you mean 'method'?"),
         ("random", "randm", "s.yaml:3: method='randm' is not one of grid, random, tpe. Did you mean 'random'?"),
-        ("trials: 20", "trials: many", "s.yaml:5: trials='many' must be a whole number from 1 on."),
+        ("trials: 20", "trials: many", "s.yaml:5: trials='many' must be a whole number of at least 1."),
         ("trials: 20\n", "", "s.yaml: there is no number of trials: add trials: 20."),
         ("goal: minimize", "goal: minimise", "goal='minimise' is not one of minimize, maximize."),
         (", goal: minimize", "", "goal=None is not one of minimize, maximize."),
@@ -117,7 +117,7 @@ def test_changes_are_named_and_some_are_none():
         ("config: base.yaml", "config: bas.yaml", "there is no file 'bas.yaml'"),
         ("config: base.yaml", "program: train.py", "a sweep runs `treadle fit`"),
         ("trials: 20", "trainer: {}\ntrials: 20", "it is a section of the configuration. Put it below 'config'."),
-        ("trials: 20", "trials: 20\nrun_cap: 3", "run_cap and trials say the same; keep one."),
+        ("trials: 20", "trials: 20\nrun_cap: 3", "run_cap and trials mean the same; keep one."),
         ("trials: 20", "trials: 20\nname: a/b", "can't be the name of a run"),
         ("trials: 20", "trials: 20\nprune: hyperbund", "prune='hyperbund' is not one of hyperband, asha,"),
         ("trials: 20", "trials: 20\nstorage: study.db", "storage='study.db' must be a URL"),

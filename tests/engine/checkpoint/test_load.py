@@ -639,7 +639,7 @@ def test_export_destroys_no_checkpoint(saved, output, capsys):
 def test_export_names_what_it_leaves_out(tmp_path, capsys):
     prepared(Extra)[0].save_state(tmp_path / "x")
     assert main([str(tmp_path / "x"), str(tmp_path / "m.safetensors")]) == 0
-    assert "4 tensors, 232 bytes, without what is no tensor: _extra_state" in capsys.readouterr().out
+    assert "4 tensors, 232 bytes, without values that are not tensors: _extra_state" in capsys.readouterr().out
 
 
 class Tied(nn.Module):

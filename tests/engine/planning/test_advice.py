@@ -170,19 +170,19 @@ def test_the_command(capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "say what to plan"),
+        ([], "give either --config run.yaml or --model 7b"),
         (["--model", "6b"], "Did you mean"),
         (["--model", "7b", "--gpu", "h1000"], "Did you mean 'h100'"),
         (["--model", "7b", "--strategy", "fsdpp"], "Did you mean 'fsdp'"),
-        (["--model", "7b", "--world-size", "0"], "no number of at least 1"),
+        (["--model", "7b", "--world-size", "0"], "must be a whole number of at least 1"),
         (["--model", "7b", "--worldsize", "4"], "Did you mean '--world-size'?"),
-        (["--model", "7b", "--lr", "nan"], "'nan' is no number above 0"),
+        (["--model", "7b", "--lr", "nan"], "'nan' must be a number above 0"),
         (["--model", "7b", "--strategy", "single", "--world-size", "2"], "is for one process"),
         (["--model", "7b", "--strategy", "ddp", "--world-size", "4", "--replicate", "2"], "that is for 'fsdp'"),
         (["--model", "7b", "--strategy", "ddp", "--checkpoint-activations"], "that is for 'fsdp'"),
         (["--model", "7b", "--strategy", "fsdp_cpu_offload"], "cpu_offload"),
         (["--model", "7b", "--world-size", "6", "--replicate", "4"], "does not divide"),
-        (["--model", "7b", "model.lr=1"], "overrides are for --config"),
+        (["--model", "7b", "model.lr=1"], "overrides need --config"),
         (["--config", "run.yaml", "--lr", "1"], "--lr is for --model"),
     ],
 )

@@ -1,0 +1,49 @@
+"""Links between arguments, applied to settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Value
+from .checker import SettingsChecker, look_up
+from .declarations import ClassGroup, Declared, Link, find_owner
+from .namespace import Namespace
+from .settings import as_mapping, find_value, make_settings, place, remove_value
+
+
+def apply_link(
+    declared_by_key: Mapping[str, Declared],
+    checker: SettingsChecker,
+    link: Link,
+    key: str,
+    section: Value | None,
+    configs: Namespace,
+) -> Value | None:
+    """Return a section with the value of a link in it.
+
+    Args:
+        declared_by_key: All options and groups of the parser.
+        checker: Collects problems.
+        link: The link.
+        key: The key of the option or group that the link's target belongs to.
+        section: The settings of that option or group.
+        configs: The configurations of the options and groups that have been checked.
+    """
+    declared, path = declared_by_key[key], link.path[len(key.split(".")) :]
+    given = None if section is None else find_value(section, path)
+    sources = " and ".join(f"--{source}" for source in link.sources)
+    if given is not None and path and given.source not in ("linked", "configuration", "default"):
+        checker.report(given, link.path, f" is set by a link from {sources}: set that instead.")
+        return section
+    if path and isinstance(declared, ClassGroup) and declared.subclass_mode:
+        if section is None or section.data is None:
+            return section
+        if len(path) == 1 and declared.find_argument(path, as_mapping(section)) is None:
+            return section  # this class does not take it
+    if link.at_instantiation:
+        return remove_value(section, path)
+    if any(find_owner(declared_by_key, source) not in configs for source in link.sources):
+        return section  # what is wrong with the source is reported already
+    value = link.apply(lambda source: look_up(configs, source))
+    new = make_settings(value, "linked")
+    return new if not path else place(as_mapping(section), path, new, lambda _: None)
