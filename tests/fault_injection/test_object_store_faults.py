@@ -105,7 +105,7 @@ def fit_and_die(root, steps, ckpt_path, number, moment):
 
     for name in WRITES:
         watch(name)
-    remote_path._PART_BYTES, remote_path._PARTS_AT_ONCE = 200, 1
+    remote_path._PART_BYTES, remote_path._PARTS_AT_ONCE = 1000, 1
     fit(root, steps, ckpt_path)
     return made
 
