@@ -83,7 +83,7 @@ class Loader:
     ) -> None:
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise TypeError(
-                f"a {type(source).__name__} is not a loader, {source!r}: pass a DataLoader or another iterable of "
+                f"{source!r} ({type(source).__name__}) is not a loader: pass a DataLoader or another iterable of "
                 "batches."
             )
         self.source = source
