@@ -55,7 +55,7 @@ class CombinedLoader:
         for leaf in leaves:
             if not isinstance(leaf, Iterable) and not hasattr(leaf, "__getitem__"):
                 raise TypeError(
-                    f"CombinedLoader got a {type(leaf).__name__}, {leaf!r:.100}, which is not a loader: pass a "
+                    f"CombinedLoader got {leaf!r:.100} ({type(leaf).__name__}), which is not a loader: pass a "
                     "DataLoader or another iterable of batches."
                 )
         self._flattened = leaves
