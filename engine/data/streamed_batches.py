@@ -32,6 +32,7 @@ class Counted:
         self.collate = collate
 
     def __call__(self, samples: Any) -> tuple[int, Any]:
+        """Return the number of samples and the collated batch."""
         return len(samples), self.collate(samples)
 
 
