@@ -60,7 +60,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_named_loopback() -> bool:
-    """Return whether this machine's name resolves to a loopback address or to none; gloo would tell others that address.
+    """Return whether this machine's name resolves to a loopback address or to none; gloo would announce that address.
 
     Debian's installer gives a machine's name the address 127.0.1.1.
     """
