@@ -204,7 +204,7 @@ def save_objects(folder):
     accelerator.save({"x": torch.arange(3)}, f"{folder}/data.safetensors", safe_serialization=True)
     if accelerator.is_main_process:  # alone
         for bad, safe in ((nn.Linear(1, 1), False), ([lambda: 0], False), ({"x": 1}, True)):
-            with pytest.raises(TypeError, match=r"stored|takes a dict"):
+            with pytest.raises(TypeError, match=r"stored|writes only a dict"):
                 accelerator.save(bad, f"{folder}/bad", safe_serialization=safe)
         accelerator.save_model(model, folder)
     return sorted(os.listdir(folder))
@@ -268,7 +268,7 @@ def test_what_save_writes_is_read_without_trust(tmp_path):
     ids=["path", "timedelta", "array", "frozenset"],
 )
 def test_what_is_not_read_without_trust_is_refused(value, words, tmp_path):
-    with pytest.raises(TypeError, match=rf"obj\.a\.1: torch\.load\(weights_only=True\) reads no .*{words}"):
+    with pytest.raises(TypeError, match=rf"obj\.a\.1: torch\.load\(weights_only=True\) does not load: .*{words}"):
         cpu().save({"a": [0, value]}, tmp_path / "x.pt")
     assert os.listdir(tmp_path) == []
 
@@ -418,7 +418,10 @@ def refused_hooks(folder):
     accelerator.wait_for_everyone()
     assert os.listdir(folder) == []
     accelerator.wait_for_everyone()
-    for name, what in (("manifest.json", "own list"), ("model.safetensors", "a file of the checkpoint itself")):
+    for name, what in (
+        ("manifest.json", "checkpoint's manifest"),
+        ("model.safetensors", "a file of the checkpoint itself"),
+    ):
         handle = accelerator.register_save_state_pre_hook(lambda *a, n=name: open(f"{a[2]}/{n}", "w").close())
         with pytest.raises((ValueError, RuntimeError), match=what):
             accelerator.save_state(f"{folder}/c")
@@ -495,7 +498,7 @@ def test_a_part_may_be_sharded(tmp_path):
     ["model", "model-1", "Model", "optimizer", "optimizer-2", "extra-model", "state", "rank-00000", "unfinished"],
 )
 def test_names_of_the_checkpoints_own_files_are_no_names_of_parts(tmp_path, name):
-    with pytest.raises(ValueError, match=f"the name '{name}' is for"):
+    with pytest.raises(ValueError, match=f"the name '{name}' is reserved for"):
         cpu().save_state(tmp_path / "c", parts={name: {"a": torch.ones(1)}})
     assert os.listdir(tmp_path) == []
 
@@ -535,7 +538,7 @@ def test_what_is_registered_keeps_its_name():
     other.register_for_checkpointing(Count_1=two)
     other.register_for_checkpointing(one, three)
     assert other.registered == {"Count_1": two, "Count_2": one, "Count_3": three}
-    with pytest.raises(ValueError, match=r"Count_1=\.\.\.\): another object has this name"):
+    with pytest.raises(ValueError, match=r"Count_1=\.\.\.\): another object is registered under this name"):
         other.register_for_checkpointing(Count_1=three)
     assert other.registered["Count_1"] is two
 
@@ -545,7 +548,7 @@ def test_parameters_of_no_prepared_model_are_named(tmp_path):
     net, head = nn.Linear(2, 3), nn.Linear(3, 5)
     optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
     accelerator.prepare(net, optimizer)
-    with pytest.warns(UserWarning, match=r"2 parameters that are in no prepared model, of shapes \(5, 3\), \(5,\):"):
+    with pytest.warns(UserWarning, match=r"2 parameters that are not in a prepared model, of shapes \(5, 3\), \(5,\):"):
         accelerator.save_state(tmp_path / "c")
     accelerator.register_for_checkpointing(head=head)
     with warnings.catch_warnings():
@@ -572,7 +575,7 @@ def test_the_newest_is_found_between_two_renames(tmp_path):
     for _ in range(2):
         path = accelerator.save_state()
     path.rename(path.parent / f".{path.name}.old")
-    with pytest.warns(UserWarning, match="checkpoint_1: put back"):
+    with pytest.warns(UserWarning, match="checkpoint_1: restored"):
         automatic(tmp_path)[0].load_state()
     assert path.is_dir()
 

@@ -181,7 +181,7 @@ class Seat:
         self.rank, self.size, self.is_main = rank, size, rank == 0
 
 
-@pytest.mark.parametrize(("metric", "why"), [(torchmetrics.PearsonCorrCoef(), "no reduction"), (Tally(), "no states")])
+@pytest.mark.parametrize(("metric", "why"), [(torchmetrics.PearsonCorrCoef(), "no reduction"), (Tally(), "not known")])
 def test_what_can_not_be_shared_out(metric, why):
     found = torch.tensor([0.0, 1.0, 3.0])
     metric.update(found, found.roll(1))
@@ -207,7 +207,7 @@ def test_a_tally_of_one_process_goes_to_rank_zero():
 
 
 def test_a_metric_that_is_gone():
-    with pytest.warns(UserWarning, match="'it' has counted, but the task has no such metric"):
+    with pytest.warns(UserWarning, match="a metric 'it', but the task has no such metric"):
         metric_state.load({}, {"it": [{"counts": {}}], "over": None}, World())
 
 

@@ -105,10 +105,10 @@ def swap(path):
 
 DAMAGE = {
     "truncated": (truncate, "model.safetensors has"),
-    "a bit flipped": (flip, "model.safetensors has other content"),
+    "a bit flipped": (flip, "model.safetensors is not the file that was written"),
     "a file lost": (lose, "state.json is missing"),
     "no manifest to read": (garble, "manifest.json can't be read"),
-    "files of another": (swap, "has other content|bytes"),
+    "files of another": (swap, "is not the file that was written|bytes"),
 }
 
 
@@ -268,7 +268,7 @@ def test_what_a_killed_run_left_is_set_right_first(tmp_path, words):
     )
     assert (began, own.ckpt_path) == (10, tmp_path / "c" / "last.ckpt")
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["last.ckpt"]
-    assert [text for text in words if "put back" in text]
+    assert [text for text in words if "restored" in text]
 
 
 # -- the best ------------------------------------------------------------------------------------------------------
