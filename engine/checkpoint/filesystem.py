@@ -3,7 +3,7 @@
 Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
 `write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module, so that a test
 can stop the process at each. Exceptions are what torch writes (`export`, in torch's format), what is downloaded
-(`foreign.fetch`), what a profiler writes, and a user's own hooks.
+(`weights.download.fetch`), what a profiler writes, and a user's own hooks.
 """
 
 import errno

@@ -49,12 +49,12 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True)
 class Record:
-    """Inert stand-in for an object in a stored state: `codec.decode` returns the record, never the object.
+    """Inert stand-in for an object in a stored state: `json_codec.decode` returns the record, never the object.
 
     Attributes:
         kind: What the reader may create from it, such as ``"enum"``.
         name: The name of the object's class, as text.
-        content: The object's data, anything that `codec.encode` accepts.
+        content: The object's data, anything that `json_codec.encode` accepts.
     """
 
     kind: str
@@ -114,7 +114,7 @@ def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -
 
     Raises:
         TypeError: If it is a subclass (other than a sharded tensor), sparse, quantized, without data (device ``meta``)
-            or of a dtype that is not in `disk.CODES`.
+            or of a dtype that is not in `filesystem.CODES`.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
         _refuse(tensor, place, "unwrap it into a plain torch.Tensor first")

@@ -344,7 +344,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
         target: The checkpoint.
         files: This process's files.
         info: The metadata for the manifest.
-        others: See `checkpoint.commit`.
+        others: See `store.commit`.
 
     Raises:
         OSError: If the disk refused. The files of the attempt are deleted, and an earlier checkpoint stays.

@@ -296,7 +296,7 @@ class DiskSave:
 
 
 class CheckpointStore:
-    """The checkpoints in one directory, or below one URL.
+    """Checkpoints in one directory, or below one URL.
 
     Args:
         directory: The directory; each checkpoint is a subdirectory. It need not exist yet.

@@ -11,7 +11,7 @@ from .logged_values import stack_numbers
 
 
 class LateNumbers:
-    """Reads numbers that a GPU may still compute: returns those of an earlier call once they are available.
+    """Reader of numbers that a GPU may still compute: returns those of an earlier call once they are available.
 
     Reading the latest ones would wait for all queued work at each refresh of a progress bar.
     """

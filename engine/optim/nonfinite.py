@@ -25,7 +25,7 @@ _MOST_SAMPLES = _MOST_RANKS = 8
 
 @dataclass
 class Evidence:
-    """What one rank knows of a step with values that are not finite.
+    """Record of one rank about a step with values that are not finite.
 
     Attributes:
         batches: The micro-batches whose loss is not finite on this rank.

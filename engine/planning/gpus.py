@@ -12,7 +12,7 @@ from ...common.validation import choose
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
-    """A kind of accelerator in its usual machine.
+    """Kind of accelerator in its usual machine.
 
     Args:
         name: The name to request it by.

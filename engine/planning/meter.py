@@ -48,7 +48,7 @@ _KINDS = {
 
 @dataclass
 class Memory:
-    """The bytes in use, by category.
+    """Bytes in use, by category.
 
     Attributes:
         live: Bytes now.

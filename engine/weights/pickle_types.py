@@ -26,7 +26,7 @@ class Unknown(Exception):
 
 
 class Reader:
-    """Converts the results of `pickles.read` to data.
+    """Converter of the results of `pickle_reader.read` to data.
 
     Args:
         persistent: Converts a persistent id, which is a tuple.

@@ -319,7 +319,7 @@ def make_readable(value: Any, place: str) -> Any:
     """Return a value that ``torch.load(weights_only=True)`` reads: with Python numbers and plain dicts.
 
     Args:
-        value: Anything that `codec.encode` accepts. Values that need no change stay the same object.
+        value: Anything that `json_codec.encode` accepts. Values that need no change stay the same object.
         place: Its place, for the error.
 
     Raises:

@@ -77,7 +77,7 @@ def keep_random_state(mesh: DeviceMesh) -> None:
 
 
 class Piece(NamedTuple):
-    """A process's shard of a tensor."""
+    """Shard of a tensor that one process has."""
 
     local: Tensor
     offset: tuple[int, ...]

@@ -92,7 +92,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Place:
-    """How this machine meets the others.
+    """Result of `Nodes.place`: the addresses by which this machine meets the others.
 
     Attributes:
         endpoint: Where they meet, with the host as a number.
@@ -109,7 +109,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a supervisor runs.
+    """Command that a supervisor runs on this machine, and its settings.
 
     Args:
         nproc: Number of ranks on this machine.
