@@ -53,7 +53,7 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
 
 
 class Checkpointer:
-    """Saves and loads everything that an `Accelerator` has prepared.
+    """Saver and loader of everything that an `Accelerator` has prepared.
 
     Each public method is documented at the method of `Accelerator` with the same name.
 

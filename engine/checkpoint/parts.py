@@ -47,7 +47,7 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     """Return the content of the files that this process writes for a state; tensors are not copied.
 
     Args:
-        name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors, any other name for what `json_codec.encode`
+        name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors, any other for what `json_codec.encode`
             accepts.
         state: The state to store, the same on all processes, except for their shards of tensors. Tied tensors are
             stored once.

@@ -53,7 +53,7 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
 
 
 class _HostCopier:
-    """Copies a batch's tensors from the host to a GPU while both continue to work.
+    """Copier of a batch's tensors from the host to a GPU while both continue to work.
 
     Host memory is pinned, so that the copy is asynchronous. A large tensor is copied on a separate stream, while the
     device still computes the previous step. The host is at most two such batches ahead of the device, since each of

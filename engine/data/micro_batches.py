@@ -96,7 +96,7 @@ def _iter_without_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class GroupPlanner:
-    """Splits a stream of batches into groups that form one optimizer step each, with exact weights.
+    """Splitter of a stream of batches into groups that form one optimizer step each, with exact weights.
 
     Args:
         rank: The rank of this process.

@@ -28,7 +28,7 @@ _WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
 
 
 class Agreement:
-    """Sums the votes of all processes together with the gradients, without a separate collective.
+    """Sum of the votes of all processes, reduced together with the gradients, without a separate collective.
 
     With a world size of one, the result is available at once. On accelerators it is read one step later, so that
     nothing waits for the device; with ``immediate`` it is read in the same step.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GradientGuard:
-    """Checks the gradients that a prepared optimizer is about to apply; see `Accumulation.guard`.
+    """Check of the gradients that a prepared optimizer is about to apply; see `Accumulation.guard`.
 
     Replicas have the same gradients after the reduction, so every rank decides alike without an exchange. With sharded
     gradients, the ranks exchange one number per step.

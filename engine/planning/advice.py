@@ -19,8 +19,8 @@ def advise(plan: Plan, again: Again) -> list[str]:
 
     Args:
         plan: The requested plan.
-        again: Plans the same run with changes: those of `simulated.varied`, and ``micro_batch``, ``accumulate`` and
-            ``precision``.
+        again: Plans the same run with changes: those of `strategies.simulation.varied`, and ``micro_batch``,
+            ``accumulate`` and ``precision``.
     """
     if not plan.fits:
         return [_advise_fit(plan, again)]

@@ -54,7 +54,7 @@ class _Round:
 
 
 class Departure:
-    """Determines the batch before which a rank leaves a loop.
+    """Agreement of the ranks on the batch before which they leave a loop.
 
     Args:
         rank: The rank of this process.

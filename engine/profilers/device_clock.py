@@ -38,7 +38,7 @@ class Span:
 
 
 class DeviceClock:
-    """Marks the device's queue where actions begin and end, and reads the marks later, without waiting.
+    """Marker of the device's queue where actions begin and end; reads the marks later, without waiting.
 
     A mark is reached when all work before it is done. The time between two marks is therefore the additional time that
     the device was busy with the work launched in between, or idle because nothing was launched.

@@ -132,7 +132,7 @@ def is_waiting(frames: list[FrameType]) -> bool:
 
 
 class Watchdog:
-    """Watches one process, and through the store all others.
+    """Watchdog of one process, and through the store of all others.
 
     Args:
         world: All processes.
