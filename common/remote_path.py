@@ -201,8 +201,8 @@ class RemotePath:
 
     def _list(self, depth: int | None = None) -> dict[str, Any]:
         def request() -> dict[str, Any]:
-            found = self._store.find(self._key, maxdepth=depth, withdirs=depth is not None, detail=True)
-            return {str(path): entry for path, entry in found.items()}
+            entries = self._store.find(self._key, maxdepth=depth, withdirs=depth is not None, detail=True)
+            return {str(path): entry for path, entry in entries.items()}
 
         try:
             entries = self._ask("list it", request)

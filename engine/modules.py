@@ -102,15 +102,18 @@ def describe_compilations(since: float) -> str:
         return ""
     from torch._dynamo.utils import get_compilation_metrics
 
-    made = [metric for metric in get_compilation_metrics() if metric.co_name and (metric.start_time or 0) >= since]
-    again = [metric for metric in made if getattr(metric, "recompile_reason", None)]
-    if not made:
+    metrics = [metric for metric in get_compilation_metrics() if metric.co_name and (metric.start_time or 0) >= since]
+    recompiled = [metric for metric in metrics if getattr(metric, "recompile_reason", None)]
+    if not metrics:
         return ""
-    text = f"torch.compile: {len(made)} graph{'s' * (len(made) > 1)}"
-    if again:
-        name, reason = str(again[0].co_name).removeprefix("_call_").removeprefix("_forward_"), again[0].recompile_reason
+    text = f"torch.compile: {len(metrics)} graph{'s' * (len(metrics) > 1)}"
+    if recompiled:
+        name, reason = (
+            str(recompiled[0].co_name).removeprefix("_call_").removeprefix("_forward_"),
+            recompiled[0].recompile_reason,
+        )
         reason = str(reason).partition("\n")[0].partition(": ")[2] or str(reason)
-        text += f", {len(again)} of them as another did not fit; the first, of {name}: {reason}"
+        text += f", {len(recompiled)} of them recompiled; the first, of {name}: {reason}"
     return text
 
 

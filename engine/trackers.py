@@ -295,8 +295,8 @@ class AimTracker(RunTracker):
         options = kwargs or {}
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
-            made = aim.Image(image, caption=caption, **options.get("aim_image", {}))
-            self.writer.track(made, name=name, step=step, **options.get("track", {}))
+            logged_image = aim.Image(image, caption=caption, **options.get("aim_image", {}))
+            self.writer.track(logged_image, name=name, step=step, **options.get("track", {}))
 
 
 class CometMLTracker(RunTracker):

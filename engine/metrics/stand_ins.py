@@ -59,7 +59,7 @@ def _remember(value: Any) -> Callable[[], Any] | None:
     def restore() -> None:
         value.clear()
         value.extend(items) if isinstance(value, (list, deque)) else value.update(items)
-        for each in restores:
-            each()
+        for restore_item in restores:
+            restore_item()
 
     return restore

@@ -47,14 +47,14 @@ class HostCheck:
             return True
         if sharded:
             gradients = [local(gradient) for gradient in gradients]
-        found = self._found
+        has_nonfinite = self._found
         try:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, _ONE)  # type: ignore[arg-type]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, has_nonfinite, _ONE)  # type: ignore[arg-type]
         except NotImplementedError:  # some gradient is sparse or complex
             return all(map(is_finite, gradients))
-        if found.item() == 0.0:
+        if has_nonfinite.item() == 0.0:
             return True
-        found.zero_()
+        has_nonfinite.zero_()
         return False
 
 

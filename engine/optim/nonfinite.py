@@ -67,8 +67,10 @@ def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings
     bad_ranks = {rank: ", ".join(map(str, known.batches)) for rank, known in evidence.items() if known.batches}
     if bad_ranks:
         ranks, distinct = ", ".join(map(str, bad_ranks)), set(bad_ranks.values())
-        one = len(distinct) == 1
-        batches = distinct.pop() if one else "; ".join(f"{bad} on rank {rank}" for rank, bad in bad_ranks.items())
+        is_same_batch = len(distinct) == 1
+        batches = (
+            distinct.pop() if is_same_batch else "; ".join(f"{bad} on rank {rank}" for rank, bad in bad_ranks.items())
+        )
         samples = list_samples({rank: evidence[rank] for rank in bad_ranks})
         return Findings(f"the loss is not finite on rank {ranks}", batches, samples, True)
     origin, order = describe_origin(evidence)
@@ -167,12 +169,12 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
     parts = [f"{_name_samples(indices)} of the dataset"] if indices else []
     bad = [(path, tensor) for path, tensor in _iterate_tensors(batch, "batch") if not torch.isfinite(tensor).all()]
     for path, tensor in bad[:1]:
-        what = "NaN" if torch.isnan(tensor).any() else "infinity"
+        kind = "NaN" if torch.isnan(tensor).any() else "infinity"
         where = ""
         if indices is not None and tensor.ndim and len(tensor) == len(indices):
             rows = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
             where = f" in {_name_samples([indices[row] for row in rows])}"
-        parts.append(f"{path} holds {what}{where}")
+        parts.append(f"{path} holds {kind}{where}")
     return "; ".join(parts), bool(bad)
 
 

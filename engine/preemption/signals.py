@@ -257,8 +257,8 @@ class Preemption:
         elif self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
             if self._accelerator.is_main_process:
-                what = "step, where the run is saved" if self.interrupts else "save"
-                _say(f"Ctrl-C: the run ends after this {what}; press Ctrl-C again to end it at once")
+                last_action = "step, where the run is saved" if self.interrupts else "save"
+                _say(f"Ctrl-C: the run ends after this {last_action}; press Ctrl-C again to end it at once")
             if self.interrupts:
                 self._set(signal.SIGINT)
             handler = self._replaced[signal.SIGINT]

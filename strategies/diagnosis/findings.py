@@ -324,10 +324,10 @@ def _judge_measurements(measured: Facts) -> Iterator[Finding]:
             text = f"rank {rank} is {offset:.1f} s {side} rank 0, so times in logs and checkpoints differ. Use NTP."
             yield Finding(FAULT if offset >= _CLOCK_FAULT else NOTE, "clocks", text)
     if "all-reduce" in measured:
-        found = measured["all-reduce"]
+        all_reduce = measured["all-reduce"]
         text = (
-            f"{found['backend']}, latency {found['latency'] * 1e6:.0f} us, bus bandwidth "
-            f"{format_bytes(found['bandwidth'])}/s for {found['bytes'] >> 20} MiB"
+            f"{all_reduce['backend']}, latency {all_reduce['latency'] * 1e6:.0f} us, bus bandwidth "
+            f"{format_bytes(all_reduce['bandwidth'])}/s for {all_reduce['bytes'] >> 20} MiB"
         )
         yield Finding(GOOD, "all-reduce", text)
 

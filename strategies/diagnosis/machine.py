@@ -186,13 +186,13 @@ def _list_backends() -> dict[str, str]:
     """Return the backends torch was built with, and their versions where known."""
     if not dist.is_available():
         return {}
-    found = {"gloo": ""} if dist.is_gloo_available() else {}
+    backends = {"gloo": ""} if dist.is_gloo_available() else {}
     if dist.is_nccl_available():
         try:
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            backends["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         except (RuntimeError, AttributeError):  # built for ROCm, or without its own
-            found["nccl"] = ""
-    return found | ({"mpi": ""} if dist.is_mpi_available() else {})
+            backends["nccl"] = ""
+    return backends | ({"mpi": ""} if dist.is_mpi_available() else {})
 
 
 def inspect_folder(folder: str | Path) -> Facts:

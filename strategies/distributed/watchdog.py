@@ -291,10 +291,10 @@ class Watchdog:
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
-        what = f"has not answered for {self.limit:g} s and may be stopped"
+        condition = f"has not answered for {self.limit:g} s and may be stopped"
         if self._keeper is not None and is_alive(self._keeper):  # to fetch its stacks would let it go on
-            what = f"{explain_silence(self._keeper)}, process {self._keeper}"
-        _say(f"{keeper} {what}. It keeps the store of the run, so rank {self.rank} leaves; stacks: {folder}")
+            condition = f"{explain_silence(self._keeper)}, process {self._keeper}"
+        _say(f"{keeper} {condition}. It keeps the store of the run, so rank {self.rank} leaves; stacks: {folder}")
         if self._keeper is not None and "TREADLE_SUPERVISOR" not in os.environ:
             _kill(self._keeper)
         end_at_once(HUNG)
@@ -498,11 +498,11 @@ class Watchdog:
             for rank in lost
         ]
         for rank in blamed:
-            what = f"has made no progress for {self.limit:g} s"
+            condition = f"has made no progress for {self.limit:g} s"
             where = answers[rank][3] if answers[rank] else ""
             if answers[rank] is None:
-                what, where = self._explain_silence(rank, folder_name)
-            lines.append(f"rank {rank} of {self.size} {what}: {where}")
+                condition, where = self._explain_silence(rank, folder_name)
+            lines.append(f"rank {rank} of {self.size} {condition}: {where}")
         if not blamed and not lost:
             lines.append(f"all ranks have waited for each other for {self.limit:g} s, in calls that do not match")
         for rank, answer in answers.items():
@@ -518,9 +518,9 @@ class Watchdog:
             return "has never responded", "it hangs during its start"
         _, host, pid, dumps, where = json.loads(beat)
         near = host == self._host
-        what = f"{explain_silence(pid if near else None)}, process {pid}"
+        condition = f"{explain_silence(pid if near else None)}, process {pid}"
         file = self._resolve(folder_name) / f"rank-{rank}.txt"
-        return what, f"last seen {where}{fetch_stacks(pid, dumps, file) if near else ''}"
+        return condition, f"last seen {where}{fetch_stacks(pid, dumps, file) if near else ''}"
 
     def _end_silent(self, answers: dict[int, Any]) -> None:
         """Kill the silent ranks of this machine, unless Treadle's supervisor does: torchrun would give them 30 s."""

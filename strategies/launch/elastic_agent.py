@@ -274,16 +274,16 @@ class Agent(LocalElasticAgent):
         if local is None:
             return ""
         code = self.ends[local]
-        hint = " (by hand, or by the system for want of memory)" if code == -signal.SIGKILL else ""
-        what = "was told to end first" if code in _STOPPED else "failed first"
-        return f"rank {self.global_rank(local)} of {self.world_size} {what}: {_describe_ending(code)}{hint}"
+        hint = " (by hand, or by the system because memory ran out)" if code == -signal.SIGKILL else ""
+        event = "was asked to end first" if code in _STOPPED else "failed first"
+        return f"rank {self.global_rank(local)} of {self.world_size} {event}: {_describe_ending(code)}{hint}"
 
     def _ask(self, method: str, *args: Any) -> Any:
         try:
             return getattr(self._worker_group.store, method)(*args)
         except RuntimeError as error:  # DistError and its kin
             raise self._make_elsewhere(
-                1, f"the machine that holds the store of the run is gone ({_get_first_line(error)})"
+                1, f"the machine with the store of the run does not respond ({_get_first_line(error)})"
             ) from None
 
     def _make_elsewhere(self, status: int, text: str) -> Elsewhere:

@@ -36,9 +36,12 @@ def _is_running() -> bool:
 
     False where it is unknown.
     """
-    own = str(threading.get_native_id())
+    own_thread = str(threading.get_native_id())
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, IndexError):  # the thread has just ended
-            if task.name != own and (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "RD":
+            if (
+                task.name != own_thread
+                and (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "RD"
+            ):
                 return True
     return False

@@ -743,7 +743,9 @@ class Breaks(Tiny):
 )
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, value, kind, name):
     kept = ModelCheckpoint(tmp_path / "c", save_last=True)
-    with pytest.raises(ValueError, match=rf"{name} contain NaN or infinity after optimizer step 10, so .* is not saved"):
+    with pytest.raises(
+        ValueError, match=rf"{name} contain NaN or infinity after optimizer step 10, so .* is not saved"
+    ):
         fit(tmp_path, kept, task=Breaks(value, kind))
     assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "last.ckpt"]
     assert kept.best_model_path == str(tmp_path / "c" / "epoch=0-step=5.ckpt")

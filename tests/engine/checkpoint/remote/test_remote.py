@@ -92,8 +92,8 @@ def swap(file):
     [
         (RemotePath.unlink, "missing"),
         (truncate, "bytes"),
-        (flip_a_bit, "content"),
-        (swap, "content"),
+        (flip_a_bit, "not the file that was written"),
+        (swap, "not the file that was written"),
     ],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
