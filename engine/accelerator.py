@@ -321,26 +321,18 @@ class Accelerator(Process):
         by_hand: bool = False,
         by_parts: bool = False,
     ) -> nn.Module:
-        """Move one model to the device and wrap it.
-
-        A prepared model whose set of trainable parameters has changed since is wrapped again.
+        """Move one model to the device, and return it wrapped.
 
         Args:
-            model: The user's module.
-            device_placement: False expects the model to be on this process's device already. Default: the Accelerator's
-                setting.
+            model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
+            device_placement: Move the model; else it must be on the device. Default: the Accelerator's setting.
             evaluation_mode: Move the model, but do not wrap it for training.
             step: The method that returns the training loss, if it is not ``forward``; call it through `method`.
             by_hand: Leave gradients on their process until an optimizer steps; call methods through `local_method`.
-            by_parts: The loop calls methods of the model, not ``forward``; if it is to be compiled, compile the
-                submodules that these methods call.
-
-        Returns:
-            The wrapped model.
+            by_parts: Compile the submodules, not the model: the loop calls methods other than ``forward``.
 
         Raises:
-            ValueError: If the model is on another device and may not be moved, or if a device map spreads it over
-                devices.
+            ValueError: If the model is on another device and may not be moved, or is spread over several devices.
         """
         module = self.strategy.unwrap(model)
         trained = _collect_trained_ids(module)

@@ -53,12 +53,12 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint into a model, usually one created under `init_empty_weights`, and dispatch it over devices.
 
-    Weights on the disk stay in the checkpoint's own files, and are read from there whenever their module runs.
+    Weights on the disk stay in the checkpoint's own files, and are read from there whenever their module runs. The
+    model is returned, with the map as its ``hf_device_map``.
 
     Args:
         model: The model.
-        checkpoint: A safetensors file, an index of several or a folder with them, a checkpoint of Treadle, or a file of
-            ``torch.save``.
+        checkpoint: A safetensors file, an index or folder of several, a Treadle checkpoint, or a ``torch.save`` file.
         device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators, ``"balanced_low_0"``
             leaves the first as free as possible, ``"sequential"`` fills one after the other; the rest goes to the CPU,
             then the disk, and the plan is printed. Or a map of names to devices. Default: only load the model.
@@ -71,14 +71,10 @@ def load_checkpoint_and_dispatch(
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise if only the model or only the checkpoint has a tensor. By default this is a warning, unless the
-            model would have no values for it.
+        strict: Raise if only one side has a tensor. Default: warn, and raise if the model would have no values for it.
         full_state_dict: Only True is supported: each process reads a whole checkpoint by itself.
         broadcast_from_rank0: Only False is supported.
         quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
-
-    Returns:
-        The model, with the map as its ``hf_device_map``.
 
     Raises:
         ValueError: If the checkpoint is damaged or belongs to another model, or if the map can't be followed.

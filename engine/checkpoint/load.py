@@ -56,29 +56,22 @@ def load(
     schedule: str | None = None,
     finish_epoch: bool = True,
 ) -> dict[str, Any]:
-    """Restore a checkpoint, or a part of it; gathered gradients are discarded.
-
-    Everything is read and compared before anything is changed, and nothing changes on any process unless it fits on all
-    of them. The files are verified first, unless they already are; see `OpenCheckpoint.verify`.
+    """Restore a checkpoint, or a part of it, and return its info. Gathered gradients are discarded.
 
     Args:
         accelerator: The Accelerator.
-        opened: The checkpoint.
+        opened: The checkpoint. It is verified first, unless it already is; see `OpenCheckpoint.verify`.
         models: Restore the models.
         state: Restore everything else.
         strict: Raise if something does not fit. Default: the models' ``strict_loading``, else True.
         schedule: ``"saved"``, ``"script"`` or None; see `Accelerator.load_state`.
         finish_epoch: Start the next epoch if the state was saved with the last batch of one.
 
-    Returns:
-        The info of the checkpoint.
-
     Raises:
-        ValueError: If it is damaged, belongs to another model or configuration, or was replaced during the read;
-            nothing is changed then. An error in the ``load_state_dict`` of a scheduler, loader or registered object is
-            raised later: models and optimizers are loaded by then.
-        RuntimeError: On the processes without an error of their own, unless the checkpoint is damaged, which all
-            detect.
+        ValueError: If it is damaged, belongs to another model or configuration, or was replaced during the read.
+            Nothing is changed then on any process. An error in the ``load_state_dict`` of a scheduler, loader or
+            registered object is raised later: models and optimizers are loaded by then.
+        RuntimeError: On the processes without an error of their own, unless all detect that the checkpoint is damaged.
     """
     world, manifest = accelerator.world, opened.manifest
     shared: TrainState | None = None

@@ -137,11 +137,7 @@ class Metrics:
             if value.is_cpu:
                 value = value.item()  # nothing to wait for, and a fifth of what detaching costs
             else:
-                # A parameter, or a tensor the user counts in, changes later; what an operation has just made does not.
-                # A view would keep all that it is a part of, such as the logits of a batch.
-                # What a CUDA graph has made, the next replay overwrites.
-                lasts = value.grad_fn is not None and not value._is_view() and not self.copies
-                value = value.detach() if lasts else value.detach().clone()
+                value = self._detach(value)
         elif entry.metric is not None and isinstance(value, type(entry.metric)):
             if value is not entry.metric:
                 entry.replace_metric(value)
@@ -152,8 +148,7 @@ class Metrics:
             value = _to_number(name, value)
         # A stand-in that only keeps the processes in step weighs nothing, whatever size the user says it has.
         weight = batch_size if batch_size is not None and self.weight else self.weight
-        entry.last = value
-        entry.last_weight = weight
+        entry.last, entry.last_weight = value, weight
         if entry.batches is not None and value is not None:
             entry.batches.add(self.place, value, weight)
         if entry.on_epoch and entry.metric is None:
@@ -394,6 +389,14 @@ class MutedMetrics(Metrics):
 
     def log(self, *_: Any, **__: Any) -> None:
         """Discard the value."""
+
+    def _detach(self, value: Tensor) -> Tensor:
+        """Return a value on an accelerator without its graph, copied if it could change later."""
+        # A parameter, or a tensor the user counts in, changes later; the result of an operation does not.
+        # A view would keep all that it is a part of, such as the logits of a batch.
+        # The next replay of a CUDA graph overwrites its results.
+        lasts = value.grad_fn is not None and not value._is_view() and not self.copies
+        return value.detach() if lasts else value.detach().clone()
 
 
 def _select_parts(parts: list[Any], world: World) -> list[Any]:

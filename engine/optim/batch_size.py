@@ -72,8 +72,7 @@ def find_executable_batch_size(
 
     Raises:
         MemoryError: If a batch of one does not fit.
-        ValueError: If a size is not a whole number of at least 1, or if ``reduce_batch_size_fn`` returns no smaller
-            one.
+        ValueError: If a size is below 1 or not a whole number, or ``reduce_batch_size_fn`` returns no smaller one.
         TypeError: If the signature of ``function`` does not fit.
 
     Example:
@@ -98,29 +97,56 @@ def find_executable_batch_size(
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            signature.bind(starting_batch_size, *args, **kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"{body.__name__} was called with arguments that do not fit; find_executable_batch_size passes the "
-                f"batch size as its first one: {error}"
-            ) from None
-        first = _read_accumulation(body, signature, args, kwargs, starting_batch_size) if accumulates else 1
-        size, attempts = starting_batch_size, Attempts()
-        while True:
-            if accumulates:
-                kwargs[_ACCUMULATION] = -(-first * starting_batch_size // size)
-            attempts.begin()
-            fits, result = attempt(attempts, partial(body, size, *args, **kwargs))
-            if fits:
-                return result
-            del result
-            attempts.start_over()
-            size = _choose_smaller(size, starting_batch_size, reduce_batch_size_fn)
-            _announce(body, size, starting_batch_size, first if accumulates else None)
+        _check_arguments(body, signature, starting_batch_size, args, kwargs)
+        first = _read_accumulation(body, signature, args, kwargs, starting_batch_size) if accumulates else None
+        return _try_sizes(body, args, kwargs, starting_batch_size, first, reduce_batch_size_fn)
 
     _check_call(body, signature)
     return run
+
+
+def _check_arguments(
+    body: Callable[..., Any], signature: inspect.Signature, size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    try:
+        signature.bind(size, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{body.__name__} was called with arguments that do not fit; find_executable_batch_size passes the "
+            f"batch size as its first one: {error}"
+        ) from None
+
+
+def _try_sizes(
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    starting: int,
+    first: int | None,
+    reduce: Callable[[], int] | None,
+) -> Any:
+    """Run the function with smaller and smaller batch sizes until one fits, and return its result.
+
+    Args:
+        body: The function.
+        args: Its arguments after the batch size.
+        kwargs: Its keyword arguments.
+        starting: The first size.
+        first: Its ``gradient_accumulation_steps`` with the first size; None if it has no such parameter.
+        reduce: Returns the next size; None for the default.
+    """
+    size, attempts = starting, Attempts()
+    while True:
+        if first is not None:
+            kwargs[_ACCUMULATION] = -(-first * starting // size)
+        attempts.begin()
+        fits, result = attempt(attempts, partial(body, size, *args, **kwargs))
+        if fits:
+            return result
+        del result
+        attempts.start_over()
+        size = _choose_smaller(size, starting, reduce)
+        _announce(body, size, starting, first)
 
 
 def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:

@@ -54,8 +54,7 @@ def connect(
         backend: Torch's name of the backend. Default: gloo on the host, with nccl on GPUs.
 
     Raises:
-        ValueError: If this process has another rank in an existing group, if ``address`` or ``backend`` can't be used,
-            or if rank 0 runs other versions.
+        ValueError: If ``address``, ``backend`` or an existing group can't be used, or if rank 0 has other versions.
     """
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}; use 'gloo'.")
@@ -68,8 +67,7 @@ def connect(
         # gloo stays beside nccl, so that objects and host tensors travel without touching the GPU.
         if backend in (None, "nccl"):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # DistributedDataParallel imports it, and its functions have the group of that moment as default arguments: one
-        # that never ends, whose sockets stay open (seen in torch 2.6 to 2.13). Imported before, they have none.
+        # Its functions have the group of the import as default argument, whose sockets stay open (torch 2.6 to 2.13).
         import torch.distributed.nn.functional  # noqa: F401
 
         launched = LaunchEnvironment.read()

@@ -54,9 +54,8 @@ def notebook_launcher(
 ) -> None:
     """Call `function(*args)` in several processes and return when all are done, with Accelerate's signature.
 
-    The processes are forks, so the function may be defined in a cell and use the variables of the session; but the
-    session must not have used a GPU before. Each process computes with one CPU thread. A single process is not forked:
-    the function is called here.
+    The processes are forks, so the function may be defined in a cell and use the variables of the session, which must
+    not have used a GPU before. Each process computes with one CPU thread. A single process is not forked.
 
     Args:
         function: Function to run in each process. It creates the Accelerator or Trainer.
