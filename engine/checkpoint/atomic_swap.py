@@ -160,7 +160,7 @@ def take_away(path: Path) -> None:
     if others := list(_find_foreign_entries(path, listed_files)):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
-            f"{path} contains {', '.join(others[:5])}{more}, which do not belong to the checkpoint, so it isn't "
+            f"{path} contains other files ({', '.join(others[:5])}{more}) than the checkpoint's, so it isn't "
             "deleted. Move them elsewhere, or delete the directory yourself."
         )
     if os.path.lexists(gone):

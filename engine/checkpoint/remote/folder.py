@@ -141,7 +141,7 @@ def remove(path: RemotePath) -> None:
     if others := [name for name in _find_foreign(objects) if name not in manifest.names]:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
-            f"{path} contains {', '.join(others[:5])}{more}, which do not belong to the checkpoint, so it isn't "
+            f"{path} contains other files ({', '.join(others[:5])}{more}) than the checkpoint's, so it isn't "
             "deleted. Move them elsewhere, or delete the folder yourself."
         )
     (path / MANIFEST).unlink()

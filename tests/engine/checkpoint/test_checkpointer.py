@@ -268,7 +268,9 @@ def test_what_save_writes_is_read_without_trust(tmp_path):
     ids=["path", "timedelta", "array", "frozenset"],
 )
 def test_what_is_not_read_without_trust_is_refused(value, words, tmp_path):
-    with pytest.raises(TypeError, match=rf"obj\.a\.1: torch\.load\(weights_only=True\) does not load: .*{words}"):
+    with pytest.raises(
+        TypeError, match=rf"obj\.a\.1 is a \w+, which torch\.load\(weights_only=True\) does not load: .*{words}"
+    ):
         cpu().save({"a": [0, value]}, tmp_path / "x.pt")
     assert os.listdir(tmp_path) == []
 
@@ -299,7 +301,7 @@ def count_on(folder):
     accelerator.wait_for_everyone()
 
     accelerator, model, optimizer = automatic(folder, limit=2)
-    with pytest.raises((ValueError, RuntimeError), match="has checkpoint_2 already"):
+    with pytest.raises((ValueError, RuntimeError), match="already has checkpoint_2"):
         accelerator.save_state()
     info = accelerator.load_state()
     assert accelerator.unwrap_model(model).weight.item() == weight
@@ -585,7 +587,7 @@ def test_weights_only_is_no_checkpoint_to_go_on_from(tmp_path):
     accelerator.save_state()
     accelerator.save_state(weights_only=True)
     other, *_ = automatic(tmp_path)
-    with pytest.warns(UserWarning, match="checkpoint_1: it holds weights only"):
+    with pytest.warns(UserWarning, match="checkpoint_1: it contains weights only"):
         other.load_state()
     assert other.save_iteration == 2
     automatic(tmp_path)[0].load_state(state=False)
@@ -602,7 +604,7 @@ def test_old_ones_that_can_not_go_are_named_and_the_others_go(tmp_path):
     (folder / "checkpoint_0").symlink_to(tmp_path / "elsewhere")
     (folder / "checkpoint_1" / "manifest.json").write_text("{")
     (folder / "checkpoint_2" / "tokenizer.json").write_text("mine")
-    with pytest.warns(UserWarning, match="is not kept any more") as said:
+    with pytest.warns(UserWarning, match="exceeds total_limit") as said:
         accelerator.save_state()
     assert sorted(os.listdir(folder)) == [f"checkpoint_{n}" for n in (0, 1, 2, 4)]
     for number, why in enumerate(("is a link", "manifest.json can't be read", "holds tokenizer.json")):
@@ -616,7 +618,7 @@ def test_a_full_disk_is_said_though_the_directory_could_not_be_made(tmp_path, mo
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("treadle.engine.checkpoint.filesystem.mkdir", full)
-    with pytest.raises(OSError, match=r"No space left.*It needs [\d,]+ bytes, [\d,]+ are free"):
+    with pytest.raises(OSError, match=r"No space left.*It needs [\d,]+ bytes, but only [\d,]+ are free"):
         cpu().save_state(tmp_path / "a" / "b" / "c")
 
 

@@ -270,7 +270,7 @@ def test_depth_is_bounded(wrap):
         state = wrap(state)
     assert same(round_trip(state), state)
     state = wrap(state)
-    with pytest.raises(ValueError, match="nested more than 100 deep"):
+    with pytest.raises(ValueError, match="nested more than 100 levels deep"):
         encode(state)
 
 
