@@ -82,7 +82,7 @@ REFUSED = {
         ValueError,
         "give one",
     ),
-    "grid": ({"parallelism_config": utils.ParallelismConfig(dp_shard_size=2)}, ValueError, "this run has 1"),
+    "grid": ({"parallelism_config": utils.ParallelismConfig(dp_shard_size=2)}, ValueError, "the world size is 1"),
     "typo": ({"gradient_acumulation_steps": 2}, TypeError, "Did you mean 'gradient_accumulation_steps'"),
     "logging_dir": ({"logging_dir": "x"}, TypeError, "ProjectConfiguration"),
     "strategies": (

@@ -727,8 +727,8 @@ def test_commit_refuses_what_was_not_staged(tmp_path):
         ({**files, "state.json": other}, r"state\.json is missing"),
         ({"model.safetensors": other}, r"1 were written"),
         ({}, "lists no files"),
-        ({"../x.json": other}, "no name"),
-        ({"manifest.json": other}, "no name"),
+        ({"../x.json": other}, "not a valid name"),
+        ({"manifest.json": other}, "not a valid name"),
     ):
         with pytest.raises(ValueError, match=reason):
             checkpoint.commit(tmp_path / "x", wrong, {})

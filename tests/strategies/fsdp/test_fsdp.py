@@ -432,7 +432,7 @@ def test_grids_that_do_not_fit(options, says):
         ({"tensor_parallel_size": True}, ValueError, "tensor_parallel_size=True"),
         ({"auto_wrap_policy": "atuo"}, ValueError, "Did you mean 'auto'"),
         ({"gather_dtype": "bf16"}, TypeError, "gather_dtype='bf16' must be a floating-point dtype"),
-        ({"gather_dtype": torch.bfloat16, "mixed_precision": 1}, ValueError, "give one of them"),
+        ({"gather_dtype": torch.bfloat16, "mixed_precision": 1}, ValueError, "pass one"),
         ({"auto_wrap_policy": True}, TypeError, "auto_wrap_policy=True"),
         ({"activation_checkpointing_policy": "on"}, ValueError, "activation_checkpointing_policy='on'"),
     ],
