@@ -120,7 +120,7 @@ class _Mirror:
             present = set()
             for name, file in _files(self._here):
                 present.add(name)
-                with contextlib.suppress(FileNotFoundError):  # it has gone since
+                with contextlib.suppress(FileNotFoundError):  # deleted since
                     if self._known.get(name) != (mark := _mark(file)):
                         (self._url / name).upload(file)
                         self._known[name] = mark

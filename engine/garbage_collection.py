@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-# Shares of the memory in use from which a collection is worth its time. A process holds main memory for much besides
+# Shares of the memory in use from which a collection pays off. A process holds main memory for much besides
 # tensors, but a device's memory for nothing else.
 DEVICE_SHARE = 1 / 8
 HOST_SHARE = 1 / 4

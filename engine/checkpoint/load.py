@@ -420,7 +420,7 @@ def _check_counts(
         if prepared == saved:
             continue
         text = f"{path} contains {saved} {kind}, but this run has {prepared}"
-        # Where nothing of a kind is prepared it can't begin anew unseen: the script evaluates, or prepares it later.
+        # If nothing of a kind is prepared, nothing starts over unnoticed: the script evaluates, or prepares it later.
         # Loaders may also be made for each epoch. A Trainer, which asks to be strict, has all that it will have.
         left_out = not asked and (kind == "loaders" or (prepared == 0 and kind != "models"))
         if not left_out and (strict or kind in ("models", "optimizers")):

@@ -106,7 +106,7 @@ class FilePiece:
             return out
         skip = self.start % mmap.ALLOCATIONGRANULARITY
         with self._open() as file:
-            # Private: whoever writes to the tensor writes to memory, never to the file.
+            # A private mapping: writes to the tensor change memory, never the file.
             view = mmap.mmap(file.fileno(), skip + self.nbytes, access=mmap.ACCESS_COPY, offset=self.start - skip)
         return torch.frombuffer(view, dtype=torch.uint8, offset=skip).view(self.dtype).view(self.shape)
 

@@ -105,7 +105,7 @@ class Loader:
         self._passing = 0  # batches that the coming epoch begins without
         self._ahead = 0  # items of the sampler that this epoch was further than `batches` of this width are
         self._reads: list[Any] = []  # generators of the dataset's own, where this process reads it
-        self._started = False  # the view's persistent workers, in this process or in the one it goes on from
+        self._started = False  # the view's persistent workers, in this process or in the one that it resumes
         self._repeats = False  # each epoch has the first one's order
         self._first: dict[str, Any] | None = None  # what that was drawn from
         self._plan: ShardedBatches | StreamedBatches

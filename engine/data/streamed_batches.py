@@ -362,7 +362,7 @@ class StreamedBatches:
         stands, self._stands = self._stands, None
         self._ended = False
         has_ended = stands is not None and stands["ended"]
-        # A source that was saved at its end may begin anew: what it yields now is the next epoch's.
+        # A source that was saved at its end may start over: it then yields the next epoch's samples.
         if self.compare is not None and not has_ended:
             self._compare_ranks(source, self.compare)
         if self.planner.shares is not None and not self._again:
@@ -532,7 +532,7 @@ class StreamedBatches:
         if self.stateful is None or (self._ended and self.planner.shares is not None):
             return None  # a rank whose own stream has ended needs a batch of it to stay in step
         stream = None if self.order is None else self.draws.stream.get_state() if drawn is None else drawn.after
-        # A source whose end was met may say already that it begins anew.
+        # The state of a source at its end may already be that of the next epoch.
         ended = self.order is not None and self._ended
         if self._ahead:
             source_state = self._ahead[0].state

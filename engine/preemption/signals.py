@@ -189,7 +189,7 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         caught = signal.Signals(number)
         if os.getpid() != self._pid:  # a child that was forked within the block
-            if caught is signal.SIGTERM:  # from whoever started it, such as `Process.terminate`
+            if caught is signal.SIGTERM:  # from the parent process, such as `Process.terminate`
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return  # to the whole process group; data workers are needed for the step in progress

@@ -232,7 +232,7 @@ class DDP(Strategy):
             synchronise(module, self.world)
         device = self.world.device
         ballot = None
-        if step and not self.comm_hook:  # a compressed count is no count
+        if step and not self.comm_hook:  # compression would change the counts
             ballot = self._ballot = Ballot(device, ballot_dtype(module.parameters()))
         router = Router(module, self.precision.context(device), self.precision.compute is not None, ballot)
         replica = _Replica(

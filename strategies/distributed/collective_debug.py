@@ -278,7 +278,7 @@ class DebugWorld(World):
             return
         ranks = list(range(self.size)) if self.group is None else dist.get_process_group_ranks(self.group)
         name = "world" if self.group is None else f"{self.group.group_name} {ranks[0]}"
-        # Private, but in every torch from 1.x to 2.13: the one store that whoever made the group made it with.
+        # Private, but in every torch from 1.x to 2.13: the store that the group was created with.
         store = dist.PrefixStore(f"treadle debug/{name}", dist.distributed_c10d._get_default_store())
         self._meeting = Meeting(store, ranks, self.rank, self.debug.timeout)
 

@@ -21,7 +21,7 @@ _STARTS = {
     "mpirun": ("mpirun with `--npernode {}`", "mpirun with `--host with {} hosts`"),
     "ray": ("TorchTrainer with `ScalingConfig(num_workers={})`", "TorchTrainer with workers that need {} machines"),
 }
-# Ids from here on name what is no step of srun's: a shell of salloc, a batch script, what was adopted.
+# Ids from here on are not steps of srun: a shell of salloc, a batch script, an adopted process.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFFA
 _SLURM_PORTS = range(15000, 30000)  # below what the kernel and Kubernetes give away
 
@@ -290,9 +290,9 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
     """
     if "SLURM_STEP_ID" not in env or _parse_number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
         return False
-    # In `srun --pty -n 4 bash` four shells start and three end at once; what is typed into the first is no task. Only
-    # the three signs together show that: the name is that of the allocation, so that salloc's srun has it too, and
-    # the port is handed on to whatever is started from such a shell.
+    # In `srun --pty -n 4 bash` four shells start and three end at once; commands typed into the first are not tasks.
+    # Only the three signs together show that: the name is that of the allocation, so salloc's srun has it too, and
+    # processes started from such a shell inherit the port.
     shell = env.get("SLURM_JOB_NAME", "") in ("bash", "sh", "zsh", "fish", "tcsh", "interactive")
     return not (shell and "SLURM_PTY_PORT" in env and os.isatty(0))
 
@@ -349,7 +349,7 @@ def _expand_host(item: str) -> list[str]:
     for part in match[2].split(","):
         low, _, high = part.partition("-")
         if not (low.isdecimal() and (high or low).isdecimal()):
-            return [item]  # which is no name
+            return [item]  # not a name
         heads += [f"{match[1]}{number:0{len(low)}}" for number in range(int(low), int(high or low) + 1)]
     return [head + tail for head in heads for tail in _expand_host(match[3])]
 

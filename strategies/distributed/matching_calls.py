@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .world import World
 
 _FIRST_LOOK = 2.0  # seconds after which a process that waits looks for what keeps the others
-_STANDING = 3.0  # seconds for which one that has gone on must stand still
-_FIRST_WORD = 60.0  # seconds after which the wait is worth a warning
+_STANDING = 3.0  # seconds without progress before a rank that has continued counts as waiting
+_FIRST_WORD = 60.0  # seconds of waiting before the warning
 _MOST_LOOKED_AT = 64  # ranks that each process which waits looks at, beside those of its machine
 
 

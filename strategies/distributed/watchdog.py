@@ -67,7 +67,7 @@ _ANSWER = 1.0  # seconds that the ranks have to answer an alarm
 _FIRST = 10  # beats in which rank 0 is looked for on this machine
 _HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the others wait for the report
-_LOST = 2.0  # seconds that a rank may go without progress after another one has gone, before it counts as waiting
+_LOST = 2.0  # seconds without progress after another rank has ended, after which a rank counts as waiting
 _INTERRUPT = 2.0  # seconds that the main thread has to notice an interrupt
 _STALL = 8.0  # seconds that a rank only waits before it counts as stalled; `meet` has its own, shorter patience
 _END = "the end of the script"
@@ -420,7 +420,7 @@ class Watchdog:
         folder_name = store.get(f"alarm {self._round}").decode()
         frames = stack_of(self.thread)
         now = time.monotonic()
-        # The sentry may have seen a last sign of life before this alarm, or the rank has gone on since.
+        # The sentry may have seen a last sign of life before this alarm, or the rank has continued since.
         moved = self._alarmed.is_set() and self._sign(frames) != self._signature
         self._write_stacks(folder_name, rank)
         words = [is_waiting(frames), moved, int(self._count.values[0]), self._describe(frames), now - self._since]
@@ -585,7 +585,7 @@ class Watchdog:
         self._leaving = True
         pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
-            self._since = time.monotonic()  # to wait here is no lack of progress
+            self._since = time.monotonic()  # this wait does not count as a lack of progress
             pulses = [pulse for pulse in pulses if not self._has_ended(pulse.rank)]
             if not pulses:
                 return

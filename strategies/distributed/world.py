@@ -243,7 +243,7 @@ class World:
         store = dist.PrefixStore("treadle claims", dist.distributed_c10d._get_default_store())
         try:
             return bool(store.add(name, 1) == 1)
-        except RuntimeError:  # the process that kept the store has gone, and came before this one
+        except RuntimeError:  # the process that kept the store has ended, so it called this earlier
             return False
 
     def meet(self, call: str) -> None:

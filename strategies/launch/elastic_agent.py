@@ -34,7 +34,7 @@ from .rendezvous import SIGNALS, Job, Place
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 # Of ranks that were asked to leave; 1: SIGHUP. Python ends by SIGINT itself after a KeyboardInterrupt.
 _STOPPED = (128 + 1, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT)
-_POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
+_POLL = 0.01  # seconds; failures closer than this can't be ordered; a rank needs longer to end
 _HUNG_GRACE = 0.5  # seconds
 _AGAIN_GRACE = 1.0  # seconds
 _NEWS, _NEWS_OF_LEAVING = 1.2, 3.0  # seconds; torch asks for the state of the machines at most once per second
