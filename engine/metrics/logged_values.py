@@ -157,6 +157,14 @@ class Metrics:
             if len(entry.values) >= FOLD:
                 entry.fold()
 
+    def _detach(self, value: Tensor) -> Tensor:
+        """Return a value on an accelerator without its graph, copied if it could change later."""
+        # A parameter, or a tensor the user counts in, changes later; the result of an operation does not.
+        # A view would keep all that it is a part of, such as the logits of a batch.
+        # The next replay of a CUDA graph overwrites its results.
+        lasts = value.grad_fn is not None and not value._is_view() and not self.copies
+        return value.detach() if lasts else value.detach().clone()
+
     def _register(self, name: str, value: Any, spec: tuple[Any, ...], suffix: str) -> Entry:
         previous = self._entries.get(name)
         if previous is not None and previous.spec is not None:
@@ -389,14 +397,6 @@ class MutedMetrics(Metrics):
 
     def log(self, *_: Any, **__: Any) -> None:
         """Discard the value."""
-
-    def _detach(self, value: Tensor) -> Tensor:
-        """Return a value on an accelerator without its graph, copied if it could change later."""
-        # A parameter, or a tensor the user counts in, changes later; the result of an operation does not.
-        # A view would keep all that it is a part of, such as the logits of a batch.
-        # The next replay of a CUDA graph overwrites its results.
-        lasts = value.grad_fn is not None and not value._is_view() and not self.copies
-        return value.detach() if lasts else value.detach().clone()
 
 
 def _select_parts(parts: list[Any], world: World) -> list[Any]:

@@ -187,7 +187,7 @@ def test_what_can_not_be_shared_out(metric, why):
     metric.update(found, found.roll(1))
     one = metric_state.collect_states({"it": metric}, set(), World())["it"][0]
     saved = {"it": [one, one, one]}
-    with pytest.raises(ValueError, match=rf"metric 'it' \({type(metric).__name__}\).*3 process.*to 2: it.*{why}.*end"):
+    with pytest.raises(ValueError, match=rf"metric 'it' \({type(metric).__name__}\).*3 process.*over 2: .*{why}.*end"):
         metric_state.load({"it": metric}, saved, Seat(0, 2))
     metric.reset()
     fresh = metric_state.collect_states({"it": metric}, set(), World())["it"][0]

@@ -83,7 +83,7 @@ def failure(*args, **options):
 def test_the_step_and_the_samples_are_named(value, clip, strategy):
     message = failure("raise", value, clip, strategy=strategy)
     assert "the gradient of middle.bias is not finite, the first of 4 in the order of backward, in optimizer" in message
-    assert "optimizer step 6. On rank 0: sample 5 of the dataset. Look at" in message
+    assert "optimizer step 6. On rank 0: sample 5 of the dataset. Check that batch" in message
     assert "Accelerator(on_nonfinite='skip')" in message
 
 
@@ -146,7 +146,9 @@ def test_a_fused_step_is_left_out_on_the_device(strategy):
         weights.append(values(net))
         assert optimizer.steps_taken == number + 1
     assert all(map(torch.equal, *weights))
-    with pytest.raises(ValueError, match=r"is not finite, the .* of 4 .*in optimizer step 2. Look at") as raised:
+    with pytest.raises(
+        ValueError, match=r"is not finite, the .* of 4 .*in optimizer step 2. Check that batch"
+    ) as raised:
         accelerator.end_training()
     assert "weights in memory" not in str(raised.value)
 
