@@ -323,7 +323,7 @@ def test_a_tracker_that_is_none():
 
     with pytest.raises(NotImplementedError, match="requires_logging_directory, tracker"):
         Half()
-    for value, words in ((Memory, "make one"), (7, "is not a tracker")):
+    for value, words in ((Memory, "is a class, not a tracker"), (7, "is not a tracker")):
         with pytest.raises(TypeError, match=words):
             cpu(log_with=value)
     needy = Memory()
