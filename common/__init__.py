@@ -1,4 +1,4 @@
-"""What every room needs: messages, durations, argument checks, optional packages, lazy exports.
+"""Helpers of all packages: messages, durations, argument checks, optional packages, lazy exports.
 
-The lowest room: it imports nothing of Treadle, and never torch.
+The bottom layer: it imports nothing else of Treadle, and never torch.
 """

@@ -1,4 +1,4 @@
-"""Work to finish before the interpreter ends, at a time when it can still be done."""
+"""Work that must finish before the interpreter ends, while threads still run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _waiting: dict[int, Callable[[], Any]] = {}
 
 
 def before_exit(work: Callable[[], Any]) -> Callable[[], None]:
-    """Have something done when the main thread has ended, while threads and executors still take work.
+    """Register a function to call when the main thread has ended, while threads and executors still accept work.
 
     ``atexit`` is too late: asyncio, which packages of object stores use, can't look up a host's name any more.
 
     Args:
-        work: what to do. An exception is printed.
+        work: The function. An exception is printed.
 
     Returns:
-        What to call if it is not to be done any more.
+        A function that cancels the registration.
     """
     key = id(work)
     _waiting[key] = work

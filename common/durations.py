@@ -1,4 +1,4 @@
-"""Lengths of time as users write them: ``"DD:HH:MM:SS"``, a ``timedelta``, or the arguments of one."""
+"""Durations in the forms that users write: ``"DD:HH:MM:SS"``, a ``timedelta``, or its arguments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def parse_duration(name: str, value: Any) -> timedelta:
     """Return a duration as a ``timedelta``.
 
     Args:
-        name: the argument it was given for, for errors.
+        name: Argument that received the value, for errors.
         value: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
 
     Raises:
-        TypeError: for any other type, and for a dict that holds anything else than the arguments of a ``timedelta``.
-        ValueError: for text in another form, and for a duration that is zero, negative or too long.
+        TypeError: The value has another type, or its dict holds other keys than the arguments of a ``timedelta``.
+        ValueError: The text has another form, or the duration is zero, negative or too long.
     """
     if isinstance(value, str):
         numbers = _TEXT.fullmatch(value)
@@ -46,7 +46,7 @@ def parse_duration(name: str, value: Any) -> timedelta:
     try:
         duration = timedelta(**units)
     except (OverflowError, ValueError) as error:  # timedelta's own words for infinity and NaN
-        raise ValueError(f"{name}={value!r} is not a possible length of time: {error}.") from None
+        raise ValueError(f"{name}={value!r} is not a valid duration: {error}.") from None
     if duration <= timedelta(0):
         raise ValueError(f"{name}={value!r} must be a positive duration.")
     return duration
@@ -56,7 +56,7 @@ def _check_units(name: str, units: Mapping[str, Any]) -> None:
     for unit, amount in units.items():
         if unit not in _UNITS:
             raise TypeError(
-                f"{name}={dict(units)!r}: {unit!r} is not an argument of datetime.timedelta, which takes "
+                f"{name}={dict(units)!r}: {unit!r} is not an argument of datetime.timedelta. Use "
                 f"{', '.join(_UNITS)}.{nearest(str(unit), _UNITS)}"
             )
         if isinstance(amount, bool) or not isinstance(amount, int | float):

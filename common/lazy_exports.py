@@ -1,4 +1,4 @@
-"""Faces of packages: their names are stated once, for type checkers, and imported when they are first used."""
+"""Exports of packages: their names are stated once, for type checkers, and imported when they are first used."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from typing import Any
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports under ``if TYPE_CHECKING:`` only.
 
-    The relative imports of that block are what the package exports. Type checkers and editors follow them as they
-    stand; at run time each happens when its name is first asked for.
+    The package exports the relative imports of that block. Type checkers and editors follow them; at run time each
+    import happens when its name is first used.
 
     Args:
-        package: the package's ``__name__``.
+        package: The package's ``__name__``.
 
     Raises:
-        ImportError: if the package is installed without its source.
+        ImportError: The package is installed without its source.
     """
     loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
     source = loader.get_source(package)  # type: ignore[union-attr]
     if source is None:
-        raise ImportError(f"{package} needs its source file, which lists what it exports.", name=package)
+        raise ImportError(
+            f"{package} needs its source file, which lists its exports, but it is missing. Install Treadle again.",
+            name=package,
+        )
     homes = {alias.asname or alias.name: (home, alias.name) for home, alias in _collect_imports(ast.parse(source))}
 
     def __getattr__(name: str) -> Any:

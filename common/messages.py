@@ -1,4 +1,4 @@
-"""How Treadle speaks: one logger, words on rank zero, nothing else printed."""
+"""Messages to the user: one logger, output on rank zero only, and suggestions of names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import TextIO
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to whatever ``sys.stderr`` is at that moment, so notebooks and tests that replace it see the words."""
+    """Handler that writes to the current ``sys.stderr``, which notebooks and tests may replace."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
+        """The current ``sys.stderr``."""
         return sys.stderr
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Standard error is closed or full: there is nowhere left to say so, and training goes on."""
+        """Do nothing: standard error is closed or full, so the error can't be reported, and training continues."""
 
 
 logger = logging.getLogger("treadle")
@@ -31,9 +32,13 @@ if not logger.handlers:
     logger.propagate = False
 
 
-# The library of `rank_zero` takes 0.1 s to import, which commands that have nothing to say do without.
+# Importing the library of `rank_zero` costs 0.1 s, which commands without messages save.
 def announce(text: str) -> None:
-    """Say ``text`` once, on rank zero, through the ``treadle`` logger."""
+    """Log a message through the ``treadle`` logger, on rank zero only.
+
+    Args:
+        text: The message.
+    """
     from .rank_zero import rank_zero_only
 
     if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
@@ -42,7 +47,11 @@ def announce(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Warn once per place, on rank zero."""
+    """Warn on rank zero, once per place in the code.
+
+    Args:
+        text: The message.
+    """
     from .rank_zero import rank_zero_warn
 
     rank_zero_warn(text, stacklevel=5)
@@ -54,9 +63,9 @@ def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> 
     Upper and lower case count only between names that differ in nothing else.
 
     Args:
-        name: what the user wrote.
-        valid: the names there are.
-        cutoff: how alike two names must be, from 0 to 1.
+        name: Name that the user wrote.
+        valid: The valid names.
+        cutoff: Least similarity, from 0 to 1. Default: 0.5.
     """
     by_lower: dict[str, list[str]] = {}
     for candidate in map(str, valid):
@@ -68,13 +77,22 @@ def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> 
 
 
 def nearest(name: object, valid: Iterable[object]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the valid name closest to ``name``, or ``""`` if none is close."""
+    """Return ``" Did you mean 'x'?"`` for the valid name closest to ``name``, or ``""`` if none is close.
+
+    Args:
+        name: Name that the user wrote.
+        valid: The valid names.
+    """
     close = closest_name(name, valid)
     return "" if close is None else f" Did you mean {close!r}?"
 
 
 def named_ranks(ranks: list[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    """Format ranks as ``rank 3`` or ``ranks 0-2, 5``.
+
+    Args:
+        ranks: The ranks, sorted.
+    """
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

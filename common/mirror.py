@@ -1,4 +1,4 @@
-"""Files of a folder in an object store, such as logs: written here, and uploaded beside the training."""
+"""Mirror of a folder in an object store, such as logs: files are written locally and uploaded during training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .remote_path import AnyPath, RemotePath, as_path
 from .temporary import keep, temporary_folder
 
 SECONDS = 10.0
-"""How long a changed file waits at most until its upload begins."""
+"""Longest time in seconds until the upload of a changed file begins."""
 _MOST_BYTES = 2**30  # of a file that is brought here when its folder is opened
 
 _mirrors: dict[RemotePath, _Mirror] = {}
@@ -22,17 +22,17 @@ _lock = threading.Lock()
 
 
 def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
-    """Return where to write the files of a folder: the folder itself or, of a URL, one here that is mirrored there.
+    """Return the local folder for the files of a place: a path itself, or a folder that is mirrored to a URL.
 
-    What is in the URL's folder is brought here first, without the folders in it. From then on each file that changes
-    is uploaded, and one that goes is deleted there, by a thread of this process; see `flush`. Names that begin with a
-    dot or end in ``.tmp`` stay here.
+    The files of the URL's folder are downloaded first, without its subfolders. From then on a thread of this process
+    uploads each changed file and deletes each deleted one in the store; see `flush`. Names that begin with a dot or end
+    in ``.tmp`` stay local.
 
     Args:
-        place: a path or a URL. A path is returned as it is, and not made.
+        place: A path or a URL. A path is returned unchanged, and not created.
 
     Raises:
-        OSError: the store can't be read, or the disk refused.
+        OSError: The store can't be read, or a file can't be written.
     """
     path = as_path(place)
     if isinstance(path, Path):
@@ -46,10 +46,12 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
 
 
 def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
-    """Upload what has changed, and wait for it. What can't be uploaded stays here, and a warning says where.
+    """Upload the changed files and wait for it.
+
+    Files that can't be uploaded are kept, and a warning names their folder.
 
     Args:
-        place: the folder. Default: all that are mirrored.
+        place: The folder. Default: all mirrored ones.
     """
     if not _mirrors:
         return
@@ -60,10 +62,10 @@ def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
 
 
 class _Mirror:
-    """One folder in a store and what this process has of it.
+    """Folder in a store and its local copy in this process.
 
     Args:
-        url: the folder there.
+        url: The folder in the store.
     """
 
     def __init__(self, url: RemotePath) -> None:
@@ -78,7 +80,11 @@ class _Mirror:
         before_exit(self._finish)
 
     def open(self, url: RemotePath) -> Path:
-        """Return the folder here of this URL, or of one in it, with what is there."""
+        """Return the local folder of this URL, or of one in it, with the files of the store.
+
+        Args:
+            url: The folder in the store.
+        """
         here = self._here / url.relative_to(self._url)
         if url not in self._opened:
             here.mkdir(parents=True, exist_ok=True)
@@ -90,7 +96,7 @@ class _Mirror:
         return here
 
     def flush(self) -> None:
-        """Upload what has changed."""
+        """Upload the changed files."""
         try:
             self._upload_changes()
             self._failing = ""
@@ -98,7 +104,7 @@ class _Mirror:
             keep(self._here)
             if str(error) != self._failing:
                 self._failing = str(error)
-                warn(f"{self._url} lacks what was written last, which is kept in {self._here}: {error}")
+                warn(f"{self._url} lacks the latest changes, which are kept in {self._here}: {error}")
 
     def _follow(self) -> None:
         while not self._ended.wait(SECONDS):
@@ -114,7 +120,7 @@ class _Mirror:
             present = set()
             for name, file in _files(self._here):
                 present.add(name)
-                with contextlib.suppress(FileNotFoundError):  # it has gone since
+                with contextlib.suppress(FileNotFoundError):  # deleted since
                     if self._known.get(name) != (mark := _mark(file)):
                         (self._url / name).upload(file)
                         self._known[name] = mark

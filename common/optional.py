@@ -1,4 +1,4 @@
-"""Packages that one part of Treadle needs and nothing else does."""
+"""Optional packages that only one part of Treadle needs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ def is_installed(package: str) -> bool:
     """Return whether a package can be imported, without importing it.
 
     A folder of the same name, such as the ``./wandb`` that W&B writes its runs to, is not a package.
+
+    Args:
+        package: Name by which it is imported.
     """
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def is_config(value: Any) -> bool:
-    """Return whether a value is a ``DictConfig`` or ``ListConfig`` of OmegaConf, without importing it to find out."""
+    """Return whether a value is a ``DictConfig`` or ``ListConfig`` of OmegaConf, without importing it.
+
+    Args:
+        value: Any value.
+    """
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
 
@@ -26,12 +33,12 @@ def require(needed_by: str, *packages: str, extra: str) -> None:
     """Check that packages can be imported, without importing them.
 
     Args:
-        needed_by: what needs them, as the user wrote it.
-        packages: the names they are imported by.
+        needed_by: Feature that needs them, as the user wrote it.
+        packages: Names by which they are imported.
         extra: Treadle's extra that installs them.
 
     Raises:
-        ModuleNotFoundError: names the missing packages and how to install them.
+        ModuleNotFoundError: Packages are missing; names them and how to install them.
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:

@@ -1,7 +1,7 @@
-"""Names of Lightning, Fabric and Accelerate, at their own paths: what each is here, or what to use instead of it.
+"""Names of Lightning, Fabric and Accelerate, at their own paths: their counterpart in Treadle, or a replacement.
 
 The tables are `compat/lightning.toml`, whose first lines explain the form, `compat/fabric.toml` and
-`compat/accelerate.toml`. They are read when a name is asked for that a module does not have.
+`compat/accelerate.toml`. They are read when a module is asked for a name that it does not have.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 
 
 class Elsewhere(str):
-    """The sentence that says what to use in place of a name."""
+    """Sentence that states what to use in place of a name."""
 
 
 class _NoSuchNameError(ImportError):
-    """What ``from module import name`` raises."""
+    """Error raised by ``from module import name``."""
 
 
 def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a module that holds a peer's names and nothing else.
 
     Args:
-        module: its ``__name__``.
+        module: Its ``__name__``.
     """
     path = peer_path(module)
     names = sorted(name for name, home in read_names(path).items() if not isinstance(home, Elsewhere))
@@ -57,7 +57,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
 
 
 def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], Any]) -> None:
-    """Import submodules that have a name's name now: a later import of one would put it in the name's place."""
+    """Import now the submodules that share a name with an export: a later import of one would replace the export."""
     for entry in pkgutil.iter_modules(getattr(package, "__path__", ())):
         if entry.name in names:
             importlib.import_module(f"{package.__name__}.{entry.name}")
@@ -65,10 +65,10 @@ def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], 
 
 
 def find_peer_names(module: str) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module of ours that a peer has too, with names that it does not have.
+    """Return a ``__getattr__`` for a module of Treadle that also exists in a peer, with the names that it lacks.
 
     Args:
-        module: its ``__name__``.
+        module: Its ``__name__``.
     """
 
     def __getattr__(name: str) -> Any:
@@ -78,15 +78,16 @@ def find_peer_names(module: str) -> Callable[[str], Any]:
 
 
 def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
-    """Return what a peer's name is here.
+    """Return Treadle's counterpart of a peer's name.
 
     Args:
-        module: the ``__name__`` of the module that was asked for it.
-        name: the name.
-        valid: names that the module has, for a suggestion.
+        module: The ``__name__`` of the module that was asked for it.
+        name: The name.
+        valid: Names that the module has, for a suggestion. Default: none.
 
     Raises:
-        ImportError, AttributeError: there is nothing; says what to use instead, if the peers have such a name.
+        ImportError, AttributeError: Treadle has no counterpart; states what to use instead, if the peers have such a
+            name.
     """
     path = peer_path(module)
     home = None if name.startswith("__") else read_names(path).get(name)
@@ -129,13 +130,21 @@ def _refuse(module: str, name: str, text: str) -> NoReturn:
 
 
 def peer_path(module: str) -> str:
-    """The path below a peer's root that a module of ours stands for: ``"utils"`` for ``treadle.compat.utils``."""
+    """Return the path below a peer's root that a module stands for: ``"utils"`` for ``treadle.compat.utils``.
+
+    Args:
+        module: Its ``__name__``.
+    """
     return module.removeprefix("treadle").removeprefix(".compat").removeprefix(".")
 
 
 @cache
 def read_names(path: str) -> Mapping[str, str]:
-    """For each of the peers' names in one module: its path below ``treadle``, or an `Elsewhere`."""
+    """Return each of the peers' names in one module with its path below ``treadle``, or an `Elsewhere`.
+
+    Args:
+        path: Path of the module below a peer's root.
+    """
     below_fabric = _below_fabric(path)
     if below_fabric is not None:  # most of Fabric's modules are Lightning's
         alike = read_names(below_fabric) if below_fabric else {}
@@ -144,18 +153,22 @@ def read_names(path: str) -> Mapping[str, str]:
 
 
 def _below_fabric(path: str) -> str | None:
-    """The path below ``fabric``, if it is there."""
+    """Return the path below ``fabric``; None for a path elsewhere."""
     return path[len("fabric.") :] if path.split(".")[0] == "fabric" else None
 
 
 @cache
 def read_table(peer: str) -> Mapping[str, Any]:
-    """A peer's table as it stands in the file."""
+    """Return the content of a peer's table.
+
+    Args:
+        peer: ``"lightning"``, ``"fabric"`` or ``"accelerate"``.
+    """
     return tomllib.loads(files("treadle.compat").joinpath(f"{peer}.toml").read_text(encoding="utf-8"))
 
 
 def list_paths() -> list[str]:
-    """The paths below ``treadle.compat`` that the tables have."""
+    """Return the paths below ``treadle.compat`` that the tables have, sorted."""
     paths = {path for peer in ("lightning", "accelerate") for path in read_table(peer)}
     paths |= {f"fabric.{path}".rstrip(".") for path in read_table("fabric") if path != "answers"}
     return sorted(paths - {"answers"})
@@ -177,7 +190,10 @@ def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _own_module(module: str, path: str) -> Any:
-    """Our own module at the same path, for one in ``compat``; below ``fabric`` the one of Lightning's that is alike."""
+    """Return Treadle's module at the same path, for one in ``compat``.
+
+    Below ``fabric`` that of Lightning's counterpart.
+    """
     below_fabric = _below_fabric(path)
     if not path or below_fabric == "":
         return None

@@ -1,7 +1,8 @@
-"""Paths in object storage, such as ``s3://bucket/run``: what Treadle asks of a store, by way of fsspec.
+"""Paths in object storage, such as ``s3://bucket/run``, with the operations that Treadle needs, based on fsspec.
 
 An object store has no directories, no rename and no fsync. An object appears whole, by the request that ends its
-upload; what has one prefix is called a folder here. A request that fails is made again some times, as networks fail.
+upload; objects with a common prefix are called a folder here. A failed request is repeated several times, since
+networks fail.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ _EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "
 _READ_ONLY = ("http", "https", "data", "ftp", "git", "github", "zip", "tar")
 
 ATTEMPTS = 4
-"""How often a request is made, on top of what the store's own package repeats."""
+"""Number of attempts of a request, in addition to the repetitions of the store's own package."""
 _PAUSES = (0.5, 2.0, 8.0)  # seconds before each further attempt
 
 _FILE_PART_BYTES = 16 * 2**20
-"""Bytes of a request of a large upload of a file to S3 or GCS; their packages' 50 MiB leave too few to send at once."""
+"""Bytes per request of a large upload of a file to S3 or GCS; their packages' 50 MiB leave too few at a time."""
 _PART_BYTES = 8 * 2**20
-"""Bytes of a part that is uploaded by itself, those of boto3."""
+"""Bytes of a part that is uploaded on its own, the default of boto3."""
 _MOST_PARTS = 10_000
-"""Parts that S3 makes one object of."""
+"""Number of parts that S3 accepts for one object."""
 _PARTS_AT_ONCE = 8
-"""Parts of one object that are on their way; as many are kept in memory."""
+"""Number of parts of one object that are uploaded concurrently; all of them are in memory."""
 
 # What a further attempt can't change. A missing bucket is a FileNotFoundError.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
@@ -45,31 +46,31 @@ _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFoun
 
 
 class StoreError(OSError):
-    """A store refused a request, or could not be reached, several times in a row."""
+    """Failure of a store: it refused a request, or could not be reached, several times in a row."""
 
 
 class RemotePath:
-    """A place in an object store, which behaves as a ``pathlib.Path`` as far as Treadle needs it.
+    """Path in an object store, with the interface of a ``pathlib.Path`` as far as Treadle needs it.
 
-    It is no ``os.PathLike``: what opens local files raises a TypeError instead of making a folder called ``s3:``.
-    Addresses and secrets come from where the store's package looks for them, such as ``AWS_ENDPOINT_URL`` and
+    It is not an ``os.PathLike``: code that opens local files raises a TypeError instead of creating a folder called
+    ``s3:``. Addresses and secrets come from where the store's package looks for them, such as ``AWS_ENDPOINT_URL`` and
     ``AWS_PROFILE``, or from fsspec's own configuration (``FSSPEC_S3_...``).
 
     Args:
         url: ``scheme://bucket/path``.
 
     Raises:
-        ValueError: the URL has no place in it, leads upwards, or is of a kind that can't be written.
+        ValueError: The URL has no path, leads upwards, or its scheme can't be written.
     """
 
     def __init__(self, url: str) -> None:
         match = _URL.fullmatch(url)
         if match is None:
-            raise ValueError(f"{url!r} is no URL: write scheme://bucket/path, such as s3://bucket/run.")
+            raise ValueError(f"{url!r} is not a URL. Use scheme://bucket/path, such as s3://bucket/run.")
         self.scheme = match[1].lower()
         parts = [part for part in match[2].split("/") if part not in ("", ".")]
         if self.scheme in _READ_ONLY:
-            raise ValueError(f"{url}: nothing can be written to {self.scheme}://. Give a folder, or s3://bucket/path.")
+            raise ValueError(f"{url}: {self.scheme}:// can't be written. Use a local folder, or s3://bucket/path.")
         if not parts or ".." in parts or any(c in match[2] for c in "?#*[\n\0"):
             raise ValueError(f"{url!r} must be scheme://bucket/path, without '..' and any of ? # * [.")
         self._parts = tuple(parts)
@@ -97,7 +98,7 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return self._parts[-1]
 
     @property
@@ -114,20 +115,27 @@ class RemotePath:
     def relative_to(self, folder: RemotePath) -> PurePosixPath:
         """Return the path from a folder to here.
 
+        Args:
+            folder: The folder.
+
         Raises:
-            ValueError: it is not in the folder.
+            ValueError: The path is not in the folder.
         """
         return PurePosixPath(*self._parts).relative_to(PurePosixPath(*folder._parts))
 
     def is_relative_to(self, folder: RemotePath) -> bool:
-        """Return whether it is in a folder, or the folder itself."""
+        """Return whether it is in a folder, or the folder itself.
+
+        Args:
+            folder: The folder.
+        """
         return self.scheme == folder.scheme and self._parts[: len(folder._parts)] == folder._parts
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     @cached_property
     def _store(self) -> Any:
-        """fsspec's filesystem, without its cache of listings, which hides what other processes write."""
+        """The filesystem of fsspec, without its cache of listings, which hides objects that other processes write."""
         import fsspec
 
         try:
@@ -144,7 +152,7 @@ class RemotePath:
         except ValueError as error:
             known = sorted(fsspec.available_protocols())
             raise ValueError(
-                f"{self}: {self.scheme}:// is no kind of store that fsspec knows.{nearest(self.scheme, known)}"
+                f"{self}: {self.scheme}:// is not a store that fsspec supports.{nearest(self.scheme, known)}"
             ) from error
 
     @property
@@ -152,10 +160,10 @@ class RemotePath:
         return str(self._store._strip_protocol(str(self)))
 
     def _ask(self, action: str, request: Callable[[], T]) -> T:
-        """Make a request, again if it fails.
+        """Make a request, and repeat it if it fails.
 
         Raises:
-            StoreError: the store refused each time, with its reason.
+            StoreError: The store refused each time; states the store's reason.
         """
         store = self._store
         for attempt in range(ATTEMPTS):
@@ -177,33 +185,33 @@ class RemotePath:
         raise AssertionError
 
     def exists(self) -> bool:
-        """Return whether there is an object or a folder."""
-        return bool(self._ask("look", lambda: self._store.exists(self._key)))
+        """Return whether an object or a folder exists."""
+        return bool(self._ask("look it up", lambda: self._store.exists(self._key)))
 
     def is_file(self) -> bool:
-        """Return whether there is an object."""
-        return bool(self._ask("look", lambda: self._store.isfile(self._key)))
+        """Return whether an object exists."""
+        return bool(self._ask("look it up", lambda: self._store.isfile(self._key)))
 
     def is_dir(self) -> bool:
-        """Return whether there is a folder."""
-        return bool(self._ask("look", lambda: self._store.isdir(self._key)))
+        """Return whether a folder exists."""
+        return bool(self._ask("look it up", lambda: self._store.isdir(self._key)))
 
     def names(self) -> list[str]:
-        """Return the names of what is in the folder, sorted; nothing if it is none."""
+        """Return the names in the folder, sorted; empty if it is not a folder."""
         return sorted({path.partition("/")[0] for path in self._list(depth=1)})
 
     def files(self) -> dict[str, int]:
-        """Return the objects in the folder, but not in those below: the bytes of each by its name."""
+        """Return the objects in the folder, but not in those below: the size of each in bytes, by its name."""
         return {name: int(e["size"] or 0) for name, e in self._list(depth=1).items() if e["type"] == "file"}
 
     def sizes(self) -> dict[str, int]:
-        """Return the objects in the folder and in those below: the bytes of each by its path from here."""
+        """Return the objects in the folder and in those below: the size of each in bytes, by its path from here."""
         return {path: int(entry["size"] or 0) for path, entry in self._list().items() if entry["type"] == "file"}
 
     def _list(self, depth: int | None = None) -> dict[str, Any]:
         def request() -> dict[str, Any]:
-            found = self._store.find(self._key, maxdepth=depth, withdirs=depth is not None, detail=True)
-            return {str(path): entry for path, entry in found.items()}
+            entries = self._store.find(self._key, maxdepth=depth, withdirs=depth is not None, detail=True)
+            return {str(path): entry for path, entry in entries.items()}
 
         try:
             entries = self._ask("list it", request)
@@ -213,45 +221,45 @@ class RemotePath:
         return {path[len(start) :]: entry for path, entry in entries.items() if len(path) > len(start)}
 
     def version(self) -> tuple[Any, ...]:
-        """Return what changes when an object is replaced.
+        """Return a value that changes when the object is replaced.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: The object does not exist.
         """
-        entry = self._ask("look", lambda: self._store.info(self._key))
+        entry = self._ask("look it up", lambda: self._store.info(self._key))
         return tuple(str(entry.get(name)) for name in ("ETag", "etag", "LastModified", "created", "mtime", "size"))
 
     def age(self) -> float:
-        """Return how many seconds ago an object was written, by the store's clock and this machine's.
+        """Return how many seconds ago the object was written, by the store's clock and this machine's.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: The object does not exist.
         """
-        return float(time.time() - self._ask("look", lambda: self._store.modified(self._key)).timestamp())
+        return float(time.time() - self._ask("look it up", lambda: self._store.modified(self._key)).timestamp())
 
     def read_bytes(self, limit: int | None = None) -> bytes:
-        """Return an object's content.
+        """Return the object's content.
 
         Args:
-            limit: the most bytes to read.
+            limit: Most bytes to read. Default: no limit.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is larger.
+            FileNotFoundError: The object does not exist.
+            ValueError: It is larger than the limit.
         """
-        if limit is not None and int(self._ask("look", lambda: self._store.size(self._key)) or 0) > limit:
+        if limit is not None and int(self._ask("look it up", lambda: self._store.size(self._key)) or 0) > limit:
             raise ValueError(f"it is larger than {limit:,} bytes")
         return bytes(self._ask("read it", lambda: self._store.cat_file(self._key)))
 
     def write_bytes(self, data: bytes, exclusive: bool = False) -> None:
-        """Put an object into the place of what may be there.
+        """Write the object, replacing an existing one.
 
         Args:
-            data: its content.
-            exclusive: only where there is none.
+            data: Its content.
+            exclusive: Fail if the object exists. Default: False.
 
         Raises:
-            FileExistsError: ``exclusive``, and there is one.
+            FileExistsError: The object exists, and ``exclusive`` is set.
         """
         mode = "create" if exclusive else "overwrite"
         self._write("write it", lambda: self._store.pipe_file(self._key, data, mode=mode))
@@ -263,24 +271,28 @@ class RemotePath:
             raise StoreError(f"{self}: can't {action}: {error}") from error
 
     def upload(self, file: Path) -> None:
-        """Put a local file's content into an object, a large one in several requests at once."""
+        """Copy a local file's content into the object, a large one in several concurrent requests.
+
+        Args:
+            file: The local file.
+        """
         options = {"chunksize": _FILE_PART_BYTES} if self.scheme in _EXTRAS else {}
         self._write("upload it", lambda: self._store.put_file(str(file), self._key, **options))
 
     @property
     def takes_parts(self) -> bool:
-        """Whether the store's package uploads parts by themselves, as that of S3 does, and not files alone."""
+        """Return whether the store's package uploads single parts of an object. That of S3 does."""
         return self.scheme in ("s3", "s3a") and hasattr(self._store, "call_s3")
 
     def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
-        """Put content into an object while it is being made, several parts at once; see `takes_parts`.
+        """Upload content while it is being produced, several parts concurrently; see `takes_parts`.
 
         Args:
-            pieces: The content. Each piece must stay as it is until a few more are asked for.
+            pieces: The content. A piece must stay unchanged until its part is complete.
             size: Its size in bytes.
 
         Raises:
-            StoreError: The store refused. No object is there then.
+            StoreError: The store refused a request several times. No object is created.
         """
         if size <= _PART_BYTES:
             self.write_bytes(b"".join(pieces))
@@ -309,12 +321,12 @@ class RemotePath:
                 parts = {"Parts": [future.result() for future in futures]}
             self._complete(place, parts, size)
         except BaseException:
-            with suppress(OSError):  # a store removes parts that belong to no object, as its bucket says
+            with suppress(OSError):  # the bucket's lifecycle rules remove what is left
                 self._call_s3("abort_multipart_upload", **place)
             raise
 
     def _complete(self, place: dict[str, Any], parts: dict[str, Any], size: int) -> None:
-        """Make an object of its parts. Where the answer to a request was lost, the next one finds no upload."""
+        """Turn the parts into an object. If the response to a request was lost, the next attempt finds no upload."""
         try:
             self._call_s3("complete_multipart_upload", **place, MultipartUpload=parts)
         except OSError:
@@ -327,15 +339,25 @@ class RemotePath:
         return answers[-1]
 
     def download(self, file: Path) -> None:
-        """Put an object's content into a local file.
+        """Copy the object's content into a local file.
+
+        Args:
+            file: The local file.
 
         Raises:
-            FileNotFoundError: there is no such object.
+            FileNotFoundError: The object does not exist.
         """
         self._ask("download it", lambda: self._store.get_file(self._key, str(file)))
 
     def unlink(self, missing_ok: bool = True) -> None:
-        """Delete an object."""
+        """Delete the object.
+
+        Args:
+            missing_ok: Do nothing if it does not exist. Default: True.
+
+        Raises:
+            FileNotFoundError: The object does not exist, and ``missing_ok`` is False.
+        """
         try:
             self._ask("delete it", lambda: self._store.rm_file(self._key))
         except FileNotFoundError:
@@ -344,7 +366,7 @@ class RemotePath:
 
 
 def _join_pieces(pieces: Iterable[bytes | memoryview], size: int) -> Iterator[bytes]:
-    """Yield the content of pieces again, ``size`` bytes at a time; the last ones may be fewer."""
+    """Yield the content of pieces in parts of ``size`` bytes. The last part may be smaller."""
     waiting: list[bytes | memoryview] = []
     missing = size
     for piece in pieces:
@@ -360,23 +382,27 @@ def _join_pieces(pieces: Iterable[bytes | memoryview], size: int) -> Iterator[by
 
 
 AnyPath = Path | RemotePath
-"""A place on a disk or in an object store."""
+"""A path on a disk or in an object store."""
 
 
 def is_url(place: object) -> bool:
-    """Return whether a place is written as a URL, ``scheme://...``; a path of a disk is not."""
+    """Return whether a place is a URL, ``scheme://...``, and not a path on a disk.
+
+    Args:
+        place: Any value.
+    """
     return isinstance(place, RemotePath) or (isinstance(place, str) and _URL.match(place) is not None)
 
 
 def as_path(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Return a place as what can be asked about it: a ``Path``, or a `RemotePath` for a URL.
+    """Convert a place to a ``Path``, or for a URL to a `RemotePath`.
 
     Args:
-        place: a path, or a URL. ``file://`` leads to a path.
+        place: A path, or a URL. ``file://`` becomes a path.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: it is a URL that is no place in a store.
+        TypeError: The value is neither.
+        ValueError: The URL is not a path in a store.
     """
     if isinstance(place, RemotePath):
         return place
@@ -388,12 +414,20 @@ def as_path(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
 
 
 def lexists(place: str | os.PathLike[str] | RemotePath) -> bool:
-    """Return whether there is anything at a place, even a link that leads nowhere."""
+    """Return whether anything exists at a place, even a broken link.
+
+    Args:
+        place: A path, or a URL.
+    """
     path = as_path(place)
     return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
 
 
 def absolute(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """As `as_path`, with a path made absolute."""
+    """Convert a place as `as_path` does, and make a path absolute.
+
+    Args:
+        place: A path, or a URL.
+    """
     path = as_path(place)
     return path if isinstance(path, RemotePath) else Path(os.path.abspath(path))

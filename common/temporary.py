@@ -1,4 +1,4 @@
-"""A process's own folder for files that are on their way to an object store, or from one."""
+"""Temporary folder of a process for files that are uploaded to an object store, or downloaded from one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from pathlib import Path
 
 
 def temporary_folder(name: str) -> Path:
-    """Return a folder of this process for a name, made if it is not there, the same for the same name.
+    """Return a folder of this process, the same for the same name. It is created if it does not exist.
 
     It is in the system's folder for temporary files (``TMPDIR``), and is deleted when the process ends.
+
+    Args:
+        name: Any text.
     """
     label = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[-60:]
     folder = _own_folder(os.getpid()) / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}-{label}"
@@ -24,14 +27,18 @@ def temporary_folder(name: str) -> Path:
 
 @lru_cache(maxsize=1)
 def _own_folder(pid: int) -> Path:
-    """Return the folder of a process; one that was forked has another number, and so a folder of its own."""
+    """Return the folder of a process; a fork has another process id, and so another folder."""
     folder = Path(tempfile.mkdtemp(prefix=f"treadle-{pid}-"))
     atexit.register(_remove, folder, pid)
     return folder
 
 
 def keep(folder: Path) -> None:
-    """Do not delete a folder when the process ends."""
+    """Keep a folder when the process ends.
+
+    Args:
+        folder: Result of `temporary_folder`.
+    """
     _kept.add(folder)
 
 

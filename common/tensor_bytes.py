@@ -1,4 +1,4 @@
-"""The memory of a tensor, byte by byte."""
+"""Memory of a tensor as bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from torch import Tensor
 def view_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor on the CPU as a vector of bytes.
 
-    Not with ``reshape(-1)``: a tensor of one element is contiguous whatever its stride, keeps that, and then can't be
-    viewed as another dtype.
+    ``reshape(-1)`` does not work: a tensor of one element is contiguous with any stride, keeps that stride, and then
+    can't be viewed as another dtype.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        A uint8 tensor of one dimension that shares the memory.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

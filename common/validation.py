@@ -1,6 +1,6 @@
-"""Checks of arguments, made where they are given, so that the traceback ends at the line that is wrong.
+"""Checks of arguments, made where they are passed, so that the traceback ends at the wrong line.
 
-Each returns the value it was given, and its error states the argument, the value and the rule.
+Each returns the value, and its error states the argument, the value and the rule.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from .messages import nearest
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Accept True and False; anything else, the string ``"False"`` say, would pass for one of them.
+    """Return the value if it is True or False.
+
+    Anything else, such as the string ``"False"``, could pass for one of them.
+
+    Args:
+        name: The argument.
+        value: Its value.
 
     Raises:
-        TypeError: for any other value.
+        TypeError: The value is neither.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False, not a {type(value).__name__}.")
@@ -25,10 +31,15 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
-    """Accept True, False, and words that mean True.
+    """Return True for True and for words that mean True, and False for False.
+
+    Args:
+        name: The argument.
+        value: Its value.
+        words: The words that mean True.
 
     Raises:
-        ValueError: for any other value; names the nearest word.
+        ValueError: The value is something else; names the nearest word.
     """
     words = list(words)
     if isinstance(value, bool) or (isinstance(value, str) and value in words):
@@ -38,16 +49,16 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
 
 
 def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
-    """Accept integers of at least ``low``, but not True and False.
+    """Return the value if it is an integer of at least ``low``, and not True or False.
 
     Args:
-        name: the argument.
-        value: its value.
-        low: the least value.
-        meaning: what the least value stands for, such as ``"means never"``.
+        name: The argument.
+        value: Its value.
+        low: The least value.
+        meaning: Meaning of the least value, such as ``"means never"``. Default: none.
 
     Raises:
-        ValueError: for any other value.
+        ValueError: The value is something else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         meaning = f", which {meaning}" if meaning else ""
@@ -56,11 +67,16 @@ def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
 
 
 def check_number(name: str, value: Any, low: float = -math.inf) -> float:
-    """Accept integers and floats of at least ``low``, but not NaN, with which every comparison is False.
+    """Return the value if it is an integer or float of at least ``low``. NaN is refused: it compares as False.
+
+    Args:
+        name: The argument.
+        value: Its value.
+        low: The least value. Default: any.
 
     Raises:
-        TypeError: for any other type.
-        ValueError: for NaN, and for a smaller number.
+        TypeError: The value has another type.
+        ValueError: The value is NaN, or smaller.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} must be a number, not a {type(value).__name__}.")
@@ -70,15 +86,15 @@ def check_number(name: str, value: Any, low: float = -math.inf) -> float:
 
 
 def check_positive(name: str, value: Any, otherwise: str = "") -> float:
-    """Accept integers and floats above zero.
+    """Return the value if it is an integer or float above zero.
 
     Args:
-        name: the argument.
-        value: its value.
-        otherwise: what else the argument may be, such as ``"or None to leave it off"``.
+        name: The argument.
+        value: Its value.
+        otherwise: Alternative to a number, such as ``"or None to leave it off"``. Default: none.
 
     Raises:
-        ValueError: for any other value.
+        ValueError: The value is something else.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name}={value!r} must be a number above 0{otherwise and f', {otherwise}'}.")
@@ -86,10 +102,14 @@ def check_positive(name: str, value: Any, otherwise: str = "") -> float:
 
 
 def check_text(name: str, value: Any) -> str:
-    """Accept strings.
+    """Return the value if it is a string.
+
+    Args:
+        name: The argument.
+        value: Its value.
 
     Raises:
-        TypeError: for any other type.
+        TypeError: The value has another type.
     """
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r} must be a string, not a {type(value).__name__}.")
@@ -97,10 +117,14 @@ def check_text(name: str, value: Any) -> str:
 
 
 def check_path(name: str, value: Any) -> str:
-    """Accept paths, and return them as strings.
+    """Return a path as a string.
+
+    Args:
+        name: The argument.
+        value: Its value.
 
     Raises:
-        TypeError: for any other type.
+        TypeError: The value is not a path.
     """
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name}={value!r} must be a path, not a {type(value).__name__}.")
@@ -108,11 +132,14 @@ def check_path(name: str, value: Any) -> str:
 
 
 def check_monitor(value: Any) -> str:
-    """Accept the name of a logged value.
+    """Return the value if it is the name of a logged value.
+
+    Args:
+        value: The value of ``monitor``.
 
     Raises:
-        TypeError: for anything but a string.
-        ValueError: for an empty string.
+        TypeError: The value is not a string.
+        ValueError: The string is empty.
     """
     if not isinstance(value, str):
         raise TypeError(f"monitor={value!r} must be the name of a logged value, such as 'val_loss'.")
@@ -122,10 +149,15 @@ def check_monitor(value: Any) -> str:
 
 
 def choose(name: str, value: object, choices: Iterable[str]) -> str:
-    """Accept one of several strings.
+    """Return the value if it is one of several strings.
+
+    Args:
+        name: The argument.
+        value: Its value.
+        choices: The valid strings.
 
     Raises:
-        ValueError: for any other value; lists the choices and names the nearest one.
+        ValueError: The value is something else; lists the choices and names the nearest one.
     """
     choices = list(choices)
     if isinstance(value, str) and value in choices:

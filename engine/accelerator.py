@@ -1,8 +1,8 @@
-"""One process's share of a training run: devices, precision, accumulation, exchange, checkpoints.
+"""Accelerator: devices, precision, accumulation, collectives and checkpoints of one process of a run.
 
-This file holds the whole public surface of the `Accelerator`, except for what it shares with `PartialState`; see
-`process_state`. The work is done by the objects that it owns. The Trainer owns an Accelerator and uses its public calls
-only; a hand-written loop uses the same ones.
+This file holds the whole public surface of the `Accelerator`, except for what it shares with `PartialState` (see
+`process_state`). Each method delegates to an object that the Accelerator owns. The Trainer owns an Accelerator and uses
+only its public calls, the same ones that a hand-written loop uses.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _PEERS_NAMES = {
     "_dataloaders": "loaders",
 }
 _UNSUPPORTED = {
-    "lomo_backward": "LOMO steps inside backward; use any optimizer whose step comes after it.",
-    "maybe_context_parallel": "a sequence is not split over processes here.",
-    "deepspeed_ulysses_dl_adapter": "a sequence is not split over processes here.",
-    "fp8_backend": "float8 is always torchao's here.",
-    "megatron_lm_plugin": "Megatron-LM is not used here.",
-    "build_parallelism_config": "give Accelerator(parallelism_config=...) itself.",
+    "lomo_backward": "LOMO steps inside backward, which is not supported; use an optimizer that steps after it.",
+    "maybe_context_parallel": "Treadle does not split a sequence over processes.",
+    "deepspeed_ulysses_dl_adapter": "Treadle does not split a sequence over processes.",
+    "fp8_backend": "Treadle always uses torchao for float8.",
+    "megatron_lm_plugin": "Treadle does not use Megatron-LM.",
+    "build_parallelism_config": "pass Accelerator(parallelism_config=...) instead.",
 }
 
 
@@ -80,7 +80,7 @@ name_phase("data wait", Loader.__iter__, Loader.groups)
 
 
 def _locate(accelerator: Accelerator) -> tuple[str, Any]:
-    """Return how far a loop is: in words, and what moves with every micro-batch."""
+    """Return the position of the loop: a description, and a value that changes with every micro-batch."""
     accumulation = accelerator.accumulation
     moving = accumulation.position, id(accelerator.cursor.micro), [loader.batches for loader in accelerator.loaders]
     return f"optimizer step {accumulation.steps + 1}", moving
@@ -91,56 +91,81 @@ def _find_directory(accelerator: Accelerator) -> Any:
 
 
 class Accelerator(Process):
-    """Everything distributed, every precision and every checkpoint, for a loop of your own.
+    """Distributed training, mixed precision and checkpoints for a user-defined loop.
 
     Args:
-        device_placement: whether models and batches are moved to the device; False expects models to be there.
-        split_batches: ``batch_size`` of a prepared loader is that of the global batch.
-        mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any of `Precision`'s names.
-        gradient_accumulation_steps: micro-batches per optimizer step.
-        cpu: same as ``accelerator="cpu"``.
-        dataloader_config: how loaders share out their batches.
-        deepspeed_plugin: refused, as are ``deepspeed_plugins``, ``torch_tp_plugin`` and ``megatron_lm_plugin``.
-        fsdp_plugin: shards models; the same as ``strategy=FSDP(...)``, in Accelerate's words.
-        rng_types: only ``["generator"]``, which holds anyway: the order of data is one on all processes.
-        log_with: trackers: ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"all"``, loggers of
-            `treadle.loggers`, a `GeneralTracker`, or a list of these.
-        project_dir: where the run keeps its files.
-        project_config: the same in more detail.
-        gradient_accumulation_plugin: which micro-batches form a step, in more detail.
-        step_scheduler_with_optimizer: False leaves prepared schedulers as they are: each ``step()`` counts once. For
-            schedules that count epochs.
-        kwargs_handlers: arguments of what torch does: autocast, the loss scaler, the process group, replicas, profiler.
-        dynamo_backend: compile prepared models, in place: a backend of ``torch.compile``.
-        dynamo_plugin: the same in more detail.
-        parallelism_config: a grid of replicas, shards and tensor parallel parts.
-        strategy: a name (``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a registered one) or a `Strategy`.
+        device_placement: Whether to move models and batches to the device. With False, models must already be there.
+        split_batches: Whether the ``batch_size`` of a prepared loader is that of the global batch. Default: it is the
+            batch size of each process.
+        mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
+        gradient_accumulation_steps: Micro-batches per optimizer step.
+        cpu: Same as ``accelerator="cpu"``.
+        dataloader_config: How prepared loaders are sharded; see `DataLoaderConfiguration`.
+        deepspeed_plugin: Not supported; any value but None raises. The same holds for ``deepspeed_plugins``,
+            ``torch_tp_plugin`` and ``megatron_lm_plugin``.
+        deepspeed_plugins: See ``deepspeed_plugin``.
+        fsdp_plugin: Shards models. Accelerate's form of ``strategy=FSDP(...)``.
+        torch_tp_plugin: See ``deepspeed_plugin``.
+        megatron_lm_plugin: See ``deepspeed_plugin``.
+        rng_types: Only ``["generator"]`` is accepted, and it changes nothing: the order of the data is always the same
+            on all processes.
+        log_with: Trackers: ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"all"``, loggers of
+            `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
+        project_dir: Directory for the files of the run.
+        project_config: The same in more detail; see `ProjectConfiguration`.
+        gradient_accumulation_plugin: Gradient accumulation in more detail; see `GradientAccumulationPlugin`.
+        step_scheduler_with_optimizer: With False, each ``step()`` of a scheduler counts once, and its checkpoint is
+            still saved. For schedules that count epochs.
+        kwargs_handlers: Settings of autocast, the loss scaler, the process group, replicas and the profiler, each as
+            a `KwargsHandler`.
+        dynamo_backend: A backend of ``torch.compile`` that compiles prepared models in place. Default: none.
+        dynamo_plugin: Compilation in more detail; see `TorchDynamoPlugin`.
+        parallelism_config: The numbers of replicas, shards and tensor parallel ranks.
+        strategy: A name (``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a registered one) or a `Strategy`.
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"mps"``.
-        devices: processes on this machine, see `open_world`; ``"auto"`` is what the launcher started, else one.
-        num_nodes: machines.
-        spread: whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
-        timeout: how long a rank may make no progress, until its script ends: ``"DD:HH:MM:SS"``, a timedelta or a dict
-            of its arguments. Then the run ends with exit status 124; the rank that hangs is named, and the Python
-            stacks of all ranks are written. By default this holds only for a rank that waits for others, and nearly as
-            long as a collective may wait (30 minutes).
-        on_nonfinite: a prepared optimizer is about to apply a gradient that is not finite: ``"raise"`` on all ranks (on
-            accelerators one step later, and in `end_training`), ``"skip"`` the step on all ranks (which waits for the
-            device in every step), or ``"ignore"``. With float16 the loss scaler leaves out such steps.
+        devices: Processes on this machine; see `open_world`. ``"auto"`` uses the processes that a launcher started,
+            else one.
+        num_nodes: Number of machines.
+        spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
+        timeout: The longest time that a rank may make no progress, until its script ends: ``"DD:HH:MM:SS"``, a
+            timedelta or a dict of its arguments. Then the run ends with exit status 124, names the rank that hangs,
+            and writes the Python stacks of all ranks. Default: only a rank that waits for others is watched, for
+            nearly as long as a collective may wait (30 minutes).
+        on_nonfinite: What to do when a prepared optimizer is about to apply a gradient that is not finite:
+            ``"raise"`` on all ranks (on accelerators one step later, and in `end_training`), ``"skip"`` the step on
+            all ranks (which waits for the device in every step), or ``"ignore"``. With float16, the loss scaler skips
+            such steps.
+        unknown: Any other argument raises a TypeError that names the nearest valid one.
 
     Attributes:
-        strategy: how models are laid out over the processes.
-        precision: the number formats that they compute in.
-        models, optimizers, schedulers, loaders: what was prepared.
-        accumulation: the micro-batches of an optimizer step.
-        checkpointer: saves and loads.
-        tracking: the trackers that ``log_with`` named.
-        rng: the random numbers that ranks share.
-        watchdog: ends the run if a rank hangs; None where nobody watches.
-        deepspeed_plugin: None; scripts ask for it before they do something else.
+        strategy: The strategy that distributes models over the processes.
+        precision: The dtypes of weights and computation.
+        models, optimizers, schedulers, loaders: The prepared objects, in order.
+        accumulation: The micro-batches of an optimizer step.
+        checkpointer: Saves and loads checkpoints.
+        tracking: The trackers that ``log_with`` named.
+        rng: The RNG state that ranks share.
+        watchdog: Ends the run if a rank hangs; None if no watchdog runs.
+        deepspeed_plugin: None, for scripts that check it.
 
     Raises:
-        TypeError: for an argument that does not exist, with the nearest one that does.
-        ValueError: for a value that can not be honoured here.
+        TypeError: If an argument does not exist. The error names the nearest valid one.
+        ValueError: If a value is not supported, or contradicts another one.
+
+    Example:
+        >>> import torch, treadle
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> accelerator = treadle.Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=4)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> for x, y in loader:
+        ...     accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> accelerator.steps
+        2
     """
 
     deepspeed_plugin = None
@@ -240,15 +265,24 @@ class Accelerator(Process):
     # -- preparing -----------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Make models, optimizers, schedulers and loaders ready for this process; returns them in the same order.
+        """Prepare models, optimizers, schedulers and loaders for this process.
 
         Args:
-            objects: what to prepare. Objects of other kinds are returned as they are, with one warning that names them.
-            device_placement: for each, in place of the Accelerator's ``device_placement``.
+            objects: The objects to prepare. Objects of other kinds are returned unchanged, with a warning that names
+                them.
+            device_placement: One value per object, which overrides the Accelerator's ``device_placement``.
+
+        Returns:
+            The prepared objects in the same order; a single one is not put into a tuple.
+
+        Raises:
+            ValueError: If ``device_placement`` has another length than ``objects``.
         """
         placement: Sequence[bool | None] = [None] * len(objects) if device_placement is None else device_placement
         if len(placement) != len(objects):
-            raise ValueError(f"device_placement has {len(placement)} values for {len(objects)} objects.")
+            raise ValueError(
+                f"device_placement has {len(placement)} values for {len(objects)} objects; give one value per object."
+            )
         # Models first: an optimizer may have to follow its parameters to where they are then.
         models = {
             id(value): self.prepare_model(value, place)
@@ -273,8 +307,8 @@ class Accelerator(Process):
         is_class = isinstance(value, type)
         kind = f"the class {value.__name__}" if is_class else f"an object of type {type(value).__name__}"
         is_iterable = isinstance(value, Iterable) and not isinstance(value, type | str | Mapping | Tensor)
-        advice = " Every rank gets all of it; prepare_data_loader shares out an iterable of batches." * is_iterable
-        warn(f"prepare returns {kind} as it is: it prepares models, optimizers, schedulers and DataLoaders.{advice}")
+        advice = " Every rank reads all of it; use prepare_data_loader to shard an iterable of batches." * is_iterable
+        warn(f"prepare returns {kind} unchanged: it prepares models, optimizers, schedulers and DataLoaders.{advice}")
         return value
 
     def prepare_model(
@@ -287,18 +321,18 @@ class Accelerator(Process):
         by_hand: bool = False,
         by_parts: bool = False,
     ) -> nn.Module:
-        """Place and wrap one model; one whose trained parameters have changed since is wrapped anew.
+        """Move one model to the device, and return it wrapped.
 
         Args:
-            model: the user's module.
-            device_placement: False expects it on this process's device already; None is what the Accelerator has.
-            evaluation_mode: place it only; it will not be trained.
-            step: the method whose returned loss is trained on, where it is not ``forward``; run it by `method`.
-            by_hand: leave gradients on their process until an optimizer steps; run methods by `local_method`.
-            by_parts: methods of it run, not ``forward``: where it is to be compiled, compile the parts that they call.
+            model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
+            device_placement: Move the model; else it must be on the device. Default: the Accelerator's setting.
+            evaluation_mode: Move the model, but do not wrap it for training.
+            step: The method that returns the training loss, if it is not ``forward``; call it through `method`.
+            by_hand: Leave gradients on their process until an optimizer steps; call methods through `local_method`.
+            by_parts: Compile the submodules, not the model: the loop calls methods other than ``forward``.
 
         Raises:
-            ValueError: if it is elsewhere, and may not be moved.
+            ValueError: If the model is on another device and may not be moved, or is spread over several devices.
         """
         module = self.strategy.unwrap(model)
         trained = _collect_trained_ids(module)
@@ -306,7 +340,10 @@ class Accelerator(Process):
         if index is not None and self._trained.get(id(module)) == trained:
             return self.models[index]
         if self.verify_device_map(module):
-            raise ValueError("this model is spread over several devices by a device map, for inference only.")
+            raise ValueError(
+                f"{type(module).__name__} is spread over several devices by a device map, which is for inference only. "
+                "To train it, load it without device_map."
+            )
         if not (self.device_placement if device_placement is None else device_placement):
             self._check_device(module)
         if index is None and self.precision.float8 and not evaluation_mode:
@@ -335,13 +372,15 @@ class Accelerator(Process):
         return wrapped
 
     def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
-        """Check that every rank is configured alike. Happens by itself when the first model or loader is prepared.
+        """Check that all ranks have the same settings.
+
+        It is called when the first model or loader is prepared.
 
         Args:
-            settings: what to compare in place of the Accelerator's own arguments.
+            settings: The values to compare. Default: the Accelerator's own arguments.
 
         Raises:
-            ValueError: on every rank, with the settings that differ, their values and ranks.
+            ValueError: On every rank, with the settings that differ, their values and ranks.
         """
         if not self._compared:
             values = self._collect_settings() if settings is None else settings
@@ -370,7 +409,17 @@ class Accelerator(Process):
                 )
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Make an optimizer act at the end of each group of micro-batches; its state follows its parameters."""
+        """Wrap an optimizer so that it steps at the end of each accumulation group.
+
+        Its state is moved to the device of its parameters. An optimizer that is already prepared is returned as it is.
+
+        Args:
+            optimizer: The user's optimizer.
+            device_placement: Accepted for Accelerate's signature; it has no effect.
+
+        Returns:
+            The optimizer to call in the loop.
+        """
         for prepared in self.optimizers:
             if optimizer in (prepared, prepared.optimizer):
                 return prepared
@@ -380,10 +429,16 @@ class Accelerator(Process):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Make a scheduler advance with its optimizer's steps that really happened.
+        """Wrap a scheduler so that it advances only with optimizer steps that were applied.
 
-        Size the schedule by the loader as it is before `prepare`: each ``step()`` advances it by the number of
-        processes that share the data, as in Accelerate, or by one with ``split_batches``.
+        Compute the length of the schedule from the loader before `prepare`: each ``step()`` advances the schedule by
+        the number of processes that share the data, as in Accelerate, or by one with ``split_batches``.
+
+        Args:
+            scheduler: The user's scheduler.
+
+        Returns:
+            The scheduler to call in the loop. With ``step_scheduler_with_optimizer=False`` it is the given one.
         """
         for prepared in self.schedulers:
             if scheduler is prepared or scheduler is getattr(prepared, "scheduler", None):
@@ -395,7 +450,11 @@ class Accelerator(Process):
         return scheduler
 
     def add_scheduler(self, scheduler: Any) -> None:
-        """Make a scheduler, which others step, a part of every checkpoint."""
+        """Include a scheduler that is stepped elsewhere in every checkpoint.
+
+        Args:
+            scheduler: An object with ``state_dict`` and ``load_state_dict``.
+        """
         self.schedules_built.append(BuiltSchedule(scheduler))
         self.schedulers.append(scheduler)
 
@@ -408,21 +467,27 @@ class Accelerator(Process):
         evaluation: bool = False,
         move: Callable[[Any], Any] | None = None,
     ) -> Loader:
-        """Share a loader out over the processes.
+        """Shard a loader over the processes.
 
         Args:
-            loader: a ``DataLoader``, a `CombinedLoader` or any iterable of batches.
-            device_placement: whether to move batches to the device; None is what the Accelerator has.
-            shard: False leaves each process with all that its own loader yields.
-            evaluation: no accumulation groups, and every process takes part in every batch.
-            move: what to apply to each batch in place of the move to the device.
+            loader: A ``DataLoader``, a `CombinedLoader` or any iterable of batches.
+            device_placement: Whether to move batches to the device. Default: the Accelerator's setting.
+            shard: False leaves each process with everything that its own loader yields.
+            evaluation: Do not form accumulation groups; every process takes part in every batch.
+            move: Function to apply to each batch in place of the move to the device.
+
+        Returns:
+            The prepared loader.
+
+        Raises:
+            TypeError: If the loader is already sharded without an Accelerator.
         """
         if isinstance(loader, Loader):
             return loader
         if "base_dataloader" in getattr(loader, "__dict__", ()):  # of prepare_data_loader without an Accelerator
             raise TypeError(
-                f"prepare got a {type(loader).__name__}, which is shared out among the processes already: pass the "
-                "DataLoader that it was made from, or iterate it as it is."
+                f"prepare got a {type(loader).__name__}, which is already sharded over the processes: pass the "
+                "DataLoader that it was made from, or iterate it without prepare."
             )
         if self.stream is None:
             self.compare_settings()
@@ -466,30 +531,34 @@ class Accelerator(Process):
 
     @property
     def stream(self) -> RandomStream | None:
-        """What the order of samples is drawn from; None until the first loader is prepared."""
+        """Random stream that the order of samples is drawn from; None until the first loader is prepared."""
         return self.rng.stream
 
     def start_order(self) -> None:
-        """Draw the order of data from here on from rank zero's current RNG state, which all ranks get.
+        """Draw the order of data from now on from rank zero's current RNG state, which is sent to all ranks.
 
-        So what a script draws until its loops begin (a split of the data, weights) is the same on all ranks. With the
-        first batch `draw_apart` happens.
+        Until the first batch, random draws of the script (a split of the data, initial weights) are therefore the same
+        on all ranks. With the first batch, `draw_apart` is called.
 
-        Happens when the first loader is prepared; call it for a new run with the same Accelerator.
+        It is called when the first loader is prepared. Call it yourself for a new run with the same Accelerator.
         """
         self.rng.start(self.dataloader_config.data_seed)
 
     def draw_apart(self) -> None:
-        """Let each rank draw numbers of its own from here on: one seed would drop the same units of different samples.
+        """Give each rank its own RNG state: with a common seed, dropout would drop the same units on every rank.
 
-        Ranks that work on one sample together draw alike. Happens with the first batch of a prepared loader.
+        Ranks that process the same sample together keep the same RNG state. It is called with the first batch of a
+        prepared loader.
         """
         self.rng.draw_apart()
 
     def drawing_alike(self, purpose: str) -> AbstractContextManager[None]:
-        """Return a context in which all ranks draw the same numbers, for data that is made once each draws its own.
+        """Return a context in which all ranks draw the same random numbers, for use after `draw_apart`.
 
-        The numbers follow from the run's first ones and from ``purpose``. In a world of one nothing changes.
+        The numbers depend on the run's first RNG state and on ``purpose``. With a world size of one, nothing changes.
+
+        Args:
+            purpose: A name for the block; different names give different numbers.
         """
         return self.rng.drawing_alike(purpose)
 
@@ -506,18 +575,25 @@ class Accelerator(Process):
         or ``local_sgd_steps`` of DDP, the context warns and has no effect.
 
         Args:
-            joinables: prepared models; optimizers may be among them and need nothing.
-            even_batches: True states that all ranks have the same number of batches, so none is waited for. Unlike in
-                Accelerate the default never means True, and no loader repeats samples either way.
+            joinables: Prepared models. Optimizers may be listed too and have no effect.
+            even_batches: True states that all ranks have the same number of batches, so that no rank is waited for.
+                Unlike in Accelerate, the default never means True, and no loader repeats samples in either case.
+
+        Returns:
+            The context to run the loop in.
 
         Raises:
-            TypeError: for arguments of other types.
-            ValueError: for a model that is not prepared; for ``backward(weight=...)`` on batches from elsewhere than a
+            TypeError: If an argument has another type.
+            ValueError: If a model is not prepared; for ``backward(weight=...)`` on batches that do not come from a
                 prepared DataLoader, since a rank that has left reports no weight.
 
         Example:
+            >>> import torch, treadle
+            >>> accelerator = treadle.Accelerator(cpu=True)
+            >>> model = torch.nn.Linear(4, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             >>> with accelerator.join_uneven_inputs([model]):
-            ...     for batch in own_batches:
+            ...     for batch in torch.randn(3, 2, 4):
             ...         accelerator.backward(model(batch).mean())
             ...         optimizer.step()
             ...         optimizer.zero_grad()
@@ -525,35 +601,46 @@ class Accelerator(Process):
         return join_uneven_inputs(self, joinables, even_batches)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
-        """Return the context to build a model in, so that it is made where and as it will be used.
+        """Return a context that builds a model on the device, and in the dtype, in which it will be used.
 
-        Where the strategy shards, parameters get no memory in it: `prepare_model` gives each process its shard, with
-        the values of a model that is built for real.
+        If the strategy shards, parameters are not allocated in it: `prepare_model` gives each process its shard, with
+        the same values as in a model that is built without the context.
 
         Args:
-            empty_init: leave parameters without values, as a checkpoint will be loaded.
+            empty_init: Leave parameters uninitialized, because a checkpoint will be loaded.
         """
         return self.strategy.construction(empty_init)
 
     def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of a prepared model, run so that its gradients are synchronised."""
+        """Return method ``name`` of a prepared model, wrapped so that its gradients are synchronized.
+
+        Args:
+            model: A prepared model.
+            name: The name of the method.
+        """
         return self.strategy.method(model, name)
 
     def local_method(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of a prepared model in the run's precision, without exchange, for evaluation."""
+        """Return method ``name`` of a prepared model, run in the run's precision without collectives, for evaluation.
+
+        Args:
+            model: A prepared model.
+            name: The name of the method.
+        """
         return self.strategy.local_method(model, name)
 
     def check_replicas(self, model: nn.Module | None = None, *, buffers: bool = False) -> None:
         """Check that all processes hold the same parameters, bit for bit. Call it on all processes.
 
-        Under ``TREADLE_DEBUG=1`` it happens by itself after the first and every 100th step of each optimizer.
+        With ``TREADLE_DEBUG=1`` this check runs after the first and every 100th step of each optimizer.
 
         Args:
-            model: one prepared model. Default: all of them.
-            buffers: compare buffers too. Most (BatchNorm's statistics) are each process's own between two forwards.
+            model: One prepared model. Default: all of them.
+            buffers: Compare buffers too. Most (BatchNorm's statistics) differ between processes from one forward to the
+                next.
 
         Raises:
-            ReplicasDiffer: on all processes, with the names, the ranks, and how far they are apart.
+            ReplicasDiffer: On all processes, with the names, the ranks and the differences.
         """
         models = self.models if model is None else [model]
         replica_check.check((self.strategy.unwrap(m) for m in models), self.world, buffers)
@@ -562,7 +649,7 @@ class Accelerator(Process):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step; may be changed between steps."""
+        """Number of micro-batches per optimizer step; it may be changed between steps."""
         return self.accumulation.micro_batches
 
     @gradient_accumulation_steps.setter
@@ -578,12 +665,12 @@ class Accelerator(Process):
             raise ValueError(
                 f"torch.compile's {setting} replays CUDA graphs, whose gradients each micro-batch writes into the same "
                 f"memory, and gradient_accumulation_steps={count} adds them up: use "
-                "mode='max-autotune-no-cudagraphs', or accumulate 1."
+                "mode='max-autotune-no-cudagraphs', or gradient_accumulation_steps=1."
             )
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is its group's last, after which the optimizer steps."""
+        """True if the current micro-batch is the last of its group, after which the optimizer steps."""
         return self.accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -592,22 +679,22 @@ class Accelerator(Process):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step was left out because a float16 gradient overflowed."""
+        """True if the last optimizer step was skipped because a float16 gradient overflowed."""
         return self.accumulation.optimizer_step_was_skipped
 
     @property
     def inside_group(self) -> bool:
-        """Whether a group has begun that no loader knows of; no checkpoint holds its gradients."""
+        """True inside an accumulation group that no prepared loader began; its gradients are not checkpointed."""
         return self.accumulation.position > 0
 
     @property
     def agreement(self) -> Agreement:
-        """What all processes decide together in each step."""
+        """The values that all processes agree on in each step."""
         return self.accumulation.agreement
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were taken, before and after a resume; of several optimizers, the most."""
+        """Number of optimizer steps taken, including those before a resume; with several optimizers, the most."""
         return self.accumulation.steps
 
     @steps.setter
@@ -615,23 +702,38 @@ class Accelerator(Process):
         self.accumulation.steps = value
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch. A group's last one reduces gradients, and then the optimizer steps."""
+        """Return the context of one micro-batch.
+
+        In the last micro-batch of a group the backward pass reduces the gradients, and the optimizer then steps.
+
+        Args:
+            models: The prepared models that are trained in it. Default: all of them.
+        """
         self.accumulation.note_entered()
         return self.accumulation.accumulate(*models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which gradients stay on their process."""
+        """Return a context in which gradients are not reduced over the processes.
+
+        Args:
+            model: A prepared model.
+        """
         return self.accumulation.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backward reduces the gradients, also those of forwards that ran in `no_sync`."""
+        """Return a context whose backward reduces the gradients, including those of forward passes in `no_sync`.
+
+        Args:
+            model: A prepared model.
+        """
         return self.accumulation.trigger_sync_in_backward(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context of the run's precision, for computations outside a prepared model.
+        """Return the autocast context of the run's precision, for computations outside of a prepared model.
 
         Args:
-            autocast_handler: how; ``AutocastKwargs(enabled=False)`` computes in full precision within a prepared one.
+            autocast_handler: Settings of the context. ``AutocastKwargs(enabled=False)`` computes in full precision
+                inside a prepared model.
         """
         if autocast_handler is None:
             return self.precision.context(self.device) or nullcontext()
@@ -647,25 +749,30 @@ class Accelerator(Process):
     ) -> None:
         """Add this micro-batch's share of the gradient.
 
-        Give the plain mean loss: it is weighed by the samples the loader put into the micro-batch, so that the step's
-        gradient is the mean over all samples of the group, on all processes.
+        Pass the plain mean loss. It is weighted by the number of samples that the loader put into the micro-batch, so
+        that the gradient of the step is the mean over all samples of the group, over all processes.
 
         Args:
             loss: 0-d tensor.
-            weight: what the loss is a mean over, where that is not samples (tokens): then the step's gradient is the
-                mean over all of these. Give it in every micro-batch of a group, or in none.
-            by: what to call with the weighed and scaled loss in place of ``Tensor.backward``.
-            kwargs: for ``Tensor.backward``.
+            weight: The number of items that the loss is a mean over, if these are not samples (tokens): the gradient of
+                the step is then the mean over all of these. Give it in every micro-batch of a group, or in none.
+            by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
+            kwargs: Arguments of ``Tensor.backward``.
         """
         self.accumulation.backward(loss, weight=weight, by=by, **kwargs)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip the gradients' total norm in place, at the end of a group.
+        """Clip the total norm of the gradients in place, at the end of a group.
+
+        Args:
+            parameters: The parameters whose gradients are clipped.
+            max_norm: The largest norm.
+            norm_type: The p of the p-norm; ``inf`` is the maximum norm. Default: 2.
 
         Returns:
-            The norm before clipping (0-d tensor); None inside a group, where there is nothing to clip yet.
+            The norm before clipping (0-d tensor); None inside a group, before the gradients are complete.
         """
         if not self.accumulation.sync_gradients:
             return None
@@ -673,63 +780,76 @@ class Accelerator(Process):
         return self.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp every gradient element to ``[-clip_value, clip_value]`` in place, at the end of a group."""
+        """Clamp every gradient element to ``[-clip_value, clip_value]`` in place, at the end of a group.
+
+        Args:
+            parameters: The parameters whose gradients are clamped.
+            clip_value: The largest absolute value.
+        """
         if self.accumulation.sync_gradients:
             self.unscale_gradients()
             self.strategy.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Make the gradients the true ones: divide by reported weights, and by float16's loss scale."""
+        """Divide the gradients by the reported weights and by the float16 loss scale.
+
+        Args:
+            optimizer: The prepared optimizer whose gradients are unscaled. Default: all of them.
+        """
         self.accumulation.unscale_gradients(optimizer)
 
     def finish_gradients(self) -> None:
-        """Divide the group's gradients by the weights that all processes reported. Happens by itself when needed."""
+        """Divide the gradients of the group by the weights that all processes reported. Optimizer steps call it."""
         self.accumulation.finish_gradients()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average the gradients that backward left on their process. Happens by itself when needed."""
+        """Average gradients over the processes that backward has left unreduced. The optimizer's step calls it.
+
+        Args:
+            optimizer: The prepared optimizer whose gradients are averaged.
+        """
         self.accumulation.reduce_gradients(optimizer)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the current group, which will not be finished."""
+        """Discard the gradients of the current group, which will not be finished."""
         self.accumulation.drop_gradients()
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Let every step's backward carry what all processes must agree on; read it with `agree`.
+        """Make the backward pass of every step carry the values that all processes agree on; read them with `agree`.
 
         Args:
-            finite: whether losses are watched (with float16 the loss scaler does that).
-            at_once: read it in the same step on accelerators too, which waits for the device.
+            finite: Whether to watch losses that are not finite. With float16 the loss scaler does that.
+            at_once: Read the values in the same step on accelerators too, which waits for the device.
         """
         self.accumulation.agree_on_steps(finite=finite, at_once=at_once)
 
     def agree(self) -> Agreement:
-        """Read what all processes agreed on in the backward that has just run. For loops with ``always_agree``."""
+        """Return what all processes agreed on in the last backward pass, for loops that call `agree_on_steps`."""
         return self.accumulation.agree()
 
     def not_finite_on(self) -> list[int]:
-        """Return the ranks whose loss was not finite, once `agree` said there are some, and forget them."""
+        """Return the ranks whose loss was not finite, after `agree` reported some, and clear the list."""
         return self.accumulation.not_finite_on()
 
     def preemptible(
         self, *, grace: str | timedelta | dict[str, int] | None = None, interrupts: bool = False
     ) -> AbstractContextManager[Preemption]:
-        """Return a context in which SIGTERM, SIGUSR1 and SIGHUP ask a loop to end, rather than end the process.
+        """Return a context in which SIGTERM, SIGUSR1 and SIGHUP request the end of a loop and do not end the process.
 
-        Ask `Preemption.should_stop` after each step: on every rank it becomes True after the same one, whichever rank
-        got the signal. Then save, and call `Preemption.leave`, which ends the process with status 143 (129 for SIGHUP)
-        and has SLURM requeue a job that got SIGUSR1. A signal that came after the last step ends the process behind the
-        block.
+        Call `Preemption.should_stop` after each step: it becomes True after the same step on every rank, no matter
+        which rank received the signal. Then save, and call `Preemption.leave`, which ends the process with status 143
+        (129 for SIGHUP) and makes SLURM requeue a job that received SIGUSR1. A signal that arrives after the last step
+        ends the process at the end of the block.
 
         Args:
-            grace: seconds from the signal to the end of all ranks, whatever they do then: ``"DD:HH:MM:SS"``, a
-                timedelta or a dict of its arguments. Default: as long as it takes.
-            interrupts: treat Ctrl-C likewise; `Preemption.leave` then raises KeyboardInterrupt. A second Ctrl-C, and
-                one that came after the last step, raise it at once. Default: Ctrl-C raises it at once.
+            grace: Time from the signal to the end of all ranks, in whatever state they are: ``"DD:HH:MM:SS"``, a
+                timedelta or a dict of its arguments. Default: no limit.
+            interrupts: Handle Ctrl-C in the same way; `Preemption.leave` then raises KeyboardInterrupt. A second
+                Ctrl-C, and one after the last step, raise it at once. Default: Ctrl-C raises it at once.
 
         Raises:
-            ValueError: for several processes with a torch older than 2.8, or a ``grace`` that is not positive.
-            TypeError: for a ``grace`` of another type.
+            ValueError: For several processes with a torch older than 2.8, or if ``grace`` is not positive.
+            TypeError: If ``grace`` has another type.
 
         Example:
             >>> import treadle as tl
@@ -755,22 +875,41 @@ class Accelerator(Process):
 
     @property
     def saving(self) -> Job | None:
-        """The ``save_state(blocking=False)`` that is under way beside the training."""
+        """The ``save_state(blocking=False)`` that is in progress, or None."""
         return self.checkpointer.saving
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Add objects with ``state_dict``/``load_state_dict`` to every checkpoint, by name or by order."""
+        """Add objects with ``state_dict``/``load_state_dict`` to every checkpoint.
+
+        Args:
+            objects: Objects that are matched by their order.
+            named: Objects that are matched by name.
+        """
         self.checkpointer.register(objects, named)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` before `save_state` writes; returns a handle with ``remove()``.
+        """Call ``hook(models, weights, output_dir)`` before `save_state` writes.
 
-        What it takes out of ``weights`` is not saved; what it writes to ``output_dir`` becomes part of the checkpoint.
+        State that the hook removes from ``weights`` is not saved. Files that it writes to ``output_dir`` become part of
+        the checkpoint.
+
+        Args:
+            hook: The function to call.
+
+        Returns:
+            A handle whose ``remove()`` unregisters the hook.
         """
         return self.checkpointer.add_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, input_dir)`` before `load_state` reads; what it takes out of ``models`` is not loaded."""
+        """Call ``hook(models, input_dir)`` before `load_state` reads. Models removed from ``models`` are not loaded.
+
+        Args:
+            hook: The function to call.
+
+        Returns:
+            A handle whose ``remove()`` unregisters the hook.
+        """
         return self.checkpointer.add_load_hook(hook)
 
     def save_state(
@@ -785,27 +924,30 @@ class Accelerator(Process):
         blocking: bool = True,
         also: Sequence[str | os.PathLike[str]] = (),
     ) -> AnyPath:
-        """Save everything prepared or registered, and every process's RNG state. Call it on all processes.
+        """Save all prepared and registered objects, and every process's RNG state. Call it on all processes.
 
         Args:
-            output_dir: the checkpoint, a directory that is put in place in one move once it is complete, or a URL such
-                as ``s3://bucket/run/last``, which one request replaces once all its files are uploaded. With
-                ``ProjectConfiguration(automatic_checkpoint_naming=True)`` it may be left out.
-            safe_serialization: only True; there is no other format.
-            info: numbers and names for its manifest (``step``, ``epoch``, ...).
-            parts: further states to keep in files of their own, by name.
-            weights_only: the models and ``parts`` only.
-            trainable_only: leave out the weights that training leaves as they are (``requires_grad=False``): those of a
-                pretrained model under adapters, say. The checkpoint has their digests, and loads into a model that
-                has the same ones.
-            blocking: False returns when the state is copied to host memory; the rest happens beside the training. One
-                save is under way at a time: the next waits for it. `poll_saving` and `finish_saving` tell of its end.
-            also: further directories for the same state, each a checkpoint of its own.
+            output_dir: The checkpoint directory, which is put in place in one rename once it is complete, or a URL such
+                as ``s3://bucket/run/last``, which one request replaces once all its files are uploaded. It may be left
+                out with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
+            safe_serialization: Only True is accepted; there is no other format.
+            info: Numbers and names for the manifest (``step``, ``epoch``, ...).
+            parts: Further states by name, each saved in its own files.
+            weights_only: Save only the models and ``parts``.
+            trainable_only: Leave out frozen weights (``requires_grad=False``), such as those of a pretrained model
+                under adapters. The checkpoint has their digests, and loads into a model with the same frozen weights.
+            blocking: False returns once the state is copied to host memory and writes it in the background. Only one
+                save runs at a time: the next waits for it. `poll_saving` and `finish_saving` report its end.
+            also: Further directories for the same state, each a complete checkpoint.
+
+        Returns:
+            The path of the checkpoint.
 
         Raises:
-            ValueError: without a directory, or inside a group of micro-batches.
-            TypeError: for a state that is not data.
-            OSError: the disk refused. Nothing of the attempt is left then, and what stood there before still does.
+            ValueError: If no directory is given, or inside an accumulation group.
+            TypeError: If a state is not plain data.
+            OSError: If the disk refused. The files of the attempt are removed, and an earlier checkpoint at this path
+                stays.
         """
         return self.checkpointer.save_state(
             output_dir,
@@ -819,15 +961,19 @@ class Accelerator(Process):
         )
 
     def poll_saving(self) -> bool:
-        """Return whether no ``save_state(blocking=False)`` is under way; costs nothing.
+        """Return whether no ``save_state(blocking=False)`` is in progress, without waiting.
 
         Raises:
-            Exception: whatever the last one failed with, once.
+            Exception: The error that the last save failed with, once.
         """
         return self.checkpointer.poll_saving()
 
     def finish_saving(self) -> None:
-        """Wait for a ``save_state(blocking=False)`` that is under way; raises what it failed with, once."""
+        """Wait for a ``save_state(blocking=False)`` that is in progress.
+
+        Raises:
+            Exception: The error that the save failed with, once.
+        """
         self.checkpointer.finish_saving()
 
     def load_state(
@@ -841,32 +987,36 @@ class Accelerator(Process):
         schedule: str | None = None,
         finish_epoch: bool = True,
     ) -> dict[str, Any]:
-        """Restore what `save_state` saved; returns its ``info``. Call it on all processes.
+        """Restore a checkpoint of `save_state`. Call it on all processes.
 
-        A group of micro-batches that has begun begins anew. What a registered object gets is laid out over the
-        processes as what its own ``state_dict`` has at the same place.
+        An accumulation group in progress starts again. The state of a registered object is sharded over the processes
+        in the same way as the object's current ``state_dict``.
 
         Args:
-            input_dir: a checkpoint's directory, or the checkpoint if it is open already. With
-                ``automatic_checkpoint_naming`` it may be left out: the newest that is intact is loaded, and a warning
-                names each that had to be skipped.
-            load_kwargs: accepted empty; loading has no options.
-            models: restore the models.
-            state: restore everything else.
-            strict: False takes what fits of another model's or optimizer's state, and says what does not. Default: what
-                the model's ``strict_loading`` says, else True.
-            schedule: whose learning rates and schedules hold: ``"saved"``, those of the checkpoint, or ``"script"``,
-                those of the prepared optimizers and schedulers, as they are after as many steps. Default: the saved
-                ones, with a warning if the script's are others.
-            finish_epoch: where the state was saved with the last batch of an epoch, start the next epoch and return
-                its number as ``epoch``, so that a script that derives its first epoch from its steps gets a whole one.
-                With False the first pass over the loader is empty, for loops that resume in the saved epoch. The first
-                pass over a stream whose length is not known is always empty then.
+            input_dir: A checkpoint directory, or a checkpoint that is already open. It may be left out with
+                ``automatic_checkpoint_naming``: then the latest intact checkpoint is loaded, and a warning names each
+                one that was skipped.
+            load_kwargs: Accepted if empty; loading has no options.
+            models: Restore the models.
+            state: Restore everything else.
+            strict: False loads the entries that fit from the state of another model or optimizer, and reports those
+                that do not. Default: the model's ``strict_loading`` if it has one, else True.
+            schedule: The source of learning rates and schedules: ``"saved"``, those of the checkpoint, or ``"script"``,
+                those of the prepared optimizers and schedulers after the same number of steps. Default: the saved ones,
+                with a warning if those of the script differ.
+            finish_epoch: If the state was saved with the last batch of an epoch, start the next epoch and return its
+                number as ``epoch``, so that a script that derives its first epoch from its steps gets a whole one. With
+                False, the first pass over the loader is empty, for loops that resume in the saved epoch. The first pass
+                over a stream of unknown length is then always empty.
+
+        Returns:
+            The ``info`` of the checkpoint.
 
         Raises:
-            ValueError: if it is no checkpoint, is damaged, another model's or optimizer's, or was replaced while it was
-                read; nothing is changed then on any process. What the ``load_state_dict`` of a scheduler or a
-                registered object itself raises comes later, when models and optimizers are loaded.
+            ValueError: If the path is not a checkpoint, or if the checkpoint is damaged, belongs to another model or
+                optimizer, or was replaced during the read. Nothing is changed then on any process. An error in the
+                ``load_state_dict`` of a scheduler or a registered object is raised later, after models and optimizers
+                are loaded.
         """
         return self.checkpointer.load_state(
             input_dir,
@@ -886,9 +1036,9 @@ class Accelerator(Process):
         """Return the user's own module.
 
         Args:
-            model: a prepared one.
-            keep_fp32_wrapper: accepted; no ``forward`` is ever replaced.
-            keep_torch_compile: return what ``torch.compile`` made of it, if that was what was prepared.
+            model: A prepared model.
+            keep_fp32_wrapper: Accepted for Accelerate's signature; ``forward`` is never replaced.
+            keep_torch_compile: Return the compiled form of the module, if that was what was prepared.
         """
         module = self.strategy.unwrap(model)
         if not keep_torch_compile:
@@ -896,40 +1046,39 @@ class Accelerator(Process):
         return next((m for m in model.modules() if m._modules.get("_orig_mod") is module), module)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the state of the user's own module, whole and under its own names. Call it on all processes.
+        """Return the full state of the user's own module, under its own names. Call it on all processes.
 
         Args:
-            model: the model, prepared or not.
-            unwrap: False leaves the names that the prepared model gives, with DDP's ``module.`` before them.
+            model: The model, prepared or not.
+            unwrap: False keeps the names of the prepared model, with DDP's ``module.`` prefix.
 
         Returns:
-            On rank zero the tensors: those that were sharded whole, in host memory; others are the model's own, which
-            training changes, so clone what is to be kept. Other processes get None for each that was sharded.
+            On rank zero, the tensors. Sharded ones are gathered in host memory. The others are the model's own tensors,
+            which training changes: clone what you keep. Other ranks get None for each sharded tensor.
         """
         return self.checkpointer.get_state_dict(model, unwrap)
 
     @property
     def should_save_model(self) -> bool:
-        """True: `save_model` knows which process writes."""
+        """True: `save_model` decides which process writes."""
         return True
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write data to a file on the main process, for others to load: a state dict, numbers, nested as you like.
+        """Write data to a file on rank zero: a state dict or numbers, nested as you like. Rank zero may call it alone.
 
-        It may be called on the main process alone.
-
-        The file appears in one move. It holds data only, and ``torch.load(f, weights_only=True)`` reads it: tensors,
-        numbers, text, bytes, None, dtypes, devices, in dicts, lists, tuples and sets. numpy's numbers are written as
-        Python's, a defaultdict as a dict.
+        The file appears in one rename. It holds only data and can be read with ``torch.load(f, weights_only=True)``:
+        tensors, numbers, text, bytes, None, dtypes, devices, in dicts, lists, tuples and sets. NumPy numbers are
+        written as Python numbers, a defaultdict as a dict.
 
         Args:
-            obj: what to write; for a module give its ``state_dict()``, for a sharded one what `get_state_dict` returns.
-            f: a path, or an open file.
-            safe_serialization: as safetensors; ``obj`` is a dict of tensors then. Tied ones are written once, and the
-                header says so.
+            obj: The data to write; for a module its ``state_dict()``, for a sharded one the result of `get_state_dict`.
+            f: A path, or an open file.
+            safe_serialization: Write safetensors; ``obj`` must be a dict of tensors. Tied tensors are written once, and
+                the header lists their names.
 
         Raises:
-            TypeError: for anything else (numpy arrays, paths, objects), with its place and what to do.
+            TypeError: If ``obj`` holds anything else (NumPy arrays, paths, objects). The error names its place and the
+                fix.
         """
         self.checkpointer.save(obj, f, safe_serialization)
 
@@ -940,15 +1089,15 @@ class Accelerator(Process):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights for others to load: ``model.safetensors``, or shards and their index.
+        """Write a model's weights for other programs: ``model.safetensors``, or several files and their index.
 
-        Call it on all processes. Where nothing of the model is sharded, the main process may call it alone.
+        Call it on all processes. Rank zero may call it alone if nothing of the model is sharded.
 
         Args:
-            model: the model, prepared or not.
-            save_directory: made if it is not there; no checkpoint's. Files of an earlier save, of either kind, go once
-                the new ones are complete.
-            max_shard_size: the most bytes of a file, a number or ``"500MB"``, ``"2GiB"``.
+            model: The model, prepared or not.
+            save_directory: The directory, created if it does not exist. It must not be a checkpoint. Files of an
+                earlier save, in either format, are deleted once the new ones are complete.
+            max_shard_size: The largest size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``.
             safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
         """
         self.checkpointer.save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -957,7 +1106,7 @@ class Accelerator(Process):
 
     @property
     def log_with(self) -> dict[str, Any]:
-        """What makes each tracker, by its name."""
+        """The functions that create the trackers, by the tracker's name."""
         return self.tracking.sources
 
     @property
@@ -975,12 +1124,12 @@ class Accelerator(Process):
         """Start the trackers that ``log_with`` named.
 
         Args:
-            project_name: what the run belongs to.
-            config: what it is configured with; trackers keep it.
-            init_kwargs: by a tracker's name, further arguments of its logger.
+            project_name: The project that the run belongs to.
+            config: The configuration of the run, which trackers store.
+            init_kwargs: Further arguments of the loggers, by the tracker's name.
 
         Raises:
-            ValueError: for arguments of a tracker that was not asked for.
+            ValueError: If ``init_kwargs`` names a tracker that ``log_with`` does not.
         """
         self.tracking.start(project_name, config, init_kwargs)
 
@@ -990,41 +1139,45 @@ class Accelerator(Process):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Hand numbers of this process to the trackers; the main process's, unless a tracker wants all.
+        """Send values of this process to the trackers, on rank zero only unless a tracker is set to run on every rank.
 
         Args:
-            values: numbers, or tensors of one element, by name. `reduce` them first for those of all processes.
-            step: what they belong to, such as the optimizer steps taken.
-            log_kwargs: by a tracker's name, further arguments of its ``log``.
+            values: Numbers, or tensors of one element, by name. `reduce` them first to log a value over all processes.
+            step: The step that they belong to, such as the number of optimizer steps.
+            log_kwargs: Further arguments of each tracker's ``log``, by the tracker's name.
 
         Raises:
-            RuntimeError: before `init_trackers`, where ``log_with`` named some.
+            RuntimeError: Before `init_trackers`, if ``log_with`` named trackers.
         """
         self.tracking.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker, or with ``unwrap`` what it writes with (which does nothing on other processes).
+        """Return a tracker by name.
+
+        Args:
+            name: The tracker's name.
+            unwrap: Return the object that the tracker writes with; on other processes, one whose calls have no effect.
 
         Raises:
-            ValueError: if there is none of that name.
+            ValueError: If no tracker has this name.
         """
         return self.tracking.get(name, unwrap)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
-        """Measure a block with torch's profiler; with a schedule, call ``step()`` of what it yields.
+        """Profile a block with torch's profiler. With a schedule, call ``step()`` on the profiler that it yields.
 
         Args:
-            profile_handler: how to measure; by default that of ``kwargs_handlers``.
+            profile_handler: Settings of the profiler. Default: those of ``kwargs_handlers``.
         """
         return profile(profile_handler or self.profile_handler or ProfileKwargs(), self.world)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Finish saves and trackers, and wait for everyone. Another Accelerator may follow.
+        """Finish saves and trackers, and wait for all processes. You may create another Accelerator afterwards.
 
         Raises:
-            ValueError: if gradients of the latest step were not finite, which accelerators tell one step later.
+            ValueError: If gradients of the latest step were not finite, which accelerators report one step later.
         """
         self.finish_saving()
         self.world.release_beside()
@@ -1033,7 +1186,14 @@ class Accelerator(Process):
         self.wait_for_everyone()
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget everything prepared; returns a None for each object given, to rebind their names."""
+        """Release all prepared objects.
+
+        Args:
+            objects: Objects whose names the caller rebinds.
+
+        Returns:
+            A list with None for each object.
+        """
         self.forget_prepared()
         collect(self.device)
         return [None for _ in objects]
@@ -1041,10 +1201,10 @@ class Accelerator(Process):
     clear = free_memory
 
     def forget_prepared(self) -> None:
-        """Release what was prepared, without the search for garbage of `free_memory`: tenths of a second.
+        """Release prepared objects without the garbage collection of `free_memory`, which takes tenths of a second.
 
-        Nothing that was prepared refers back to the Accelerator, so reference counts free it. What user code or torch
-        holds in cycles stays until Python's next collection, or until memory is short.
+        No prepared object refers back to the Accelerator, so reference counts free them. Cycles in user code or in
+        torch stay until Python's next collection, or until memory is short.
         """
         self.finish_saving()
         self.close_loaders()
@@ -1059,7 +1219,11 @@ class Accelerator(Process):
             collect(self.device)
 
     def reconnect(self, renew: Callable[[], None]) -> None:
-        """Let go of the process group, and go on with the one that ``renew`` puts in its place; nothing is prepared."""
+        """Detach from the process group and continue with the one that ``renew`` creates. Nothing stays prepared.
+
+        Args:
+            renew: Replaces the process group.
+        """
         self.free_memory()
         self.world.forget_parts()
         self.strategy.detach()
@@ -1073,55 +1237,64 @@ class Accelerator(Process):
             loader.close()
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a device map spread ``model`` over several devices, so that it can not be prepared."""
+        """Return whether a device map spread ``model`` over several devices, so that it cannot be prepared.
+
+        Args:
+            model: The model to check.
+        """
         from .big_models import is_dispatched  # 25 ms, for which no import has to wait
 
         return any(is_dispatched(part) for part in (model, *model.children()))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """See `skip_first_batches`."""
+        """Return a loader that skips the first ``num_batches`` batches; see `treadle.skip_first_batches`.
+
+        Args:
+            dataloader: The loader.
+            num_batches: The number of batches to skip.
+        """
         return skip_first_batches(dataloader, num_batches)
 
     # -- configuration -------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> AcceleratorState:
-        """Who this process is among the others, and in which precision it computes."""
+        """Rank, world size and precision of this process."""
         return AcceleratorState.of(self)
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the loop is in its group of micro-batches."""
+        """Position of the loop in its accumulation group."""
         return GradientState.of(self)
 
     @property
     def project_dir(self) -> Any:
-        """Where the run keeps its files."""
+        """Directory for the files of the run."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> Any:
-        """Where trackers keep theirs."""
+        """Directory for the files of the trackers."""
         return self.project_configuration.logging_dir
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next checkpoint that names itself."""
+        """Number of the next automatically named checkpoint."""
         return self.project_configuration.iteration
 
     @property
     def split_batches(self) -> bool:
-        """Whether ``batch_size`` is that of the global batch."""
+        """True if ``batch_size`` is that of the global batch."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """As it was given; each process reads its own share either way."""
+        """The given setting, which has no effect: each process reads its own share."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """As it was given; all processes see equally many batches either way."""
+        """The given setting, which has no effect: all processes take part in the same number of batches."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -1130,22 +1303,22 @@ class Accelerator(Process):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether the order of an epoch follows from a seed and the epoch's number alone."""
+        """True if the order of an epoch depends only on a seed and the epoch's number."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """As it was given; pinned batches are copied while the device computes either way."""
+        """The given setting, which has no effect: pinned batches are always copied asynchronously."""
         return self.dataloader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """As it was given; every prepared loader has a state either way."""
+        """The given setting, which has no effect: every prepared loader has a state."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property
     def native_amp(self) -> bool:
-        """Whether prepared models compute in a smaller number format."""
+        """True if prepared models compute in mixed precision."""
         return self.mixed_precision != "no"
 
     @native_amp.setter
@@ -1153,12 +1326,12 @@ class Accelerator(Process):
         if bool(value) != self.native_amp:
             raise ValueError(
                 f"native_amp={value} with mixed_precision={self.mixed_precision!r}: "
-                "Accelerator(mixed_precision=...) alone decides."
+                "set Accelerator(mixed_precision=...) instead."
             )
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """torch's loss scaler, where the precision is float16. Another one may be set between steps."""
+        """Gradient scaler of torch if the precision is float16, else None. It may be replaced between steps."""
         return self.accumulation.scaler
 
     @scaler.setter
@@ -1167,7 +1340,7 @@ class Accelerator(Process):
 
     @property
     def step(self) -> int:
-        """Micro-batches of the current pass through a loader; 0 at its last, and outside of loaders."""
+        """Number of micro-batches in the current pass through a loader; 0 at its last one, and outside of loaders."""
         loader = self.gradient_state.active_dataloader
         if loader is None:
             return self.accumulation.position
@@ -1181,37 +1354,37 @@ class Accelerator(Process):
 
     @property
     def multi_device(self) -> bool:
-        """Whether there is more than one process."""
+        """True if the world size is larger than one."""
         return self.world.size > 1
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether each process keeps only a part of the model."""
+        """True if each process holds only a shard of the model."""
         return self.strategy.sharded
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The grid of processes that the model is sharded over, or None."""
+        """Device mesh that the model is sharded over, or None."""
         return getattr(self.strategy, "device_mesh", None)
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether each process keeps only a shard of the model."""
+        """True if each process holds only a shard of the model."""
         return self.is_fsdp2
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process among those that the data is shared out to."""
+        """Rank of this process among those that the data is sharded over."""
         return self.data_world.rank
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This process among those that the parameters of one replica are sharded over; 0 if they are not sharded."""
+        """Rank of this process among those that hold the shards of one replica; 0 if the model is not sharded."""
         return self._mesh_rank(SHARD)
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This process among those that work on one sample together; 0 if each works alone."""
+        """Rank of this process among those that process one sample together; 0 without tensor parallelism."""
         return self._mesh_rank(TENSOR)
 
     @property

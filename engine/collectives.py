@@ -1,4 +1,4 @@
-"""Gathering and reducing whatever a user hands over: nested, uneven, tensors or objects."""
+"""Collectives on nested values: gather, reduce, broadcast, pad and split tensors and objects."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 class ShapesDiffer(DistributedOperationException, ValueError):
-    """The ranks pass tensors of different number, shape or format to one call."""
+    """Error: the ranks pass tensors of different number, shape or dtype to one collective."""
 
 
 class DebugMode:
-    """Accelerate's debug mode, one for the whole process: ``PartialState().debug`` switches it.
+    """Accelerate's debug mode, one for the whole process; ``PartialState().debug`` switches it.
 
     Attributes:
-        enabled: `check_equal_shapes` compares.
+        enabled: Whether `check_equal_shapes` compares shapes.
     """
 
     enabled = False
@@ -38,37 +38,43 @@ debug_mode = DebugMode()
 
 
 def check_equal_shapes(name: str, value: Any, world: World) -> None:
-    """In debug mode, check that all ranks pass tensors of the same shapes, which `gather` itself does not need.
+    """Check in debug mode that all ranks pass tensors of the same shapes, which `gather` itself does not need.
+
+    Args:
+        name: The name of the call, for the error.
+        value: The value of this rank.
+        world: The processes.
 
     Raises:
-        ShapesDiffer: on every rank.
+        ShapesDiffer: On every rank.
     """
     if debug_mode.enabled and world.size > 1:
         _check_forms(name, value, world)
 
 
 def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = False) -> Any:
-    """Concatenate every process's tensors along dimension 0, in rank order; row counts may differ.
+    """Concatenate the tensors of all processes along dimension 0, in rank order; the numbers of rows may differ.
 
-    A 0-d tensor counts as one row. What holds no tensor becomes a list of every process's items.
+    A 0-d tensor counts as one row. A nested value without tensors becomes a list of the items of all processes.
 
     Args:
-        value: a tensor, or tensors nested in dicts, lists, tuples or dataclasses, of one form on all processes.
-        world: the processes.
-        empty: this process has nothing to add; ``value`` only shows the form.
-        sync_grads: let gradients flow back to the process that each row came from; see `_AllGather`.
+        value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same structure on all
+            processes.
+        world: The processes.
+        empty: This process contributes no rows; ``value`` only shows the structure.
+        sync_grads: Let gradients flow back to the process that each row came from; see `_AllGather`.
 
     Raises:
-        TypeError: if the value holds no tensor.
-        ShapesDiffer: on every process, if the forms differ.
+        TypeError: If the value holds no tensor.
+        ShapesDiffer: On every process, if the structures differ.
     """
     tensors: list[Tensor] = []
     others: list[Any] = []
     _walk(value, tensors.append, others.append)
     if not tensors:
         raise TypeError(
-            f"gather takes tensors, alone or nested, not {type(value).__name__}: use gather_for_metrics or "
-            "gather_object for other values."
+            f"gather got a {type(value).__name__} without tensors: use gather_for_metrics or gather_object for other "
+            "values."
         )
     if not sync_grads:
         tensors = [t.detach() for t in tensors]
@@ -87,8 +93,8 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
             for rank, (shapes, _) in enumerate(parts)
         )
         raise ShapesDiffer(
-            f"gather needs the same number of tensors on every process, that differ in dimension 0 only, but got "
-            f"{listed}. gather_for_metrics(..., use_gather_object=True) takes anything."
+            f"gather needs the same number of tensors on every process, and they may differ in dimension 0 only, but "
+            f"got {listed}. gather_for_metrics(..., use_gather_object=True) accepts any value."
         )
     gathered = [
         _gather_rows(tensor, [shapes[number][2] for shapes, _ in parts], world) for number, tensor in enumerate(rows)
@@ -98,15 +104,15 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
 
 
 def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
-    """Give a number that stands once per sample of a full batch as many rows as the batch has samples.
+    """Resize a value that is repeated once per sample of a full batch to the number of samples of this batch.
 
     Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
     short last batch. Rows that differ are left as they are: a batch may have that many tokens.
 
     Args:
-        value: tensors, nested; one-dimensional floating-point ones of ``batch_size`` equal rows are resized.
-        batch_size: this rank's samples in a full batch.
-        samples: this rank's samples in the running batch.
+        value: Tensors, nested; one-dimensional floating-point ones of ``batch_size`` equal rows are resized.
+        batch_size: This rank's samples in a full batch.
+        samples: This rank's samples in the current batch.
     """
 
     def resize(tensor: Tensor) -> Tensor:
@@ -127,11 +133,12 @@ def _gather_rows(rows: Tensor, counts: list[int], world: World) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """Every process's tensor, stacked. The gradient of one is the sum of what all processes' losses say.
+    """Autograd function that stacks the tensors of all processes.
 
-    DDP and FSDP average the parameters' gradients over the processes. So the gradient of a run is that of the mean of
-    the processes' losses, as functions of all tensors: where each process computes the loss of the whole global batch,
-    that is the gradient of one process with the whole batch, without any factor.
+    The gradient of each tensor is the sum over the losses of all processes. DDP and FSDP average the parameters'
+    gradients over the processes. The gradient of a run is therefore that of the mean of the processes' losses, as
+    functions of all tensors: if each process computes the loss of the whole global batch, it equals the gradient of one
+    process with the whole batch, without any factor.
     """
 
     @staticmethod
@@ -146,15 +153,15 @@ class _AllGather(torch.autograd.Function):
 
 
 def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
-    """Stack every process's tensors along a new first dimension; of one process they are left as they are.
+    """Stack the tensors of all processes along a new first dimension. With a world size of one, return the value.
 
     Args:
-        value: a tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same shapes on all processes.
-        world: the processes.
-        sync_grads: let gradients flow back to the process that each tensor came from; see `_AllGather`.
+        value: A tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same shapes on all processes.
+        world: The processes.
+        sync_grads: Let gradients flow back to the process that each tensor came from; see `_AllGather`.
 
     Raises:
-        ShapesDiffer: on every process, if the shapes differ.
+        ShapesDiffer: On every process, if the shapes differ.
     """
     if world.size == 1:
         return value
@@ -164,9 +171,9 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
     if any(form != local_forms for form in forms):
         by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
         raise ShapesDiffer(
-            f"all_gather stacks tensors, which needs the same shapes and formats on every process, but got {by_rank}. "
-            "Accelerator.gather concatenates batches of different sizes; DataLoader(drop_last=True) leaves the last, "
-            "short one out."
+            f"all_gather stacks tensors, which needs the same shapes and dtypes on every process, but got {by_rank}. "
+            "Use Accelerator.gather to concatenate batches of different sizes, or DataLoader(drop_last=True) to leave "
+            "out the short last batch."
         )
 
     def gather_tensor(tensor: Tensor) -> Tensor:
@@ -183,7 +190,7 @@ def _describe_form(tensor: Tensor, sync_grads: bool) -> str:
 
 
 def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
-    """Rebuild a nested value with each tensor, and each largest part that holds none, replaced by what is returned."""
+    """Rebuild a nested value; replace each tensor, and each largest part without tensors, by a function's result."""
     if isinstance(value, Tensor):
         return tensor(value)
     if not holds_tensor(value):
@@ -198,7 +205,12 @@ def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], An
 
 
 def with_items(value: Any, items: dict[Any, Any]) -> Any:
-    """A mapping like ``value``, of its class and with its other attributes, that holds ``items``."""
+    """Return a copy of the mapping ``value``, with its class and other attributes, that holds ``items``.
+
+    Args:
+        value: A mapping.
+        items: The new items, by the same keys.
+    """
     copied = copy.copy(value)
     for key, item in items.items():
         copied[key] = item
@@ -211,7 +223,11 @@ def _rebuild(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
 
 
 def holds_tensor(value: Any) -> bool:
-    """Whether there is a tensor anywhere in ``value``."""
+    """Return whether a nested value contains a tensor.
+
+    Args:
+        value: Any value.
+    """
     tensors: list[Tensor] = []
     apply_to_collection(value, Tensor, tensors.append)
     return bool(tensors)
@@ -224,15 +240,27 @@ def _to_items(value: Any, empty: bool = False) -> list[Any]:
 
 
 def gather_objects(value: Any, world: World) -> list[Any]:
-    """Every process's items, in rank order: lists are joined, anything else is one item."""
+    """Return the items of all processes in rank order: lists are joined, any other value is one item.
+
+    Args:
+        value: Any object that can be pickled.
+        world: The processes.
+    """
     return [item for part in world.gather_objects(_to_items(value)) for item in part]
 
 
 def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
-    """Combine every tensor in a nested value over the processes; the input is left as it is.
+    """Reduce every tensor in a nested value over the processes. The input is not changed.
+
+    Args:
+        value: A tensor, or tensors nested in collections.
+        world: The processes.
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``. The mean of integers is float64.
+        scale: Factor of the result, except with ``"none"``.
 
     Raises:
-        ShapesDiffer: on every process, if their tensors differ in number, shape or format.
+        ValueError: If the reduction is unknown.
+        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
     """
     choose("reduction", reduction, REDUCTIONS)
     if world.size > 1 and world.debug is None and reduction != "none":
@@ -255,14 +283,21 @@ def _check_forms(name: str, value: Any, world: World) -> None:
     forms = world.gather_objects(local_forms)
     if any(form != local_forms for form in forms):
         by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
-        raise ShapesDiffer(f"{name} needs tensors of the same shapes and formats on every process, but got {by_rank}.")
+        raise ShapesDiffer(f"{name} needs tensors of the same shapes and dtypes on every process, but got {by_rank}.")
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
-    """Pad every tensor in a nested value along ``dim`` to the longest one of any process.
+    """Pad every tensor in a nested value along ``dim`` to the longest one of all processes.
+
+    Args:
+        value: A tensor, or tensors nested in collections.
+        world: The processes.
+        dim: The dimension to pad; tensors without it are left as they are.
+        pad_index: The value to pad with.
+        pad_first: Pad before the first entry, not after the last.
 
     Raises:
-        ShapesDiffer: on every process, if they hold different numbers of tensors, or of dimensions.
+        ShapesDiffer: On every process, if the tensors differ in number or in their number of dimensions.
     """
     if world.size == 1:
         return value
@@ -272,8 +307,8 @@ def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, p
     if any([len(shape) for shape in rank_shapes] != [t.ndim for t in tensors] for rank_shapes in shapes):
         by_rank = "; ".join(f"rank {rank}: {', '.join(map(str, every))}" for rank, every in enumerate(shapes))
         raise ShapesDiffer(
-            f"pad_across_processes needs the same number of tensors, of as many dimensions, on every process, but got "
-            f"{by_rank}."
+            "pad_across_processes needs the same number of tensors, with the same number of dimensions, on every "
+            f"process, but got {by_rank}."
         )
     longest = iter(
         [
@@ -299,10 +334,16 @@ def _has_dimension(tensor: Tensor, dim: int) -> bool:
 
 
 def broadcast(value: Any, world: World, source: int) -> Any:
-    """Process ``source``'s tensors, in a nested value of one form on all processes; the input is left as it is.
+    """Return the tensors of process ``source``, in a nested value of the same structure on all processes.
+
+    Args:
+        value: A tensor, or tensors nested in collections; it is not changed.
+        world: The processes.
+        source: The rank whose tensors are returned.
 
     Raises:
-        ShapesDiffer: on every process, if their tensors differ in number, shape or format.
+        ValueError: If no process has this rank.
+        ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
     """
     check_process(source, world.size, "from_process")
     if world.size > 1 and world.debug is None:
@@ -311,33 +352,38 @@ def broadcast(value: Any, world: World, source: int) -> Any:
 
 
 def check_process(index: int, size: int, name: str) -> None:
-    """Raise if there is no process ``index``.
+    """Check that a rank exists.
+
+    Args:
+        index: The rank.
+        size: The world size.
+        name: The name of the argument, for the error.
 
     Raises:
-        ValueError: names the argument, and the processes that there are.
+        ValueError: If it does not.
     """
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
-        raise ValueError(f"{name}={index!r}: the {size} process(es) are numbered 0 to {size - 1}.")
+        raise ValueError(f"{name}={index!r} must be a rank from 0 to {size - 1}; the world size is {size}.")
 
 
 def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any:
-    """Process ``rank``'s share of ``inputs``, in their own form; the inputs are left as they are.
+    """Return the share of ``inputs`` of process ``rank``, in the same type. The inputs are not changed.
 
-    Shares are contiguous, in the order of the ranks; their sizes differ by at most one, and where there are fewer
-    inputs than processes the last shares are empty. With ``apply_padding`` all shares have the same size: the last
-    input is repeated after the end, so that the gathered results' first ``len(inputs)`` are those of the inputs.
+    Shares are contiguous, in the order of the ranks. Their sizes differ by at most one; if there are fewer inputs than
+    processes, the last shares are empty. With ``apply_padding`` all shares have the same size: the last input is
+    repeated at the end, so that the first ``len(inputs)`` of the gathered results are those of the inputs.
 
     Args:
-        inputs: a list, tuple, range, tensor, array, data frame or dataset (of torch, or with ``select``); a dict (or
-            named tuple) of these, of one length; or any other iterable, an iterator too, which every process reads to
-            its end and whose share is a list.
-        rank: this process.
-        size: number of processes.
-        apply_padding: give every process as many.
+        inputs: A list, tuple, range, tensor, array, data frame or dataset (of torch, or with ``select``); a dict (or
+            named tuple) of these, of one length; or any other iterable, such as an iterator, which every process reads
+            to its end and whose share is a list.
+        rank: The rank of this process.
+        size: The world size.
+        apply_padding: Give every process the same number of inputs.
 
     Raises:
-        TypeError: for what is no collection (a str, a number), or has no order (a set).
-        ValueError: for a dict whose values differ in length.
+        TypeError: If ``inputs`` is not a collection (a str, a number), or has no order (a set).
+        ValueError: If ``inputs`` is a dict whose values differ in length.
     """
     count, inputs = _count_inputs(inputs)
     if not apply_padding or not count:
@@ -347,16 +393,16 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
 
 
 def _count_inputs(inputs: Any) -> tuple[int, Any]:
-    """How many inputs there are, and the inputs in a form that can be cut."""
+    """Return the number of inputs, and the inputs as a value that can be sliced."""
     if isinstance(inputs, str | bytes | bytearray):
         raise TypeError(
-            f"split_between_processes got one {type(inputs).__name__}, {inputs[:40]!r}, which would be cut into its "
-            "letters. For several inputs give a list of them; with one there is nothing to split."
+            f"split_between_processes got one {type(inputs).__name__}, {inputs[:40]!r}, which would be split into its "
+            "characters. Pass a list of inputs."
         )
     if isinstance(inputs, Set):
         raise TypeError(
             f"split_between_processes got a {type(inputs).__name__}, whose order differs between processes: "
-            "give sorted(inputs)."
+            "pass sorted(inputs)."
         )
     if isinstance(inputs, Mapping):
         return _count_fields(inputs)
@@ -365,7 +411,7 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
         return count, type(inputs)(**fields)
     if isinstance(inputs, Tensor | np.ndarray):
         if not inputs.ndim:
-            raise TypeError("split_between_processes got a single number (a 0-d tensor): there is nothing to split.")
+            raise TypeError("split_between_processes got a 0-d tensor; pass one with at least one dimension.")
         return inputs.shape[0], inputs
     if isinstance(inputs, Sized) and (isinstance(inputs, list | tuple | range) or _is_indexable(inputs)):
         return len(inputs), inputs
@@ -373,17 +419,19 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
         listed = list(inputs)
     except TypeError as error:
         raise TypeError(
-            f"split_between_processes takes collections and iterables, not {type(inputs).__name__} ({error})."
+            f"split_between_processes got a {type(inputs).__name__}, which is not a collection or iterable ({error})."
         ) from None
     return len(listed), listed
 
 
 def _is_indexable(inputs: Any) -> bool:
-    """Data frames, Hugging Face's datasets, and torch's."""
+    """Return whether the inputs are a data frame or a map-style dataset of torch or Hugging Face."""
     if hasattr(inputs, "iloc") or _has_row_select(inputs):
         return True
     if hasattr(inputs, "columns"):
-        raise TypeError("split_between_processes would go through this table by columns: give its rows as a list.")
+        raise TypeError(
+            f"split_between_processes would split this {type(inputs).__name__} by columns: pass its rows as a list."
+        )
     return isinstance(inputs, Dataset) and not isinstance(inputs, IterableDataset)
 
 
@@ -404,7 +452,9 @@ def _count_fields(inputs: Any) -> tuple[int, Any]:
     counts = {key: count for key, (count, _) in counted.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{key!r}: {count}" for key, count in counts.items())
-        raise ValueError(f"split_between_processes got a dict whose values differ in length ({listed}).")
+        raise ValueError(
+            f"split_between_processes got a dict whose values differ in length ({listed}); pass values of one length."
+        )
     return next(iter(counts.values()), 0), with_items(inputs, {key: value for key, (_, value) in counted.items()})
 
 

@@ -1,4 +1,4 @@
-"""Arguments of an `Accelerator` that belong together, under Accelerate's names."""
+"""Grouped arguments of an `Accelerator`, under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ from .modules import Compiler, compile_modules, forget
 
 @dataclass
 class DataLoaderConfiguration:
-    """How prepared loaders share out their batches.
+    """Settings of prepared loaders.
 
     Args:
-        split_batches: ``batch_size`` is that of the global batch, which the processes share; it must divide.
-        dispatch_batches: accepted; True would read on rank zero only, and each rank reads its own share instead, which
-            gives the same batches.
-        even_batches: accepted; all processes take part in every batch, and no sample is ever repeated for it.
-        use_seedable_sampler: a shuffling loader draws each epoch's order from a seed plus the epoch's number
+        split_batches: Whether ``batch_size`` is that of the global batch, which must be divisible by the world size.
+        dispatch_batches: Accepted, without effect. In Accelerate, True reads on rank zero only; here each rank reads
+            its own share, which gives the same batches.
+        even_batches: Accepted, without effect. All processes take part in every batch, and no sample is repeated.
+        use_seedable_sampler: Draw the order of each epoch from a seed plus the epoch's number
             (``loader.set_epoch(epoch)`` sets it). The seed is ``data_seed``, else that of torch's generator when the
-            loader is prepared. Without it the order continues from epoch to epoch, as in the plain loop.
-        data_seed: draw the order of samples from this seed, not from the process's random state.
-        non_blocking: accepted; a pinned batch is always copied while the device computes.
-        use_stateful_dataloader: accepted; every prepared loader has ``state_dict`` and is in every checkpoint.
+            loader is prepared. By default the order continues from epoch to epoch, as in a plain loop.
+        data_seed: Seed of the order of samples. Default: the order follows from the process's RNG state.
+        non_blocking: Accepted, without effect. Pinned batches are always copied asynchronously.
+        use_stateful_dataloader: Accepted, without effect. Every prepared loader has ``state_dict`` and is in every
+            checkpoint.
 
+    Example:
+        >>> from treadle.engine import Accelerator, DataLoaderConfiguration
+        >>> accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(data_seed=1))
     """
 
     split_batches: bool = False
@@ -45,26 +49,36 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
     def announce_differences(self) -> None:
-        """Log what is done otherwise than asked. Call it when the ranks are known, so that only one of them does."""
+        """Log the settings that have no effect. Call it once the ranks are known, so that only one of them logs."""
         if self.dispatch_batches:
             announce(
-                "dispatch_batches=True: every rank reads its own share of the batches, where Accelerate reads all of "
-                "them on rank zero. The batches are the same."
+                "dispatch_batches=True has no effect: every rank reads its own share of the batches, while Accelerate "
+                "reads all of them on rank zero. The batches are the same."
             )
 
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run keeps its files.
+    """Directories of a run and names of its checkpoints.
 
     Args:
-        project_dir: its directory.
-        logging_dir: that of trackers; by default ``project_dir``.
-        automatic_checkpoint_naming: `Accelerator.save_state` names checkpoints
-            ``project_dir/checkpoints/checkpoint_N`` by itself.
-        total_limit: how many of those to keep; the oldest is deleted once a new one is complete.
-        iteration: the N of the next one.
-        save_on_each_node: `Accelerator.save` and `save_model` write on each machine, not only on the first.
+        project_dir: Directory of the run.
+        logging_dir: Directory of the trackers. Default: ``project_dir``.
+        automatic_checkpoint_naming: Let `Accelerator.save_state` name checkpoints
+            ``project_dir/checkpoints/checkpoint_N``.
+        total_limit: The number of automatically named checkpoints to keep; the oldest is deleted once a new one is
+            complete. Default: all are kept.
+        iteration: The N of the next checkpoint.
+        save_on_each_node: Let `Accelerator.save` and `save_model` write on each machine, not only on the first.
+
+    Raises:
+        ValueError: If ``total_limit`` is less than 1.
+
+    Example:
+        >>> from treadle.engine import Accelerator, ProjectConfiguration
+        >>> project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=2)
+        >>> Accelerator(cpu=True, project_config=project).logging_dir
+        'run'
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -80,14 +94,25 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set ``project_dir``, and ``logging_dir`` where it has none."""
+        """Set ``project_dir``, and ``logging_dir`` if it is None.
+
+        Args:
+            project_dir: Directory of the run.
+        """
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
 
 
 class KwargsHandler:
-    """Base of what ``Accelerator(kwargs_handlers=[...])`` takes."""
+    """Base of the objects in ``Accelerator(kwargs_handlers=[...])``.
+
+    Example:
+        >>> from treadle.engine import AutocastKwargs, KwargsHandler
+        >>> handler = AutocastKwargs(enabled=False)
+        >>> isinstance(handler, KwargsHandler), handler.to_kwargs()
+        (True, {'enabled': False})
+    """
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
@@ -96,13 +121,22 @@ class KwargsHandler:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """Which micro-batches form one optimizer step.
+    """Settings of gradient accumulation.
 
     Args:
-        num_steps: how many.
-        adjust_scheduler: accepted; a schedule advances at the end of a group only, as in Accelerate either way.
-        sync_with_dataloader: a loader's end ends a group; False lets groups go on into its next epoch.
-        sync_each_batch: reduce gradients in every micro-batch, which saves memory where the model is sharded.
+        num_steps: Micro-batches per optimizer step.
+        adjust_scheduler: Accepted, without effect. A schedule advances only at the end of a group, as in Accelerate.
+        sync_with_dataloader: Whether the end of a loader ends a group. With False, groups continue in its next epoch.
+        sync_each_batch: Reduce gradients in every micro-batch, which saves memory if the model is sharded.
+
+    Raises:
+        ValueError: If ``num_steps`` is less than 1.
+
+    Example:
+        >>> from treadle.engine import Accelerator, GradientAccumulationPlugin
+        >>> plugin = GradientAccumulationPlugin(num_steps=4)
+        >>> Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps
+        4
     """
 
     num_steps: int = 1
@@ -116,13 +150,29 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """How ``torch.autocast`` computes: at all, and whether it keeps the weights that it has cast."""
+    """Settings of ``torch.autocast``.
+
+    Args:
+        enabled: False computes in full precision.
+        cache_enabled: Whether autocast keeps the weights that it has cast. Default: torch's default.
+
+    Example:
+        >>> import treadle
+        >>> accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16")
+        >>> with accelerator.autocast(treadle.AutocastKwargs(enabled=False)):
+        ...     pass  # computes in float32
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
 
     def context(self, precision: Precision, device: torch.device) -> torch.autocast:
-        """Return the context in which torch computes so, in the number format of ``precision``."""
+        """Return the autocast context for a device.
+
+        Args:
+            precision: Its compute dtype is used.
+            device: The device to compute on.
+        """
         return torch.autocast(
             device.type,
             dtype=precision.compute,
@@ -133,7 +183,22 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Arguments of ``torch.amp.GradScaler``, for float16."""
+    """Arguments of ``torch.amp.GradScaler``, for float16.
+
+    Args:
+        init_scale: The first scale.
+        growth_factor: The factor by which the scale grows after ``growth_interval`` steps without overflow.
+        backoff_factor: The factor by which an overflow changes the scale.
+        growth_interval: Optimizer steps without overflow before the scale grows.
+        enabled: False computes without a scaler.
+
+    Example:
+        >>> import treadle
+        >>> handler = treadle.GradScalerKwargs(init_scale=1024.0)
+        >>> accelerator = treadle.Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+        >>> accelerator.scaler.get_scale()
+        1024.0
+    """
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -144,13 +209,22 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the processes connect.
+    """Settings of the process group.
 
     Args:
-        backend: ``"nccl"``, ``"gloo"`` or another of torch's; by default what the device needs.
-        init_method: only ``"env://"``; processes find each other by the launcher's environment.
-        timeout: how long one waits for the others before it fails: a timedelta, a dict of its arguments, or
-            ``"DD:HH:MM:SS"``.
+        backend: ``"nccl"``, ``"gloo"`` or another backend of torch. Default: the one that the device needs.
+        init_method: Only ``"env://"``: processes connect through the launcher's environment variables.
+        timeout: How long a process waits for the others before it fails: a timedelta, a dict of its arguments, or
+            ``"DD:HH:MM:SS"``. Default: torch's default.
+
+    Raises:
+        ValueError: If a value is not supported.
+
+    Example:
+        >>> import treadle
+        >>> handler = treadle.InitProcessGroupKwargs(timeout="00:00:10:00")
+        >>> handler.timeout.total_seconds()
+        600.0
     """
 
     backend: str | None = None
@@ -160,14 +234,14 @@ class InitProcessGroupKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.init_method not in (None, "env://"):
             raise ValueError(
-                f"init_method={self.init_method!r}: processes find each other by their environment; set MASTER_ADDR "
-                "and MASTER_PORT, as torchrun does."
+                f"init_method={self.init_method!r} must be 'env://': processes connect through environment variables. "
+                "Set MASTER_ADDR and MASTER_PORT, as torchrun does."
             )
         if self.timeout is not None:
             self.timeout = parse_duration("timeout", self.timeout)
 
     def options(self) -> dict[str, Any]:
-        """Return the options that `open_world` takes."""
+        """Return the options to pass to `open_world`."""
         return {"timeout": self.timeout, "backend": self.backend}
 
 
@@ -176,10 +250,24 @@ class ProfileKwargs(KwargsHandler):
     """Arguments of ``torch.profiler.profile``.
 
     Args:
-        activities: ``"cpu"``, ``"cuda"``, ``"xpu"``; by default those that are there.
-        schedule_option: arguments of ``torch.profiler.schedule``: ``{"wait": 1, "warmup": 1, "active": 3, ...}``.
-        on_trace_ready: called with the profiler when a trace is ready.
-        output_trace_dir: where each process writes its trace, ``profile_RANK.json``, for ``chrome://tracing``.
+        activities: ``"cpu"``, ``"cuda"``, ``"xpu"``. Default: those that this machine has.
+        schedule_option: Arguments of ``torch.profiler.schedule``: ``{"wait": 1, "warmup": 1, "active": 3, ...}``.
+        on_trace_ready: Called with the profiler when a trace is ready.
+        record_shapes: Record the shapes of the operators' inputs.
+        profile_memory: Record allocations.
+        with_stack: Record the source lines of operators.
+        with_flops: Estimate the FLOPs of operators.
+        with_modules: Record the modules that call operators.
+        output_trace_dir: Directory into which each process writes its trace, ``profile_RANK.json``, for
+            ``chrome://tracing``.
+
+    Example:
+        >>> import torch, treadle
+        >>> accelerator = treadle.Accelerator(cpu=True)
+        >>> with accelerator.profile(treadle.ProfileKwargs(activities=["cpu"])) as profiler:
+        ...     _ = torch.ones(2) + 1
+        >>> len(profiler.key_averages()) > 0
+        True
     """
 
     activities: list[str] | None = None
@@ -195,11 +283,21 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How prepared models are compiled: arguments of ``torch.compile``; ``backend="no"`` for not at all.
+    """Arguments of ``torch.compile`` for prepared models.
 
     Args:
-        use_regional_compilation: compile each repeated block of the model by itself, which takes less time where they
-            are alike. By default the Trainer does so where most of them are, and an Accelerator does not.
+        backend: A backend of ``torch.compile``; ``"no"`` disables compilation.
+        mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or another mode of ``torch.compile``.
+        fullgraph: Raise if the model cannot be compiled into one graph.
+        dynamic: Compile for varying shapes. Default: torch decides.
+        options: Options of the backend.
+        disable: Disable compilation, for testing.
+        use_regional_compilation: Compile each repeated block of the model by itself, which takes less time if the
+            blocks are alike. By default the Trainer does so if most of them are, and an Accelerator does not.
+
+    Example:
+        >>> from treadle.engine import Accelerator, TorchDynamoPlugin
+        >>> accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
     """
 
     backend: Any = "no"
@@ -215,7 +313,11 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = backend.lower() if isinstance(backend, str) else backend or "no"
 
     def compile(self, model: nn.Module) -> None:
-        """Compile ``model`` in place, so that the names in its state stay its own."""
+        """Compile ``model`` in place, so that the names in its state dict do not change.
+
+        Args:
+            model: The user's module.
+        """
         if self.backend == "no":
             return
         blocks = [block for parent in model.modules() if isinstance(parent, nn.ModuleList) for block in parent]
@@ -223,32 +325,41 @@ class TorchDynamoPlugin(KwargsHandler):
         compile_modules(modules, self._make_compiler, self._collect_arguments())
 
     def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
-        """Compile the parts that the steps of ``model`` call; what an earlier run has compiled otherwise is undone.
+        """Compile the submodules that the steps of ``model`` call, and undo what an earlier run compiled differently.
 
         Args:
-            model: one whose ``forward`` is not what is run. If it was itself given as what ``torch.compile`` returns,
-                its parts are compiled so.
-            strategy: knows which parts are run as one.
+            model: A module whose ``forward`` is not called. If it is the result of ``torch.compile``, its submodules
+                are compiled with the same arguments.
+            strategy: Determines which submodules are compiled as one.
+
+        Raises:
+            ValueError: If both ``torch.compile`` and this plugin configure compilation.
         """
         users: Compiler | None = vars(model).get("_compiler")
         if self.backend == "no" and users is None:
             forget(model)
             return
         if self.backend != "no" and users is not None:
-            raise ValueError("Trainer(compile=...) and torch.compile(task) both say how to compile: give one of them.")
+            raise ValueError(
+                "Trainer(compile=...) and torch.compile(task) both configure compilation; use one of them."
+            )
         parts, hooks_outside = strategy.compiled_parts(model, self.use_regional_compilation)
         if not parts and type(model).forward is not nn.Module.forward:
             parts = [model]
         if not parts:
             warn(
-                f"{type(model).__name__} has no module with parameters in it, so nothing is compiled: put "
-                "torch.compile around what its steps call."
+                f"{type(model).__name__} has no submodule with parameters, so nothing is compiled: apply "
+                "torch.compile to the functions that its steps call."
             )
         options = None if users is not None else self._collect_arguments()
         compile_modules(parts, users or self._make_compiler, options, hooks_outside=hooks_outside)
 
     def uses_cuda_graphs(self, device: torch.device) -> bool:
-        """Tell whether the compiled code replays CUDA graphs, into memory that each replay writes anew."""
+        """Return whether the compiled code replays CUDA graphs, which write into the same memory in each replay.
+
+        Args:
+            device: The device of the model.
+        """
         if device.type != "cuda" or self.backend == "no":
             return False
         by_option = bool((self.options or {}).get("triton.cudagraphs"))
@@ -269,48 +380,97 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 class _Refused:
-    """Something of Accelerate's that is not there: its name can be imported, and says so when it is used."""
+    """Base of names of Accelerate that can be imported, but raise an error when they are used."""
 
     instead: ClassVar[str]
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise ValueError(f"{type(self).__name__} is not part of Treadle: {self.instead}")
+        raise ValueError(f"{type(self).__name__} is not supported: {self.instead}")
 
 
 class DeepSpeedPlugin(_Refused):
-    """Refused."""
+    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+
+    Example:
+        >>> import treadle
+        >>> treadle.DeepSpeedPlugin()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: DeepSpeedPlugin is not supported: ...
+    """
 
     instead = "for sharded parameters, gradients and optimizer state use strategy='fsdp'."
 
 
 class MegatronLMPlugin(_Refused):
-    """Refused."""
+    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+
+    Example:
+        >>> from treadle.engine import MegatronLMPlugin
+        >>> MegatronLMPlugin()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: MegatronLMPlugin is not supported: ...
+    """
 
     instead = "for models that do not fit one device use strategy='fsdp' or ParallelismConfig."
 
 
 class TorchTensorParallelPlugin(_Refused):
-    """Refused."""
+    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+
+    Example:
+        >>> from treadle.engine import TorchTensorParallelPlugin
+        >>> TorchTensorParallelPlugin()
+        Traceback (most recent call last):
+        ValueError: TorchTensorParallelPlugin is not supported: use ParallelismConfig(tp_size=N).
+    """
 
     instead = "use ParallelismConfig(tp_size=N)."
 
 
 class FP8RecipeKwargs(_Refused):
-    """Refused."""
+    """Accelerate's name, not supported: creating it raises an error that names the alternative.
 
-    instead = "float8 is torchao's with its defaults here: give mixed_precision='fp8' alone."
+    Example:
+        >>> from treadle.engine import FP8RecipeKwargs
+        >>> FP8RecipeKwargs()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: FP8RecipeKwargs is not supported: ...
+    """
+
+    instead = "Treadle uses torchao's float8 with its defaults; pass mixed_precision='fp8' alone."
 
 
 class AORecipeKwargs(FP8RecipeKwargs):
-    """Refused."""
+    """Accelerate's name, not supported; see `FP8RecipeKwargs`.
+
+    Example:
+        >>> from treadle.engine import AORecipeKwargs
+        >>> AORecipeKwargs()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: AORecipeKwargs is not supported: ...
+    """
 
 
 class TERecipeKwargs(FP8RecipeKwargs):
-    """Refused."""
+    """Accelerate's name, not supported; see `FP8RecipeKwargs`.
+
+    Example:
+        >>> from treadle.engine import TERecipeKwargs
+        >>> TERecipeKwargs()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: TERecipeKwargs is not supported: ...
+    """
 
 
 class MSAMPRecipeKwargs(FP8RecipeKwargs):
-    """Refused."""
+    """Accelerate's name, not supported; see `FP8RecipeKwargs`.
+
+    Example:
+        >>> from treadle.engine import MSAMPRecipeKwargs
+        >>> MSAMPRecipeKwargs()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: MSAMPRecipeKwargs is not supported: ...
+    """
 
 
 _HANDLERS: dict[str, type] = {
@@ -323,11 +483,14 @@ _HANDLERS: dict[str, type] = {
 
 
 def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
-    """Return the handler of each kind (autocast, scaler, group, profile, replicas), or None where none was given.
+    """Return the handler of each kind (autocast, scaler, group, profile, replicas), or None if none was given.
+
+    Args:
+        handlers: The value of ``kwargs_handlers``.
 
     Raises:
-        ValueError: for two of a kind.
-        TypeError: for something else.
+        ValueError: If two handlers are of one kind.
+        TypeError: If an object is not a handler.
     """
     kinds = _HANDLERS
     sorted_handlers: dict[str, Any] = dict.fromkeys(kinds)
@@ -336,26 +499,26 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
         if name is None:
             valid = [kind.__name__ for kind in kinds.values()]
             raise TypeError(
-                f"kwargs_handlers takes {', '.join(valid)}, not {type(handler).__name__}."
+                f"kwargs_handlers has a {type(handler).__name__}; it may contain {', '.join(valid)}."
                 f"{nearest(type(handler).__name__, valid)}"
             )
         if sorted_handlers[name] is not None:
-            raise ValueError(f"kwargs_handlers has two {type(handler).__name__}; give one.")
+            raise ValueError(f"kwargs_handlers has two {type(handler).__name__} objects; give one.")
         sorted_handlers[name] = handler
     return sorted_handlers
 
 
 def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> None:
-    """Refuse arguments that an Accelerator has no use for.
+    """Raise an error for arguments that an Accelerator does not support.
 
     Args:
-        unknown: arguments of other names than its own, by name.
-        valid: the names of its own arguments.
-        plugins: by name, arguments of Accelerate that only None is accepted for.
+        unknown: Keyword arguments that are not in the Accelerator's signature.
+        valid: The names of its arguments.
+        plugins: Arguments of Accelerate for which only None is accepted, by name.
 
     Raises:
-        TypeError: for an argument that does not exist.
-        ValueError: for a plugin of somebody else's engine.
+        TypeError: If an argument does not exist.
+        ValueError: If a plugin is not None.
     """
     if unknown:
         name = next(iter(unknown))
@@ -369,24 +532,27 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
     }
     for name, value in plugins.items():
         if value is not None:
-            raise ValueError(f"{name}= is not part of Treadle: {reasons[name]}")
+            raise ValueError(f"{name}= is not supported: {reasons[name]}")
 
 
 def resolve_timeout(timeout: Any) -> float | None:
-    """Return the seconds that a rank may make no progress; None for none of the user's own.
+    """Return the number of seconds that a rank may make no progress; None if the user set no limit.
+
+    Args:
+        timeout: A timedelta, a dict of its arguments, ``"DD:HH:MM:SS"`` or None.
 
     Raises:
-        TypeError, ValueError: see `parse_duration`.
+        TypeError, ValueError: See `parse_duration`.
     """
     return None if timeout is None else parse_duration("timeout", timeout).total_seconds()
 
 
 def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -> dict[str, Any]:
-    """Return the options of `open_world`; a collective outlasts the limit that the user has set for a rank.
+    """Return the options of `open_world`. The timeout of collectives is longer than the limit of a rank.
 
     Args:
-        handler: what the user says of the group.
-        limit: seconds that a rank may make no progress.
+        handler: The user's settings of the process group.
+        limit: Seconds that a rank may make no progress.
     """
     options = (handler or InitProcessGroupKwargs()).options()
     if options["timeout"] is None and limit is not None and limit + 60 > 1800:  # the default is half an hour
@@ -397,8 +563,12 @@ def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -
 def resolve_device(accelerator: str, cpu: bool) -> str:
     """Return the kind of device to compute on.
 
+    Args:
+        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"mps"``.
+        cpu: The CPU is requested.
+
     Raises:
-        ValueError: if both arguments name one.
+        ValueError: If both arguments contradict each other.
     """
     if cpu and accelerator not in ("auto", "cpu"):
         raise ValueError(f"cpu=True contradicts accelerator={accelerator!r}; give one of them.")
@@ -406,22 +576,32 @@ def resolve_device(accelerator: str, cpu: bool) -> str:
 
 
 def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
-    """Check that ``on_nonfinite`` is known, and that nothing but the order of data is to be synchronized.
+    """Check ``on_nonfinite``, and that ``rng_types`` asks only for the order of the data.
+
+    Args:
+        rng_types: ``"generator"``, any number of times.
+        on_nonfinite: ``"raise"``, ``"skip"`` or ``"ignore"``.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: If a value is not supported.
     """
     choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
     for kind in rng_types or ():
         if getattr(kind, "value", kind) != "generator":
             raise ValueError(
-                f"rng_types has {kind!r}: only the order of data is the same everywhere by itself. For one random "
-                "state everywhere call seed_everything(seed), or utils.synchronize_rng_states, where you want it."
+                f"rng_types has {kind!r}, but only 'generator' is supported: the order of the data is synchronized, "
+                "other RNG states are not. To synchronize them, call seed_everything(seed) or "
+                "utils.synchronize_rng_states."
             )
 
 
 def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
-    """Return how loaders share out their batches, by both arguments."""
+    """Return the settings of loaders from both arguments.
+
+    Args:
+        config: The user's settings.
+        split_batches: True overrides the setting of ``config``.
+    """
     config = config or DataLoaderConfiguration()
     return replace(config, split_batches=True) if split_batches else config
 
@@ -429,10 +609,14 @@ def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batc
 def resolve_project(
     config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """Return where a run keeps its files, by both arguments.
+    """Return the directories of the run from both arguments.
+
+    Args:
+        config: The user's settings.
+        directory: Directory of the run.
 
     Raises:
-        ValueError: if they contradict each other.
+        ValueError: If they contradict each other.
     """
     if config is None:
         return ProjectConfiguration(directory)
@@ -444,10 +628,14 @@ def resolve_project(
 
 
 def resolve_precision(mixed_precision: Any, autocast: AutocastKwargs | None) -> tuple[Precision, str]:
-    """Return the number formats to compute in, and Accelerate's word: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
+    """Return the precision, and Accelerate's name for it: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
+
+    Args:
+        mixed_precision: A name that `Precision.parse` accepts.
+        autocast: The user's autocast settings.
 
     Raises:
-        ValueError: for one that is not there.
+        ValueError: If the name is unknown.
     """
     mixed_precision = getattr(mixed_precision, "value", mixed_precision)
     precision = Precision.parse(mixed_precision)
@@ -462,16 +650,26 @@ def resolve_precision(mixed_precision: Any, autocast: AutocastKwargs | None) -> 
 def build_scaler(
     scaling: GradScalerKwargs | None, precision: Precision, device: torch.device
 ) -> torch.amp.GradScaler | None:
-    """Return torch's loss scaler, if the precision needs one and the handler does not disable it."""
+    """Return torch's gradient scaler, or None if the precision does not need one or the handler disables it.
+
+    Args:
+        scaling: The user's settings.
+        precision: The precision of the run.
+        device: The device to compute on.
+    """
     scaling = scaling or GradScalerKwargs()
     return torch.amp.GradScaler(device.type, **scaling.to_kwargs()) if precision.scaled and scaling.enabled else None
 
 
 def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    """Return which micro-batches form a step, by both arguments.
+    """Return the accumulation settings from both arguments.
+
+    Args:
+        plugin: The user's settings.
+        steps: Micro-batches per optimizer step.
 
     Raises:
-        ValueError: if they contradict each other.
+        ValueError: If they contradict each other.
     """
     if plugin is None:
         check_int("gradient_accumulation_steps", steps, 1)
@@ -485,13 +683,17 @@ def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) 
 
 
 def resolve_compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
-    """Return how to compile, by either argument.
+    """Return the compilation settings from either argument.
+
+    Args:
+        plugin: The user's settings.
+        backend: A backend of ``torch.compile``.
 
     Raises:
-        ValueError: for both, or for a backend that torch does not have.
+        ValueError: If both are given, or if torch does not have the backend.
     """
     if plugin is not None and backend is not None:
-        raise ValueError("dynamo_plugin and dynamo_backend both say how to compile; give one of them.")
+        raise ValueError("dynamo_plugin and dynamo_backend both configure compilation; give one of them.")
     plugin = plugin or TorchDynamoPlugin(backend)
     if isinstance(plugin.backend, str) and plugin.backend != "no":
         choose("dynamo_backend", plugin.backend, ["no", *torch.compiler.list_backends(exclude_tags=None)])

@@ -13,14 +13,18 @@ from pathlib import Path
 
 import torch
 
-# Shares of the memory in use from which a collection is worth its time. A process holds main memory for much besides
+# Shares of the memory in use from which a collection pays off. A process holds main memory for much besides
 # tensors, but a device's memory for nothing else.
 DEVICE_SHARE = 1 / 8
 HOST_SHARE = 1 / 4
 
 
 def collect(device: torch.device) -> None:
-    """Free unreachable objects, and return the memory that the device's allocator keeps."""
+    """Free unreachable objects, and return the memory that the device's allocator keeps.
+
+    Args:
+        device: The device to compute on.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -29,7 +33,11 @@ def collect(device: torch.device) -> None:
 
 
 def is_memory_short(device: torch.device) -> bool:
-    """Tell whether this process holds a large share of the device's memory, or of main memory. Takes 0.1 ms."""
+    """Return whether this process holds a large share of the device's memory, or of main memory. Takes 0.1 ms.
+
+    Args:
+        device: The device to compute on.
+    """
     if _read_allocated_bytes(device) > DEVICE_SHARE * _read_total_bytes(device):
         return True
     return _read_resident_bytes() > HOST_SHARE * _read_main_memory()
@@ -48,7 +56,7 @@ def _read_total_bytes(device: torch.device) -> int:
 
 
 def _read_resident_bytes() -> int:
-    """Main memory that this process holds, in bytes; 0 where the system has no /proc."""
+    """Return the main memory that this process holds, in bytes; 0 if the system has no /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -56,7 +64,7 @@ def _read_resident_bytes() -> int:
 
 
 def _read_main_memory() -> int:
-    """Main memory in bytes: the machine's, or the container's limit."""
+    """Return the main memory in bytes: the machine's, or the container's limit."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

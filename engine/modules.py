@@ -1,4 +1,4 @@
-"""Modules compiled in place, so that the names in their state, and what they are, stay their own."""
+"""Compilation of modules in place, so that their classes and the names in their state dict do not change."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 def compile_modules(
     modules: Iterable[nn.Module], compiler: Compiler, options: Any = None, *, hooks_outside: bool = False
 ) -> None:
-    """Let each of ``modules`` run compiled when it is called, by any of its callers.
+    """Make each of ``modules`` run compiled when it is called, no matter by whom.
 
-    Those that are alike share what the compiler makes. What the user has compiled stays as it is.
+    Modules of the same kind share the compiled code. Modules that the user compiled are left as they are.
 
     Args:
-        modules: what to compile; nothing is compiled before it is called.
+        modules: The modules to compile; compilation happens in the first call.
         compiler: ``torch.compile`` with its arguments.
-        options: what tells this compilation from another one; with None it is the user's own, which `forget` leaves.
-        hooks_outside: compile ``forward`` alone, as the hooks exchange parameters, which no graph can hold.
+        options: A value that identifies the compilation settings. None stands for the user's own, which `forget` keeps.
+        hooks_outside: Compile ``forward`` alone, because the hooks exchange parameters, which a graph cannot contain.
     """
     shared: dict[Any, Callable[..., Any]] = {}
     for module in modules:
@@ -41,49 +41,79 @@ def compile_modules(
 
 
 def is_users(module: nn.Module) -> bool:
-    """Whether the user has compiled it."""
+    """Return whether the user compiled the module.
+
+    Args:
+        module: The module.
+    """
     call = module._compiled_call_impl
     return "_orig_mod" in module._modules or (call is not None and not hasattr(call, "options"))
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of ``model`` runs compiled, on whoever's word."""
+    """Return whether any submodule of ``model`` runs compiled.
+
+    Args:
+        model: The model.
+    """
     return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in model.modules())
 
 
 def forget(model: nn.Module) -> None:
-    """Undo what `compile_modules` did to the parts of ``model`` on the word of an option."""
+    """Undo the compilations of `compile_modules` in ``model``, except those that the user configured on the model.
+
+    Args:
+        model: The model.
+    """
     for part in model.modules():
         if _get_compile_options(part) is not None:
             part._compiled_call_impl = None
 
 
 def list_unused(model: nn.Module) -> list[str]:
-    """The compiled parts of ``model`` that have never been called: other methods of them run as they are."""
+    """Return the names of compiled submodules that were never called: their other methods run uncompiled.
+
+    Args:
+        model: The model.
+    """
     return [name for name, part in model.named_modules() if getattr(part._compiled_call_impl, "unused", False)]
 
 
 def list_compiled_names(model: nn.Module) -> list[str]:
-    """The names of the modules in ``model`` that run compiled; its class's name is its own."""
+    """Return the names of the modules in ``model`` that run compiled; the model itself is listed by its class.
+
+    Args:
+        model: The model.
+    """
     parts = ((name, part) for name, part in model.named_modules() if part._compiled_call_impl is not None)
     return [name or type(part).__name__ for name, part in parts]
 
 
 def describe_compilations(since: float) -> str:
-    """Say how many graphs torch has made since a moment (``time.time()``), how many anew, and why; "" for none."""
+    """Describe the graphs that torch has compiled since a time: how many, how many recompiled, and why.
+
+    Args:
+        since: A time of ``time.time()``, in seconds.
+
+    Returns:
+        The description; "" if there are none.
+    """
     if "torch._dynamo" not in sys.modules:
         return ""
     from torch._dynamo.utils import get_compilation_metrics
 
-    made = [metric for metric in get_compilation_metrics() if metric.co_name and (metric.start_time or 0) >= since]
-    again = [metric for metric in made if getattr(metric, "recompile_reason", None)]
-    if not made:
+    metrics = [metric for metric in get_compilation_metrics() if metric.co_name and (metric.start_time or 0) >= since]
+    recompiled = [metric for metric in metrics if getattr(metric, "recompile_reason", None)]
+    if not metrics:
         return ""
-    text = f"torch.compile: {len(made)} graph{'s' * (len(made) > 1)}"
-    if again:
-        name, reason = str(again[0].co_name).removeprefix("_call_").removeprefix("_forward_"), again[0].recompile_reason
+    text = f"torch.compile: {len(metrics)} graph{'s' * (len(metrics) > 1)}"
+    if recompiled:
+        name, reason = (
+            str(recompiled[0].co_name).removeprefix("_call_").removeprefix("_forward_"),
+            recompiled[0].recompile_reason,
+        )
         reason = str(reason).partition("\n")[0].partition(": ")[2] or str(reason)
-        text += f", {len(again)} of them as another did not fit; the first, of {name}: {reason}"
+        text += f", {len(recompiled)} of them recompiled; the first, of {name}: {reason}"
     return text
 
 
@@ -104,7 +134,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy_function(function: Any, name: str) -> Callable[..., Any]:
-    """A copy of ``function`` with code of its own: torch keeps at most eight graphs for one code, of all modules."""
+    """Return a copy of ``function`` with its own code object: torch keeps at most eight graphs per code object."""
     return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), function.__globals__)
 
 
@@ -130,7 +160,7 @@ def _bind_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
 
 
 def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[..., Any]:
-    """``call``, which also notes that it was called at all."""
+    """Return ``call``, wrapped to note that it was called at least once."""
 
     def first(*args: Any, **kwargs: Any) -> Any:
         module._compiled_call_impl = call
@@ -142,13 +172,13 @@ def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[...
 
 
 class CompiledBatches:
-    """What each batch means to the code that is compiled for it.
+    """Contexts in which compiled code runs each batch.
 
-    The short last batch of an epoch runs as it would without compilation, where no graph is there that fits it. A graph
-    of its own would have to be made; torch would make one for any size, and use it for the full batches that follow.
+    The short last batch of an epoch runs uncompiled if no existing graph fits it. A graph for its size would have to be
+    compiled; torch would compile one for any size, and use it for the full batches that follow.
 
     Args:
-        graphs: the code replays CUDA graphs, which are to be told where an iteration begins.
+        graphs: The code replays CUDA graphs, so that torch must be told where an iteration begins.
     """
 
     def __init__(self, graphs: bool) -> None:
@@ -156,7 +186,7 @@ class CompiledBatches:
         self._in_short_batch = False
 
     def __call__(self, is_short: bool) -> AbstractContextManager[Any]:
-        """Return the context that one batch is worked on in; a validation may come within that of a training batch."""
+        """Return the context for one batch. A validation batch may run inside the context of a training batch."""
         if self._graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if is_short:
@@ -175,7 +205,11 @@ class CompiledBatches:
 
 @contextmanager
 def plain_calls(model: nn.Module) -> Iterator[None]:
-    """A context in which no part of ``model`` runs compiled."""
+    """Return a context in which no submodule of ``model`` runs compiled.
+
+    Args:
+        model: The model.
+    """
     compiled = {part: part._compiled_call_impl for part in model.modules() if part._compiled_call_impl is not None}
     for part in compiled:
         part._compiled_call_impl = None
@@ -188,11 +222,11 @@ def plain_calls(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(module: nn.Module, enter: Callable[[], Any] | None = None) -> Iterator[None]:
-    """Evaluation mode inside; afterwards each part is in the mode it was in, frozen parts too.
+    """Set evaluation mode inside the context, and restore the mode of each submodule afterwards.
 
     Args:
-        module: whose parts.
-        enter: sets the modes for the inside; by default all are in evaluation mode.
+        module: The module.
+        enter: Sets the modes inside the context. Default: ``module.eval``.
     """
     modes = {part: part.training for part in module.modules()}
     (enter or module.eval)()

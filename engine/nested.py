@@ -1,4 +1,4 @@
-"""Tensors nested in collections: applying, cutting, joining, converting. No exchange."""
+"""Tensors nested in collections: apply, slice, concatenate and convert them. No communication."""
 
 from __future__ import annotations
 
@@ -14,17 +14,30 @@ from .collectives import with_items
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Whether it is a tensor."""
+    """Return whether the object is a tensor.
+
+    Args:
+        tensor: Any object.
+    """
     return isinstance(tensor, Tensor)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether it is a named tuple."""
+    """Return whether the object is a named tuple.
+
+    Args:
+        data: Any object.
+    """
     return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """A collection of ``obj``'s class with the items of ``generator``."""
+    """Return a collection of ``obj``'s class with the items of ``generator``.
+
+    Args:
+        obj: A list, tuple or named tuple.
+        generator: The items.
+    """
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
@@ -36,18 +49,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Rebuild ``data`` with ``func(item, *args, **kwargs)`` in the place of each item for which ``test_type`` holds.
+    """Rebuild ``data``, replacing each item for which ``test_type`` holds by ``func(item, *args, **kwargs)``.
 
     Args:
-        func: what to apply.
-        data: lists, tuples and mappings, nested.
-        args: more for ``func``.
-        test_type: what to apply it to. Default: tensors.
-        error_on_other_type: raise for an item of any other kind, in place of leaving it.
-        kwargs: more for ``func``.
+        func: The function to apply.
+        data: Lists, tuples and mappings, nested.
+        args: Further arguments of ``func``.
+        test_type: Selects the items. Default: tensors.
+        error_on_other_type: Raise for an item of any other kind. By default it is left as it is.
+        kwargs: Further keyword arguments of ``func``.
 
     Raises:
-        TypeError: for such an item.
+        TypeError: If ``error_on_other_type`` is set and an item is of another kind.
     """
 
     def walk(value: Any) -> Any:
@@ -60,7 +73,9 @@ def recursively_apply(
             return func(value, *args, **kwargs)
         if error_on_other_type:
             name = getattr(func, "__name__", "the function")
-            raise TypeError(f"{name} takes lists, tuples and dicts of what it is for, not {type(value).__name__}.")
+            raise TypeError(
+                f"{name} got a {type(value).__name__}; it supports lists, tuples and dicts of the values it applies to."
+            )
         return value
 
     return walk(data)
@@ -69,7 +84,14 @@ def recursively_apply(
 def send_to_device(
     tensor: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:
-    """Everything in ``tensor`` that has a ``to``, on ``device``; mappings' items called ``skip_keys`` are left."""
+    """Move everything in ``tensor`` that has a ``to`` method to a device.
+
+    Args:
+        tensor: A value, or values nested in lists, tuples and mappings.
+        device: The target device.
+        non_blocking: Copy pinned tensors asynchronously.
+        skip_keys: Keys of mappings whose values are not moved.
+    """
     skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
     if isinstance(tensor, Mapping) and not hasattr(tensor, "to"):
         items = {k: v if k in skip else send_to_device(v, device, non_blocking, skip) for k, v in tensor.items()}
@@ -88,39 +110,57 @@ def _list_tensors(data: Any) -> list[Tensor]:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The length along dimension 0 of the first tensor that has one; None where there is none.
+    """Return the size of dimension 0 of the first tensor that has one; None if all tensors are 0-d.
+
+    Args:
+        data: Tensors, nested.
 
     Raises:
-        TypeError: where there is no tensor at all.
+        TypeError: If ``data`` contains no tensor.
     """
     tensors = _list_tensors(data)
     if not tensors:
-        raise TypeError(f"find_batch_size looks for a tensor, and there is none in {type(data).__name__}.")
+        raise TypeError(f"find_batch_size got a {type(data).__name__} without tensors; pass one with a tensor.")
     return next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor; None where there is none."""
+    """Return the device of the first tensor; None if there is no tensor.
+
+    Args:
+        data: Tensors, nested.
+    """
     return next((tensor.device for tensor in _list_tensors(data)), None)
 
 
 def slice_tensors(
     data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """``tensor[tensor_slice]`` of every tensor. The other arguments are Accelerate's and not needed."""
+    """Return ``tensor[tensor_slice]`` of every tensor.
+
+    Args:
+        data: Tensors, nested.
+        tensor_slice: A slice or an index.
+        process_index: Accepted for Accelerate's signature.
+        num_processes: Accepted for Accelerate's signature.
+    """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Join a list of values of one form, each tensor along ``dim``.
+    """Concatenate a list of values of the same structure, each tensor along ``dim``.
+
+    Args:
+        data: The values, tensors or collections of tensors.
+        dim: The dimension.
 
     Raises:
-        TypeError: for what is no tensor.
-        ValueError: where there is nothing to join.
+        TypeError: If an item is not a tensor.
+        ValueError: If the list is empty.
     """
     data = list(data)
     if not data:
-        raise ValueError("concatenate got an empty list.")
+        raise ValueError("concatenate got an empty list; pass at least one value.")
     first = data[0]
     if isinstance(first, list | tuple):
         return honor_type(first, (concatenate(parts, dim) for parts in zip(*data, strict=True)))
@@ -128,23 +168,35 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         items = {key: concatenate([part[key] for part in data], dim) for key in first}
         return items if type(first) is dict else with_items(first, items)
     if not isinstance(first, Tensor):
-        raise TypeError(f"concatenate joins tensors in lists, tuples and dicts, not {type(first).__name__}.")
+        raise TypeError(f"concatenate got a {type(first).__name__}; pass tensors in lists, tuples or dicts.")
     return torch.cat(data, dim=dim)
 
 
 def listify(data: Any) -> Any:
-    """Every tensor as a list of numbers (or one number)."""
+    """Convert every tensor to a list of numbers (0-d tensors to a number).
+
+    Args:
+        data: Tensors, nested.
+    """
     return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Every half-precision tensor in float32."""
+    """Convert every float16 and bfloat16 tensor to float32.
+
+    Args:
+        tensor: Tensors, nested.
+    """
     half = (torch.float16, torch.bfloat16)
     return recursively_apply(lambda t: t.float(), tensor, test_type=lambda t: isinstance(t, Tensor) and t.dtype in half)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``model_forward``, whose half-precision outputs come in float32."""
+    """Return ``model_forward``, wrapped so that half-precision outputs are converted to float32.
+
+    Args:
+        model_forward: The function.
+    """
 
     @wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -154,20 +206,24 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` returned it."""
+    """Return whether ``torch.compile`` returned the module.
+
+    Args:
+        module: The module.
+    """
     return "_orig_mod" in getattr(module, "_modules", {})
 
 
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The user's own module in a prepared one.
+    """Return the user's own module inside a prepared one.
 
     Args:
-        model: what `prepare` returned, compiled or not.
-        keep_fp32_wrapper: Accelerate's; Treadle patches no ``forward``, so there is nothing to keep.
-        keep_torch_compile: return the compiled form of the user's module where it was compiled itself.
-        recursive: Accelerate's; wrappers inside the user's module are the user's.
+        model: A module that `prepare` returned, compiled or not.
+        keep_fp32_wrapper: Accepted for Accelerate's signature; ``forward`` is never replaced.
+        keep_torch_compile: Return the compiled form if the user's module was compiled itself.
+        recursive: Accepted for Accelerate's signature; wrappers inside the user's module are kept.
     """
     unwrapped = SingleDevice().unwrap(model)
     if not keep_torch_compile:

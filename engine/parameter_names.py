@@ -1,4 +1,4 @@
-"""Parameter names: without what compilation adds, tied parameters once, views told apart."""
+"""Parameter names: without compilation prefixes, tied parameters once, views told apart."""
 
 from __future__ import annotations
 
@@ -15,12 +15,23 @@ _COMPILED = "_orig_mod."
 
 
 def strip_compile_prefix(name: str) -> str:
-    """A parameter's name without what ``torch.compile`` puts into it."""
+    """Return a parameter's name without the prefixes that ``torch.compile`` adds.
+
+    Args:
+        name: The name.
+    """
     return name.replace(_COMPILED, "")
 
 
 def split_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, each once, and which name stands for which of the others."""
+    """Return each distinct tensor once, and the aliases of tied tensors.
+
+    Args:
+        weights: Tensors by name.
+
+    Returns:
+        Tensors by their first name, and for each further name the first name of the same tensor.
+    """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
@@ -34,7 +45,7 @@ def split_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common exactly when they are the same view of the same memory, as tied weights are.
+    """Return a key that two tensors share exactly if they are the same view of the same memory, as tied weights are.
 
     Args:
         tensor: Any strided tensor. The key is valid only while the tensor lives.

@@ -1,4 +1,4 @@
-"""One process among the others: who it is, and what it exchanges with them."""
+"""Rank, world size and collectives of one process, and Accelerate's state objects."""
 
 from __future__ import annotations
 
@@ -39,25 +39,29 @@ _accelerators: list[weakref.ref[Accelerator]] = []
 
 
 def register_accelerator(accelerator: Accelerator) -> None:
-    """Make ``accelerator`` the one that `GradientState()` and `AcceleratorState()` describe while it is alive."""
+    """Make ``accelerator`` the one that `GradientState()` and `AcceleratorState()` describe while it is alive.
+
+    Args:
+        accelerator: A new Accelerator.
+    """
     _accelerators[:] = [reference for reference in _accelerators if reference() is not None]
     _accelerators.append(weakref.ref(accelerator))
 
 
 def get_latest_accelerator() -> Accelerator | None:
-    """Return the newest Accelerator of this process that is alive."""
+    """Return the latest Accelerator of this process that is alive, or None."""
     return next((accelerator for reference in reversed(_accelerators) if (accelerator := reference())), None)
 
 
 class Process:
-    """Base of `PartialState` and `Accelerator`: who this process is, and what it exchanges with the others.
+    """Base of `PartialState` and `Accelerator`: rank, world size and collectives of this process.
 
     Args:
-        world: all processes.
-        data_world: those with different data, where several processes work on one sample; by default all of them.
+        world: All processes.
+        data_world: The processes with different data, if several process one sample together. Default: all of them.
 
     Attributes:
-        cursor: which micro-batch of a prepared loader is being worked on.
+        cursor: The current micro-batch of a prepared loader.
     """
 
     def __init__(self, world: World, data_world: World | None = None) -> None:
@@ -67,58 +71,58 @@ class Process:
         self._trigger = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return this object: a model that holds it, of which an average is kept, stays in the same process group."""
+        """Return this object, so that a copy of a model that holds it stays in the same process group."""
         return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} can't be pickled, as it is bound to this process and its process group. Create one "
+            f"{type(self).__name__} can't be pickled: it is bound to this process and its process group. Create one "
             "in each process, in the function that runs there."
         )
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """Device that this process computes on."""
         return self.world.device
 
     @property
     def num_processes(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return self.world.size
 
     @property
     def process_index(self) -> int:
-        """This process's rank."""
+        """Rank of this process."""
         return self.world.rank
 
     @property
     def local_process_index(self) -> int:
-        """This process's rank on its machine."""
+        """Rank of this process on its machine."""
         return self.world.local_rank
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank zero."""
+        """True on rank zero."""
         return self.world.rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """True on the first process of each machine."""
         return self.world.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
+        """True on the last rank."""
         return self.world.rank == self.world.size - 1
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if the world size is larger than one."""
         return self.world.size > 1
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together, in one word."""
+        """Kind of distributed training, as Accelerate names it."""
         return distributed_type(self.world, self._is_sharded())
 
     def _is_sharded(self) -> bool:
@@ -126,33 +130,37 @@ class Process:
 
     @property
     def backend(self) -> str | None:
-        """What carries tensors between the processes: ``"gloo"``, ``"nccl"``; None where there is one process."""
+        """Backend of the process group, ``"gloo"`` or ``"nccl"``; None with a world size of one."""
         return backend_of(self.world)
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has reached this call."""
         self.world.barrier()
 
     def end_training(self) -> None:
-        """Wait for everyone at the end of a run."""
+        """Wait for all processes at the end of a run."""
         self.wait_for_everyone()
 
     def gather(self, tensor: Any, sync_grads: bool = False) -> Any:
-        """Concatenate every process's tensors along dimension 0, on every process.
+        """Concatenate the tensors of all processes along dimension 0, on every process.
 
-        With ``sync_grads=True`` a loss may be computed on the whole global batch, as contrastive losses need it
-        (SimCLR, CLIP): gradients flow back to the process each row came from. The gradient of a row is the sum of what
-        the losses of all processes say, and DDP and FSDP average the parameters' gradients over the processes. So a
-        loss that every process computes on the whole gathered batch gives exactly the gradient of one process with
-        that batch; multiply it by nothing. So does the mean loss of each process's own rows against all.
+        With ``sync_grads=True`` a loss can be computed on the whole global batch, as contrastive losses need it
+        (SimCLR, CLIP): gradients flow back to the process that each row came from. The gradient of a row is the sum
+        over the losses of all processes, and DDP and FSDP average the parameters' gradients over the processes. A loss
+        that every process computes on the whole gathered batch therefore gives exactly the gradient of one process with
+        that batch; do not multiply it by the world size. The same holds for the mean loss of each process's own rows
+        against all rows.
 
         Args:
-            tensor: a tensor, or tensors nested in dicts, lists or tuples; row counts may differ.
-            sync_grads: let gradients flow back. All processes must then use the result in their loss. A sample that is
-                only there to keep the processes in step, where the last batch has fewer samples than there are
-                processes, is left out.
+            tensor: A tensor, or tensors nested in dicts, lists or tuples; the numbers of rows may differ.
+            sync_grads: Let gradients flow back. All processes must then use the result in their loss. If the last batch
+                has fewer samples than there are processes, the repeated samples of ranks without a share are left out.
+
+        Raises:
+            TypeError: If the value holds no tensor.
+            ShapesDiffer: On every process, if shapes differ in more than the rows.
         """
         if not sync_grads:
             collectives.check_equal_shapes("gather", tensor, self.world)
@@ -162,27 +170,30 @@ class Process:
         return collectives.gather(tensor, self.data_world, empty=stand_in, sync_grads=True)
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Every process's values in one list, on every process; a list (or tuple) counts as its items.
+        """Return the values of all processes in one list, on every process. The items of a list or tuple are joined.
 
-        What was made of the shares of `split_between_processes` comes back in the order of its inputs.
+        Results computed from the shares of `split_between_processes` come back in the order of its inputs.
+
+        Args:
+            value: Any object that can be pickled.
         """
         return collectives.gather_objects(value, self.world)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather what was computed from the current batch, each sample of the dataset once, in its order.
+        """Gather results of the current batch from all processes: each sample once, in the order of the dataset.
 
-        A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. Those batches may
-        differ in size, so a mean over the entries is none over the samples: gather ``(loss, len(batch))`` and weigh,
-        or ``loss.repeat(len(batch))``. ``loss.repeat(batch_size)``, with the DataLoader's batch size, works as well:
-        in a short batch, one-dimensional floating-point tensors of that many equal rows get as many rows as the batch
-        has samples on this rank.
+        A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. Batches may differ in
+        size, so a mean over the entries is not the mean over the samples: gather ``(loss, len(batch))`` and compute a
+        weighted mean, or gather ``loss.repeat(len(batch))``. ``loss.repeat(batch_size)``, with the DataLoader's batch
+        size, works too: in a short batch, one-dimensional floating-point tensors with that many equal rows get as many
+        rows as the batch has samples on this rank.
 
         Args:
-            input_data: tensors of any row count (samples, tokens) or 0-d, nested as you like; or other objects.
-            use_gather_object: treat the value as objects even if it holds tensors.
+            input_data: Tensors with any number of rows (samples, tokens) or 0-d, nested as you like; or other objects.
+            use_gather_object: Treat the value as objects even if it holds tensors.
 
         Returns:
-            Tensors concatenated along dimension 0; what holds no tensor as one list.
+            Tensors concatenated along dimension 0; a value that holds no tensor becomes one list.
         """
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
@@ -195,66 +206,125 @@ class Process:
         return gathered if micro is not None else _drop_repeated(gathered)
 
     def _get_batch_size(self) -> int | None:
-        """Return this rank's samples in a full batch of the running DataLoader; None where that is not known."""
+        """Return this rank's number of samples in a full batch of the current DataLoader, or None if unknown."""
         return None
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors over the processes: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
+        """Reduce tensors over the processes.
+
+        Args:
+            tensor: A tensor, or tensors nested in collections, of the same shapes on all processes.
+            reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``.
+            scale: Factor of the result.
+
+        Returns:
+            The value with the reduced tensors; the input is not changed.
+
+        Raises:
+            ValueError: If the reduction is unknown.
+            ShapesDiffer: On every process, if the tensors differ in number, shape or dtype.
+        """
         return collectives.reduce(tensor, self.world, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along ``dim`` to the longest of any process, with ``pad_index``."""
+        """Pad tensors along ``dim`` to the longest one of all processes.
+
+        Args:
+            tensor: A tensor, or tensors nested in collections.
+            dim: The dimension to pad.
+            pad_index: The value to pad with.
+            pad_first: Pad before the first entry, not after the last.
+
+        Raises:
+            ShapesDiffer: On every process, if the tensors differ in number or in their number of dimensions.
+        """
         return collectives.pad_across_processes(tensor, self.world, dim, pad_index, pad_first)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its share of ``inputs``; all must have the same. See `split` for what they may be.
+        """Give each process its share of ``inputs``, which must be the same on all of them.
 
-        ``gather_object`` (or ``gather``, for tensors) of the results returns them in the inputs' order; of padded
-        ones, the first ``len(inputs)`` are those of the inputs.
+        `gather_object` (or `gather`, for tensors) returns the results in the order of the inputs; with padding, the
+        first ``len(inputs)`` are those of the inputs.
 
         Args:
-            inputs: what to share out, never changed.
-            apply_padding: repeat the last input after the end, so that all shares are equally long.
+            inputs: The inputs to share, which are never changed; see `treadle.engine.collectives.split` for the
+                supported types.
+            apply_padding: Repeat the last input at the end, so that all shares have the same length.
+
+        Yields:
+            The share of this process.
+
+        Raises:
+            TypeError: If ``inputs`` is not a collection (a str, a number), or has no order (a set).
+            ValueError: If ``inputs`` is a dict whose values differ in length.
         """
         yield split(inputs, self.world.rank, self.world.size, apply_padding)
 
     def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` shows on every process."""
+        """Set a flag that `check_trigger` returns on every process."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Return whether any process has raised the flag since the last check. Call it on all processes."""
+        """Return whether any process has set the flag since the last check. Call it on all processes."""
         raised, self._trigger = self.world.any(self._trigger), False
         return raised
 
     def destroy_process_group(self) -> None:
-        """End the exchange between the processes, on all of them. A new Accelerator (PartialState) starts it anew."""
+        """Destroy the process group, on all processes. A new Accelerator (PartialState) creates one again."""
         disconnect()
 
     # -- on some processes ---------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on rank zero."""
+        """Print on rank zero.
+
+        Args:
+            args: Arguments of ``print``.
+            kwargs: Keyword arguments of ``print``.
+        """
         if self.is_main_process:
             print(*args, **kwargs)
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: run on rank zero; None elsewhere."""
+        """Decorate a function that runs on rank zero and returns None elsewhere.
+
+        Args:
+            function: The function.
+        """
         return _run_if(function, self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: run on the first process of each machine; None elsewhere."""
+        """Decorate a function that runs on the first process of each machine and returns None elsewhere.
+
+        Args:
+            function: The function.
+        """
         return _run_if(function, self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: run on the last rank; None elsewhere."""
+        """Decorate a function that runs on the last rank and returns None elsewhere.
+
+        Args:
+            function: The function.
+        """
         return _run_if(function, self.is_last_process)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: run on rank ``process_index``; None elsewhere. Alone, this process does every one's part."""
+        """Decorate a function that runs on rank ``process_index`` and returns None elsewhere.
+
+        With a world size of one, this process runs it for every index.
+
+        Args:
+            function: The function. Without it, a decorator is returned.
+            process_index: The rank.
+
+        Raises:
+            TypeError: If ``process_index`` is missing.
+            ValueError: If no process has this rank.
+        """
         if function is None:
             return partial(self.on_process, process_index=process_index)
         return _run_if(function, self._is_chosen(process_index, self.world.rank, self.world.size, "process_index"))
@@ -262,7 +332,16 @@ class Process:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: run on each machine's process ``local_process_index``; None elsewhere. See `on_process`."""
+        """Decorate a function that runs on one process of each machine and returns None elsewhere. See `on_process`.
+
+        Args:
+            function: The function. Without it, a decorator is returned.
+            local_process_index: The rank on its machine.
+
+        Raises:
+            TypeError: If ``local_process_index`` is missing.
+            ValueError: If no process has this rank.
+        """
         if function is None:
             return partial(self.on_local_process, local_process_index=local_process_index)
         world = self.world
@@ -271,22 +350,22 @@ class Process:
 
     def _is_chosen(self, index: int | None, rank: int, size: int, name: str) -> bool:
         if index is None:
-            raise TypeError(f"{name} says on which process to run; it is missing.")
+            raise TypeError(f"{name} is missing: pass the index of the process that runs the function.")
         if self.world.size == 1 and isinstance(index, int) and index >= 0:
             return True
         collectives.check_process(index, size, name)
         return rank == index
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Let rank zero run the block before the others do. If it raises there, it raises on all of them.
+        """Return a context that rank zero runs before the others do. An error on rank zero is raised on all of them.
 
         Raises:
-            RuntimeError: on the others, with rank zero's error in words.
+            RuntimeError: On the other ranks, with the text of rank zero's error.
         """
         return self._run_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let the first process of each machine run the block before the others do; see `main_process_first`."""
+        """Return a context that the first process of each machine runs before the others. See `main_process_first`."""
         return self._run_first(self.is_local_main_process)
 
     @contextmanager
@@ -304,7 +383,7 @@ class Process:
 
 
 def _drop_repeated(gathered: Any) -> Any:
-    """Return the rows without those that a loader without an Accelerator repeated to fill its last batch."""
+    """Remove the rows that a loader without an Accelerator repeated to fill its last batch."""
     loader = get_running_loader()
     if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
         return gathered
@@ -322,19 +401,29 @@ def _run_if(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:
 
 
 class PartialState(Process):
-    """This process among the others, without models: for inference and scripts of all kinds.
+    """Rank, world size and collectives of this process, without models: for inference and other scripts.
 
-    Any number of them may exist; they share torch's default process group. Made without arguments where one is up, it
-    speaks of that one; else it connects the processes that a launcher started.
+    Any number of them may exist; they share torch's default process group. Without arguments, it uses an existing
+    process group; otherwise it connects the processes that a launcher started.
 
     Args:
-        cpu: compute on the CPU.
-        kwargs: ``backend`` (``"gloo"`` or ``"nccl"``) and ``timeout`` (a ``timedelta``, a dict of its
-            arguments, or ``"DD:HH:MM:SS"``), to connect with.
+        cpu: Compute on the CPU.
+        kwargs: Settings of the process group: ``backend`` (``"gloo"`` or ``"nccl"``) and ``timeout`` (a ``timedelta``,
+            a dict of its arguments, or ``"DD:HH:MM:SS"``).
 
     Raises:
-        TypeError: for an argument that does not exist.
-        ValueError: for a value that can not be honoured.
+        TypeError: If an argument does not exist.
+        ValueError: If a value is not supported.
+
+    Example:
+        >>> import treadle
+        >>> state = treadle.PartialState(cpu=True)
+        >>> state.process_index, state.num_processes
+        (0, 1)
+        >>> with state.split_between_processes(["a", "b"]) as inputs:
+        ...     outputs = state.gather_object([text.upper() for text in inputs])
+        >>> outputs
+        ['A', 'B']
     """
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
@@ -355,17 +444,17 @@ class PartialState(Process):
 
     @property
     def default_device(self) -> torch.device:
-        """What this process computes on."""
+        """Device that this process computes on."""
         return self.device
 
     @property
     def initialized(self) -> bool:
-        """True: it is complete when it is made."""
+        """True: the object is complete when it is constructed."""
         return True
 
     @property
     def debug(self) -> bool:
-        """Whether `gather` checks that all ranks pass the same shapes. The other calls always do.
+        """True if `gather` checks that all ranks pass the same shapes. The other collectives always check them.
 
         One switch for the whole process, as in Accelerate. ``TREADLE_DEBUG=1`` compares the calls themselves.
         """
@@ -377,17 +466,17 @@ class PartialState(Process):
 
     @property
     def fork_launched(self) -> bool:
-        """Whether `notebook_launcher` or `debug_launcher` forked this process."""
+        """True if `notebook_launcher` or `debug_launcher` forked this process."""
         return is_forked()
 
     def set_device(self) -> None:
-        """Make `device` torch's current one, where it is a GPU."""
+        """Make `device` torch's current one, if it is a GPU."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget what Accelerate's states share: here only ``debug``."""
+        """Reset the state that Accelerate's states share, which here is only ``debug``."""
         collectives.debug_mode.enabled = False
 
     def __repr__(self) -> str:
@@ -403,17 +492,23 @@ class PartialState(Process):
 
 
 class AcceleratorState(PartialState):
-    """What ``accelerator.state`` is: a `PartialState` that knows the precision, and how the model is laid out.
+    """State of an Accelerator: a `PartialState` with the precision and the layout of the model.
 
-    ``AcceleratorState()`` is that of the newest Accelerator; without one it has the defaults.
+    ``AcceleratorState()`` describes the latest Accelerator; without one it has the defaults.
 
     Args:
-        mixed_precision: as the Accelerator's.
-        cpu: compute on the CPU.
-        kwargs: see `PartialState`.
+        mixed_precision: Same as the Accelerator's argument.
+        cpu: Compute on the CPU.
+        kwargs: See `PartialState`.
 
     Attributes:
-        deepspeed_plugin: None; scripts ask for it before they do something else.
+        deepspeed_plugin: None, for scripts that check it.
+
+    Example:
+        >>> from treadle.engine import Accelerator, AcceleratorState
+        >>> accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        >>> AcceleratorState().mixed_precision
+        'bf16'
     """
 
     deepspeed_plugin = None
@@ -425,7 +520,11 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> AcceleratorState:
-        """Return the state of ``accelerator``."""
+        """Return the state of ``accelerator``.
+
+        Args:
+            accelerator: The Accelerator to describe.
+        """
         state = cls.__new__(cls)
         Process.__init__(state, accelerator.world)
         state._accelerator = accelerator
@@ -439,8 +538,8 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """``"no"``, ``"bf16"`` or ``"fp16"``.
 
-        Without ``mixed_precision=`` it is the Accelerator's; where there is none, ``ACCELERATE_MIXED_PRECISION``, else
-        ``"no"``.
+        Without ``mixed_precision=`` it is that of the Accelerator; without an Accelerator it is
+        ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         """
         if self._mixed_precision is not None:
             return self._mixed_precision
@@ -450,37 +549,37 @@ class AcceleratorState(PartialState):
 
     @property
     def strategy(self) -> Any:
-        """The Accelerator's, or None."""
+        """Strategy of the Accelerator, or None."""
         return None if self._accelerator is None else self._accelerator.strategy
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether each process keeps only a shard of the model."""
+        """True if each process holds only a shard of the model."""
         return self._accelerator is not None and self._accelerator.is_fsdp2
 
     @property
     def fsdp_plugin(self) -> Any:
-        """The Accelerator's, or None."""
+        """FSDP plugin of the Accelerator, or None."""
         return None if self._accelerator is None else self._accelerator.fsdp_plugin
 
     @property
     def parallelism_config(self) -> Any:
-        """The Accelerator's, or None."""
+        """Parallelism configuration of the Accelerator, or None."""
         return None if self._accelerator is None else self._accelerator.parallelism_config
 
     @property
     def device_mesh(self) -> Any:
-        """The grid of processes that the model is sharded over, or None."""
+        """Device mesh that the model is sharded over, or None."""
         return None if self._accelerator is None else self._accelerator.torch_device_mesh
 
     @property
     def dynamo_plugin(self) -> Any:
-        """How the Accelerator compiles models, or None."""
+        """Compilation settings of the Accelerator, or None."""
         return None if self._accelerator is None else self._accelerator.dynamo_plugin
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Let ``AcceleratorState()`` have the defaults until there is another Accelerator."""
+        """Give ``AcceleratorState()`` the defaults until another Accelerator is created."""
         _accelerators.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -495,12 +594,18 @@ def is_initialized() -> bool:
 
 
 class GradientState:
-    """What ``accelerator.gradient_state`` is: where the loop stands within its accumulation group and its loader.
+    """State of gradient accumulation: position in the current group and in the current loader.
 
-    All that are made without an Accelerator share one state, which is that of the newest Accelerator alive.
+    All that are created without an Accelerator share one state, which is that of the latest Accelerator alive.
 
     Args:
-        gradient_accumulation_plugin: what an iteration without an Accelerator is configured with.
+        gradient_accumulation_plugin: Settings for iterations without an Accelerator.
+
+    Example:
+        >>> from treadle.engine import Accelerator, GradientState
+        >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+        >>> GradientState().num_steps
+        4
     """
 
     _plugin: GradientAccumulationPlugin | None = None
@@ -513,14 +618,18 @@ class GradientState:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> GradientState:
-        """Return the state of ``accelerator``."""
+        """Return the state of ``accelerator``.
+
+        Args:
+            accelerator: The Accelerator to describe.
+        """
         state = cls()
         state._accelerator = accelerator
         return state
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the plugin, the flag and the loaders of iterations without an Accelerator."""
+        """Reset the plugin, the flag and the loaders of iterations without an Accelerator."""
         GradientState._plugin, GradientState._sync_without_accelerator = None, True
         for loader in list_running_loaders():
             remove_running_loader(loader)
@@ -530,12 +639,12 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True: it is complete when it is made."""
+        """True: the object is complete when it is constructed."""
         return True
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this micro-batch ends its group."""
+        """True if this micro-batch ends its group."""
         accelerator = self._resolve()
         return self._sync_without_accelerator if accelerator is None else accelerator.sync_gradients
 
@@ -552,7 +661,7 @@ class GradientState:
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches per optimizer step."""
+        """Number of micro-batches per optimizer step."""
         accelerator = self._resolve()
         if accelerator is not None:
             return accelerator.gradient_accumulation_steps
@@ -560,24 +669,24 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """As it was given; a schedule advances at the end of a group only."""
+        """The given setting, which has no effect: a schedule advances only at the end of a group."""
         return self.plugin_kwargs.get("adjust_scheduler", True)
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether a loader's end ends a group."""
+        """True if the end of a loader ends a group."""
         return self.plugin_kwargs.get("sync_with_dataloader", True)
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The fields of the plugin that are not at their defaults, and ``num_steps``."""
+        """The fields of the plugin that differ from their defaults, and ``num_steps``."""
         accelerator = self._resolve()
         plugin = self._plugin if accelerator is None else accelerator.gradient_accumulation_plugin
         return {**({} if plugin is None else plugin.to_kwargs()), "num_steps": self.num_steps}
 
     @property
     def active_dataloader(self) -> Any:
-        """The loader whose batch is being worked on."""
+        """Loader of the current batch, or None."""
         accelerator = self._resolve()
         micro = None if accelerator is None else accelerator.cursor.micro
         if accelerator is None or micro is None:
@@ -587,19 +696,19 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """None, and the loaders that are being iterated."""
+        """None, followed by the loaders that are being iterated."""
         running, active = list_running_loaders(), self.active_dataloader
         return [None, *running] if active is None or active in running else [None, *running, active]
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether the loop is in a loader that keeps this state."""
+        """True inside an iteration over a loader that updates this state."""
         accelerator = self._resolve()
         return (accelerator is not None and accelerator.cursor.micro is not None) or get_running_loader() is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether this is the loader's last batch; False for a prepared stream, whose length nobody knows."""
+        """True in the last batch of the loader; False for a prepared stream, whose length is not known."""
         loader = self.active_dataloader
         if loader is None or loader is get_running_loader():
             return loader is not None and loader.end_of_dataloader
@@ -607,9 +716,9 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """In a prepared loader's last batch the samples that it holds over all processes, else -1.
+        """Number of samples over all processes in the last batch of a prepared loader, else -1.
 
-        A prepared loader repeats no sample, so nothing is ever to be cut off.
+        A prepared loader repeats no sample, so nothing has to be removed from gathered results.
         """
         accelerator, running = self._resolve(), get_running_loader()
         micro = None if accelerator is None else accelerator.cursor.micro
@@ -625,7 +734,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """False: there is no XLA."""
+        """False: XLA is not used."""
         return False
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Fewer bits, by torchao: weights of eight or four bits for inference, and products in float8 for training."""
+"""Quantization by torchao: int8 or int4 weights for inference, and float8 matrix products for training."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from ..common.optional import require
 from ..common.validation import choose
 
 GROUP = 32
-"""Weights that share a scale, at four bits."""
+"""Number of int4 weights that share a scale."""
 _EXTRA = "quantization"
 _MULTIPLE = 16  # of which torch's float8 products want both sizes
 
 
 class WeightQuantizer:
-    """Rounds the weights of ``nn.Linear`` to eight or four bits; products are computed in the model's own format.
+    """Quantizer that rounds the weights of ``nn.Linear`` to eight or four bits.
 
-    The largest value of a row (at eight bits), or the range of each 32 weights (at four), gives the scale. Each layer
-    is rounded as soon as its weight is read, so no more than one is in memory in full; what lies on the disk is read
-    as it is there. For inference; needs ``pip install treadle[quantization]``.
+    Products are computed in the model's own dtype. The largest value of a row (int8), or the range of each 32 weights
+    (int4), gives the scale. Each layer is rounded as soon as its weight is read, so no more than one layer is in memory
+    in full precision; weights offloaded to disk are not rounded. For inference; needs ``pip install
+    treadle[quantization]``.
 
     Args:
         bits: ``"int8"`` or ``"int4"``.
-        skip: names of modules to leave as they are, such as ``["lm_head"]``, with all that lies in them.
+        skip: Names of modules to leave as they are, such as ``["lm_head"]``, including their submodules.
 
     Raises:
-        ValueError: for other bits.
-        ModuleNotFoundError: without torchao.
+        ValueError: If ``bits`` has another value.
+        ModuleNotFoundError: If torchao is not installed.
 
     Source: https://docs.pytorch.org/ao/stable/quantized_inference.html
     """
@@ -43,22 +44,28 @@ class WeightQuantizer:
 
     @classmethod
     def parse(cls, value: str | WeightQuantizer | None) -> WeightQuantizer | None:
-        """Return the quantizer that is meant by its bits; one, or None, as it is.
+        """Return the quantizer for ``"int8"`` or ``"int4"``; a quantizer or None is returned as it is.
+
+        Args:
+            value: The value to parse.
 
         Raises:
-            ValueError, ModuleNotFoundError: see the class.
+            ValueError, ModuleNotFoundError: See the class.
         """
         return value if value is None or isinstance(value, WeightQuantizer) else cls(value)
 
     def select(self, model: nn.Module) -> dict[str, nn.Linear]:
-        """Return the layers to round, by name: not those whose weight another part uses too.
+        """Return the layers to round, by name. Layers whose weight is shared with another module are left out.
+
+        Args:
+            model: The model.
 
         Raises:
-            ValueError: if ``skip`` names what the model has not.
+            ValueError: If ``skip`` names a module that the model does not have.
         """
         names = {name for name, _ in model.named_modules()}
         if unknown := [name for name in self.skip if name not in names]:
-            raise ValueError(f"skip names {unknown[0]!r}, and the model has no such module.")
+            raise ValueError(f"skip names {unknown[0]!r}, but the model has no such module; see model.named_modules().")
         uses: dict[torch.Tensor, int] = {}
         for part in model.modules():
             for parameter in part.parameters(recurse=False):
@@ -73,7 +80,11 @@ class WeightQuantizer:
         return self.bits == "int8" or part.in_features % GROUP == part.out_features % 16 == 0
 
     def round(self, layer: nn.Linear) -> None:
-        """Round the weight of ``layer``, where it lies."""
+        """Round the weight of ``layer`` in place.
+
+        Args:
+            layer: The layer.
+        """
         from torchao.quantization import quantize_
 
         quantize_(layer, self._make_config(layer.weight.device))
@@ -91,21 +102,26 @@ class WeightQuantizer:
 
 
 def convert_to_float8(model: nn.Module, device: torch.device) -> None:
-    """Let the linear layers of ``model`` multiply in float8, forward and backward, scaled by their largest value.
+    """Convert the linear layers of ``model`` to float8 products, forward and backward, scaled by their largest value.
 
-    Parameters, their names and their optimizer stay. Layers with a size that is no multiple of 16 stay in bfloat16.
+    Parameters, their names and their optimizer stay the same. Layers whose sizes are not multiples of 16 stay in
+    bfloat16.
+
+    Args:
+        model: The model, which is changed in place.
+        device: The device to compute on.
 
     Raises:
-        ModuleNotFoundError: without torchao.
-        ValueError: on a GPU without float8.
+        ModuleNotFoundError: If torchao is not installed.
+        ValueError: If the GPU does not support float8.
 
     Source: https://github.com/pytorch/ao/tree/main/torchao/float8
     """
     require("precision='float8'", "torchao", extra=_EXTRA)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
-            f"precision='float8', but {torch.cuda.get_device_name(device)} has no float8, which came with Ada and "
-            "Hopper: use 'bf16-mixed'."
+            f"precision='float8', but {torch.cuda.get_device_name(device)} does not support float8, which needs an "
+            "Ada, Hopper or newer GPU: use 'bf16-mixed'."
         )
     if any(_is_float8(part) for part in model.modules()):
         return
@@ -113,7 +129,7 @@ def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     chosen = {layer for layer in layers if layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0}
     if not chosen:
         warn(
-            f"precision='float8', but {type(model).__name__} has no nn.Linear within it whose sizes are multiples of "
+            f"precision='float8', but {type(model).__name__} has no nn.Linear submodule whose sizes are multiples of "
             f"{_MULTIPLE}: nothing is computed in float8."
         )
         return

@@ -1,4 +1,4 @@
-"""What every rank must have alike, because it decides which steps it takes and which collectives it calls."""
+"""Checks of values that must be the same on every rank, since steps and collectives depend on them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _SHOWN = 10
 
 
 def check_values_match(subject: str, values: Mapping[str, Any], world: World) -> None:
-    """Raise on every rank if the ranks have different values. One exchange of a digest; all ranks must call it.
+    """Raise on every rank if the ranks have different values. All ranks must call it; it exchanges one digest.
 
     Args:
-        subject: what the values are of, as the error's subject: ``"the ranks are configured differently"``.
-        values: by the name that users know, plain data.
-        world: the ranks to compare.
+        subject: The subject of the error: ``"the ranks are configured differently"``.
+        values: Plain data, by the names that users know.
+        world: The ranks to compare.
 
     Raises:
-        ValueError: names what differs, the values, and the ranks that have them.
+        ValueError: If values differ. The error lists their names, values and ranks.
     """
     if world.size == 1:
         return
@@ -52,9 +52,16 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World) ->
 
 
 def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
-    """As `check_values_match`, for loaders that the ranks share: the samples of a batch, and who picks them.
+    """Check that loaders which the ranks share have the same batch sizes and samplers; see `check_values_match`.
 
-    The data itself is another check's, see `share_data`.
+    The data itself is compared elsewhere; see `share_data`.
+
+    Args:
+        loaders: The loaders of this rank.
+        world: The ranks to compare.
+
+    Raises:
+        ValueError: On every rank, if they differ.
     """
     values: dict[str, Any] = {}
     for number, loader in enumerate(loaders):
@@ -70,10 +77,15 @@ def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
 
 
 def check_model_matches(model: nn.Module, world: World) -> None:
-    """As `check_values_match`, for names, shapes, formats and ``requires_grad`` of a model's parameters and buffers.
+    """Check that names, shapes, dtypes and ``requires_grad`` of parameters and buffers match; see `check_values_match`.
+
+    Args:
+        model: The model of this rank.
+        world: The ranks to compare.
 
     Raises:
-        ValueError: on every rank, also for a lazy layer: replicas and shards need its weights before the first batch.
+        ValueError: On every rank, if they differ, or if the model has a lazy layer: replicas and shards need its
+            weights before the first batch.
     """
     if world.size == 1:
         return

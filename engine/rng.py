@@ -1,4 +1,4 @@
-"""The random state of a process, and the stream that data order is drawn from."""
+"""RNG state of a process, and the random stream that the order of data is drawn from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 
 def random_state() -> State:
-    """The state of every generator a step may draw from: Python's, NumPy's, torch's, and each device's."""
+    """Return the state of every generator that a step may draw from: Python's, NumPy's, torch's, and each device's."""
     state = host_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -28,19 +28,27 @@ def random_state() -> State:
 
 
 def host_state() -> State:
-    """As `random_state`, without the devices'."""
+    """Return the states of Python's, NumPy's and torch's CPU generators."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 def set_host_state(state: Mapping[str, Any]) -> None:
-    """Put back what `host_state` returned."""
+    """Restore a state that `host_state` returned.
+
+    Args:
+        state: The state.
+    """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what `random_state` returned."""
+    """Restore a state that `random_state` returned.
+
+    Args:
+        state: The state. Devices that this process does not have are skipped.
+    """
     set_host_state(state)
     if "cuda" in state and torch.cuda.is_available():
         count = min(len(state["cuda"]), torch.cuda.device_count())
@@ -54,7 +62,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated_random_state() -> Iterator[None]:
-    """Whatever is drawn inside leaves no trace outside."""
+    """Restore the RNG state of the process when the context ends."""
     before = random_state()
     try:
         yield
@@ -63,20 +71,31 @@ def isolated_random_state() -> Iterator[None]:
 
 
 class Draw(NamedTuple):
-    """Where a stream was before something was drawn from it, and where it is since."""
+    """States of a stream before and after a draw."""
 
     before: State
     after: State
 
 
 class RandomStream:
-    """A copy of a process's random state that only data order is drawn from.
+    """Copy of a process's RNG state that only the order of data is drawn from.
 
-    The ranks of a run draw the order of samples from one that rank zero's state began, so all draw the same one,
-    whatever their models draw. Devices' generators are left alone: swapping them would wait for the device.
+    All ranks of a run start from rank zero's state, so all draw the same order of samples, whatever their models draw.
+    Generators of devices are not included: swapping them would wait for the device.
 
     Args:
-        state: what `random_state` returned.
+        state: A state that `random_state` returned.
+
+    Example:
+        >>> import random, treadle
+        >>> from treadle.engine import RandomStream, random_state
+        >>> _ = treadle.seed_everything(0)
+        >>> first, second = RandomStream(random_state()), RandomStream(random_state())
+        >>> with first.drawing():
+        ...     number = random.random()
+        >>> with second.drawing():
+        ...     print(random.random() == number)
+        True
     """
 
     def __init__(self, state: State) -> None:
@@ -85,7 +104,7 @@ class RandomStream:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Inside, the process's generators are this stream's. May be entered again from within."""
+        """Make the process's generators those of this stream inside the context, which may be nested."""
         if self._lent:
             yield
             return
@@ -100,18 +119,26 @@ class RandomStream:
             set_host_state(before)
 
     def get_state(self) -> State:
-        """Where it is, inside `drawing` or out."""
+        """Return the current state of the stream, inside `drawing` or outside."""
         return host_state() if self._lent else dict(self.state)
 
     def go_to(self, state: State) -> None:
-        """Go on from a state that `get_state` returned, inside `drawing` or out."""
+        """Continue from a state that `get_state` returned, inside `drawing` or outside.
+
+        Args:
+            state: The state.
+        """
         if self._lent:
             set_host_state(state)
         else:
             self.state = dict(state)
 
     def follow(self, draw: Draw) -> None:
-        """Go to where a copy of this stream is, of which the loop has reached what was drawn."""
+        """Continue from the state after a draw that was made from a copy of this stream.
+
+        Args:
+            draw: The states of the copy before and after its draw.
+        """
         self.state = draw.after
 
     def advance(self) -> None:
@@ -123,32 +150,45 @@ class RandomStream:
 
 
 class ProcessStream(RandomStream):
-    """The process's own generators as the stream: a run on one process draws what a plain loop draws, when it does."""
+    """Stream that uses the process's own generators, so that a run on one process draws what a plain loop draws."""
 
     def __init__(self) -> None:
         pass
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Nothing has to be lent."""
+        """Return a context that changes nothing: the process's generators are the stream."""
         yield
 
     def get_state(self) -> State:
-        """Where the process's generators are now."""
+        """Return the state of the process's generators."""
         return host_state()
 
     def go_to(self, state: State) -> None:
-        """Set the process's generators."""
+        """Set the state of the process's generators.
+
+        Args:
+            state: A state that `host_state` returned.
+        """
         set_host_state(state)
 
     def follow(self, draw: Draw) -> None:
-        """Go to where a copy is, unless something else was drawn since the copy was where the process is."""
+        """Continue from the state after a draw, unless the process has drawn something else since.
+
+        Args:
+            draw: The states of a copy before and after its draw.
+        """
         if not are_equal(draw.before, draw.after) and are_equal(host_state(), draw.before):
             set_host_state(draw.after)
 
 
 def are_equal(first: State, second: State) -> bool:
-    """Whether two states that `host_state` returned are one."""
+    """Return whether two states of `host_state` are the same.
+
+    Args:
+        first: One state.
+        second: The other state.
+    """
     name, keys, *rest = first["numpy"]
     other_name, other_keys, *other_rest = second["numpy"]
     return (
@@ -160,29 +200,34 @@ def are_equal(first: State, second: State) -> bool:
 
 
 def seed_from(state: State, purpose: int | str) -> int:
-    """A 63-bit number that follows from a stream's state and an epoch or other purpose, without drawing from it."""
+    """Return a 63-bit number that depends on a stream's state and a purpose, without drawing from the stream.
+
+    Args:
+        state: A state that `host_state` returned.
+        purpose: An epoch or a name.
+    """
     digest = hashlib.sha256(state["torch"].numpy().tobytes() + str(purpose).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
-    """Seed Python's, NumPy's and torch's generators (all devices).
+    """Seed the generators of Python, NumPy and torch (all devices).
 
     Args:
-        seed: from 0 to 2**32 - 1. None reads ``PL_GLOBAL_SEED``, which Lightning's users set, else takes 0.
-        workers: accepted for Lightning's signature; loader workers are always seeded, sample by sample.
-        verbose: accepted for Lightning's signature; nothing is printed.
+        seed: From 0 to 2**32 - 1. Default: the value of ``PL_GLOBAL_SEED``, which Lightning's users set, else 0.
+        workers: Accepted for Lightning's signature; loader workers are always seeded, sample by sample.
+        verbose: Accepted for Lightning's signature; nothing is printed.
 
     Returns:
         The seed.
 
     Raises:
-        ValueError: if the seed is no whole number in that range.
+        ValueError: If the seed is not a whole number in that range.
     """
     if seed is None:
         text = os.environ.get("PL_GLOBAL_SEED", "0")
         if not re.fullmatch("[0-9]{1,10}", text):  # isdigit() also holds for "²", which int() can't read
-            raise ValueError(f"PL_GLOBAL_SEED={text!r} is not a whole number from 0 to 2**32 - 1.")
+            raise ValueError(f"PL_GLOBAL_SEED={text!r} must be a whole number from 0 to 2**32 - 1.")
         seed = int(text)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**32 - 1.")

@@ -1,4 +1,4 @@
-"""What a run was made with: versions, hardware, the code's revision."""
+"""Environment of a run: versions, hardware and git revision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "treadle", "numpy", "torchmetrics", "transformers")
 
 
 def environment() -> dict[str, str]:
-    """Facts by name, to read and to compare runs by: command, folder, versions, hardware, git revision."""
+    """Return the command, folder, versions, hardware and git revision of this run, by name."""
     facts = {"command": shlex.join(sys.argv), "folder": os.getcwd(), "git revision": revision(os.getcwd())}
     facts |= {"Python": platform.python_version(), **{name: _find_version(name) for name in _PACKAGES}}
     facts |= {"system": platform.platform(), "host": platform.node(), "processor": processor()}
@@ -40,13 +40,17 @@ def _find_version(package: str) -> str:
 
 @functools.cache
 def processor() -> str:
-    """The processor's name and how many cores this process may use."""
+    """Return the processor's name and the number of cores that this process may use."""
     return f"{name_processor()}, {supervisor.cpus()} cores"
 
 
 @functools.cache
 def revision(folder: str) -> str:
-    """The git revision that ``folder`` has checked out, with a word if files were changed since; empty without git."""
+    """Return the git revision that is checked out in ``folder``, with a note if files were changed; "" without git.
+
+    Args:
+        folder: A directory.
+    """
     commit = _run_git(folder, "rev-parse", "HEAD")
     if not commit:
         return ""

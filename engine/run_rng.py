@@ -1,4 +1,4 @@
-"""The random numbers of a run: which ones all ranks draw alike, and from when on each rank draws its own."""
+"""RNG state of a run: what all ranks draw alike, and from when on each rank draws its own numbers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .rng import (
 class RunRng:
     """RNG state that a run begins with, the same on all ranks.
 
-    On one process the order of samples is drawn from the process's own generators, as a plain loop draws it: a dropout
-    layer changes the order of the epochs that follow. On several, and with a seed for the data, it has a stream of its
-    own.
+    With a world size of one, the order of samples is drawn from the process's own generators, as in a plain loop: a
+    dropout layer changes the order of the epochs that follow. With several processes, or with a seed for the data, the
+    order has its own stream.
 
     Args:
-        world: all processes.
-        strategy: which of them work on different data.
+        world: All processes.
+        strategy: Determines which processes work on different data.
 
     Attributes:
-        stream: what the order of samples is drawn from; None until `start`.
-        first_state: the state that the stream began with.
+        stream: Stream that the order of samples is drawn from; None until `start`.
+        first_state: The state that the stream began with.
     """
 
     def __init__(self, world: World, strategy: Strategy) -> None:
@@ -42,10 +42,13 @@ class RunRng:
         self._ranks_differ = False
 
     def start(self, data_seed: int | None = None) -> RandomStream:
-        """Begin the stream with rank zero's RNG state, which all ranks get; see `Accelerator.start_order`.
+        """Begin the stream with rank zero's RNG state, which is sent to all ranks; see `Accelerator.start_order`.
 
         Args:
-            data_seed: draw the order of samples from this seed instead.
+            data_seed: Draw the order of samples from this seed instead.
+
+        Returns:
+            The stream.
         """
         with isolated_random_state():
             if data_seed is not None:
@@ -61,7 +64,7 @@ class RunRng:
         return self.stream
 
     def draw_apart(self) -> None:
-        """Let each rank draw its own numbers; see `Accelerator.draw_apart`."""
+        """Give each rank its own RNG state; see `Accelerator.draw_apart`."""
         if self._ranks_differ or self.stream is None:
             return
         self._ranks_differ = True
@@ -71,7 +74,11 @@ class RunRng:
 
     @contextmanager
     def drawing_alike(self, purpose: str) -> Iterator[None]:
-        """Let all ranks draw the same numbers in a block; see `Accelerator.drawing_alike`."""
+        """Return a context in which all ranks draw the same numbers; see `Accelerator.drawing_alike`.
+
+        Args:
+            purpose: A name for the block; different names give different numbers.
+        """
         if self._world.size == 1 or not self._ranks_differ:
             yield
             return

@@ -1,7 +1,7 @@
-"""Loaders without an Accelerator that are being iterated; `treadle.compat.sharded_loaders` keeps the list.
+"""Loaders without an Accelerator that are being iterated; `treadle.compat.sharded_loaders` maintains the list.
 
-An Accelerator asks for the innermost one where a loop reads from no prepared loader: its end ends a group of
-micro-batches, and samples that it repeated to fill its last batch are not gathered twice.
+An Accelerator uses the innermost one if a loop reads from no prepared loader: its end ends a group of micro-batches,
+and samples that it repeated to fill its last batch are not gathered twice.
 """
 
 from __future__ import annotations
@@ -13,12 +13,20 @@ _running_loaders: list[weakref.ref[Any]] = []  # weak: a loop that is left in th
 
 
 def add_running_loader(loader: Any) -> None:
-    """Make ``loader`` the innermost one; it has ``end_of_dataloader`` and ``remainder``."""
+    """Add ``loader`` as the innermost one.
+
+    Args:
+        loader: An object with ``end_of_dataloader`` and ``remainder``.
+    """
     _running_loaders.append(weakref.ref(loader))
 
 
 def remove_running_loader(loader: Any) -> None:
-    """Note that ``loader`` is no longer iterated."""
+    """Remove ``loader``, which is no longer iterated.
+
+    Args:
+        loader: The loader.
+    """
     _running_loaders[:] = [reference for reference in _running_loaders if reference() is not loader]
 
 

@@ -1,4 +1,4 @@
-"""Trackers, which receive the numbers that a user-defined loop logs."""
+"""Trackers, which receive the values that a user-defined loop logs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOGGERS = {
     **{name: name for name in ("aim", "clearml", "comet_ml", "swanlab", "trackio")},
 }
 _EXTRAS = {"comet_ml": "comet"}
-"""By name: Treadle's extra, where it has another."""
+"""Treadle's extras whose name differs from the tracker's, by the tracker's name."""
 _WITH_FILES = ("tensorboard", "csv", "aim")
 _WITH_SAVE_DIR = ("wandb", "mlflow", "swanlab")
 _PLACES = {"save_dir", "dir", "log_dir", "logdir"}  # options that say where their files go
@@ -30,13 +30,31 @@ _PEERS = ("dvclive",)
 
 
 class GeneralTracker:
-    """Base of a tracker of one's own, for ``Accelerator(log_with=...)``.
+    """Base of user-defined trackers for ``Accelerator(log_with=...)``.
 
-    A subclass sets ``name`` and ``requires_logging_directory``, has a property ``tracker`` (what it writes with), and
-    writes `store_init_configuration` and `log`.
+    A subclass sets ``name`` and ``requires_logging_directory``, has a property ``tracker`` (the object it writes with),
+    and implements `store_init_configuration` and `log`.
 
     Attributes:
-        main_process_only: whether it is called on the main process only.
+        main_process_only: Whether the tracker is called on rank zero only.
+
+    Example:
+        >>> import treadle
+        >>> from treadle.engine import GeneralTracker
+        >>> class ListTracker(GeneralTracker):
+        ...     name = "list"
+        ...     requires_logging_directory = False
+        ...     rows = []
+        ...     @property
+        ...     def tracker(self):
+        ...         return self.rows
+        ...     def log(self, values, step=None, **kwargs):
+        ...         self.rows.append((step, values))
+        >>> accelerator = treadle.Accelerator(cpu=True, log_with=ListTracker())
+        >>> accelerator.init_trackers("project")
+        >>> accelerator.log({"loss": 0.5}, step=1)
+        >>> accelerator.get_tracker("list", unwrap=True)
+        [(1, {'loss': 0.5})]
     """
 
     main_process_only: bool = True
@@ -45,27 +63,37 @@ class GeneralTracker:
         needed = ("name", "requires_logging_directory", "tracker")
         missing = [name for name in needed if name not in dir(self)]
         if missing and not _blank:
-            raise NotImplementedError(f"{type(self).__name__} has no {', '.join(missing)}; define them in the class.")
+            raise NotImplementedError(f"{type(self).__name__} lacks {', '.join(missing)}; define them in the class.")
 
     def start(self) -> None:
-        """Begin, once `Accelerator.init_trackers` is called."""
+        """Start the tracker. `Accelerator.init_trackers` calls it."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Note what the run was configured with."""
+        """Store the configuration of the run.
+
+        Args:
+            values: The configuration, by name.
+        """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Note numbers by name, of one step."""
+        """Store values of one step.
+
+        Args:
+            values: Numbers by name.
+            step: The step that they belong to.
+            kwargs: Further arguments, from ``log_kwargs`` of `Accelerator.log`.
+        """
 
     def finish(self) -> None:
-        """End: write out what is still in memory."""
+        """Finish the tracker and write what is still in memory."""
 
 
 class LoggerTracker(GeneralTracker):
-    """One of `treadle.loggers`, as a tracker.
+    """Tracker that writes to a logger of `treadle.loggers`.
 
     Args:
-        logger: the logger; or what makes it from the project's name, once that is known.
-        name: the tracker's name.
+        logger: The logger.
+        name: The tracker's name.
     """
 
     requires_logging_directory = False
@@ -77,38 +105,48 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """What the logger writes with, such as a ``SummaryWriter``."""
+        """Object that the logger writes with, such as a ``SummaryWriter``."""
         return self.logger.experiment
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See `GeneralTracker`."""
+        """Log the configuration as hyperparameters; see `GeneralTracker`.
+
+        Args:
+            values: The configuration, by name.
+        """
         self.logger.log_hyperparams(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """See `GeneralTracker`."""
+        """Log values as metrics; see `GeneralTracker`.
+
+        Args:
+            values: Numbers by name.
+            step: The step that they belong to.
+            kwargs: Further arguments of the logger's ``log_metrics``.
+        """
         self.logger.log_metrics(values, step, **kwargs)
 
     def finish(self) -> None:
-        """See `GeneralTracker`."""
+        """Finalize the logger; see `GeneralTracker`."""
         self.logger.finalize("success")
 
 
 class RunTracker(LoggerTracker):
-    """A logger whose run stays open after its `finalize`, as a tracker, which ends the run."""
+    """Tracker for a logger whose run stays open after `finalize`; the tracker ends the run."""
 
     def finish(self) -> None:
-        """See `GeneralTracker`."""
+        """Finalize the logger and end its run; see `GeneralTracker`."""
         super().finish()
         self.logger.finish()
 
 
 class TensorBoardTracker(LoggerTracker):
-    """TensorBoard's event files below ``logging_dir/run_name``.
+    """Tracker that writes TensorBoard event files below ``logging_dir/run_name``.
 
     Args:
-        run_name: the project's name.
-        logging_dir: the directory of all projects.
-        kwargs: for `treadle.loggers.TensorBoardLogger`.
+        run_name: The project's name.
+        logging_dir: The directory of all projects.
+        kwargs: Arguments of `treadle.loggers.TensorBoardLogger`.
     """
 
     name = "tensorboard"
@@ -126,17 +164,23 @@ class TensorBoardTracker(LoggerTracker):
         return self.tracker
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write batches of images by name; see ``SummaryWriter.add_images``."""
+        """Write batches of images; see ``SummaryWriter.add_images``.
+
+        Args:
+            values: Batches of images by name.
+            step: The step that they belong to.
+            kwargs: Arguments of ``add_images``.
+        """
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
 
 
 class WandBTracker(RunTracker):
-    """A run of Weights & Biases.
+    """Tracker for a run of Weights & Biases.
 
     Args:
-        run_name: the project's name.
-        kwargs: for `treadle.loggers.WandbLogger`.
+        run_name: The project's name.
+        kwargs: Arguments of `treadle.loggers.WandbLogger`.
     """
 
     name = "wandb"
@@ -152,7 +196,13 @@ class WandBTracker(RunTracker):
         return self.tracker
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Upload lists of images by name; ``kwargs`` are those of ``wandb.Image``."""
+        """Upload lists of images.
+
+        Args:
+            values: Lists of images by name.
+            step: The step that they belong to.
+            kwargs: Arguments of ``wandb.Image``.
+        """
         import wandb
 
         images = {name: [wandb.Image(image, **kwargs) for image in batch] for name, batch in values.items()}
@@ -167,21 +217,33 @@ class WandBTracker(RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Upload a table of ``columns`` and ``data``, or a pandas ``dataframe``."""
+        """Upload a table.
+
+        Args:
+            table_name: The name of the table.
+            columns: The names of the columns.
+            data: The rows.
+            dataframe: A pandas data frame, in place of ``columns`` and ``data``.
+            step: The step that it belongs to.
+            kwargs: Arguments of ``wandb.log``.
+
+        Raises:
+            ValueError: If neither ``columns`` and ``data`` nor ``dataframe`` are given.
+        """
         import wandb
 
         if dataframe is None and (columns is None or data is None):
-            raise ValueError(f"log_table({table_name!r}) takes columns= and data=, or dataframe=.")
+            raise ValueError(f"log_table({table_name!r}) has no table: pass columns= and data=, or dataframe=.")
         self.run.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step=step, **kwargs)
 
 
 class MLflowTracker(LoggerTracker):
-    """A run of MLflow.
+    """Tracker for a run of MLflow.
 
     Args:
-        experiment_name: the project's name.
-        logging_dir: a local directory for the runs; by default the tracking server's.
-        kwargs: for `treadle.loggers.MLFlowLogger`, such as ``run_name``, ``run_id``, ``tags``.
+        experiment_name: The project's name.
+        logging_dir: A local directory for the runs. Default: the tracking server's.
+        kwargs: Arguments of `treadle.loggers.MLFlowLogger`, such as ``run_name``, ``run_id``, ``tags``.
     """
 
     name = "mlflow"
@@ -196,12 +258,12 @@ class MLflowTracker(LoggerTracker):
 
 
 class AimTracker(RunTracker):
-    """A run of Aim, in the repository ``logging_dir``.
+    """Tracker for a run of Aim, in the repository ``logging_dir``.
 
     Args:
-        run_name: the project's name, which the run is called, and its experiment.
-        logging_dir: the directory of the repository.
-        kwargs: for `treadle.loggers.AimLogger`.
+        run_name: The project's name, used for the run and its experiment.
+        logging_dir: The directory of the repository.
+        kwargs: Arguments of `treadle.loggers.AimLogger`.
     """
 
     name = "aim"
@@ -221,28 +283,28 @@ class AimTracker(RunTracker):
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Write images by name, each an array, a PIL image, or one of them with a caption.
+        """Write images.
 
         Args:
-            values: the images.
-            step: optimizer step they belong to.
-            kwargs: ``{"aim_image": {...}, "track": {...}}`` for ``aim.Image`` and ``Run.track``.
+            values: By name, an array, a PIL image, or a tuple of one of them and a caption.
+            step: The step that they belong to.
+            kwargs: ``{"aim_image": {...}, "track": {...}}``, arguments of ``aim.Image`` and ``Run.track``.
         """
         import aim
 
         options = kwargs or {}
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
-            made = aim.Image(image, caption=caption, **options.get("aim_image", {}))
-            self.writer.track(made, name=name, step=step, **options.get("track", {}))
+            logged_image = aim.Image(image, caption=caption, **options.get("aim_image", {}))
+            self.writer.track(logged_image, name=name, step=step, **options.get("track", {}))
 
 
 class CometMLTracker(RunTracker):
-    """An experiment of Comet.
+    """Tracker for an experiment of Comet.
 
     Args:
-        run_name: the project's name.
-        kwargs: for `treadle.loggers.CometLogger`, which takes those of ``comet_ml.start``.
+        run_name: The project's name.
+        kwargs: Arguments of `treadle.loggers.CometLogger`, which accepts those of ``comet_ml.start``.
     """
 
     name = "comet_ml"
@@ -259,11 +321,11 @@ class CometMLTracker(RunTracker):
 
 
 class ClearMLTracker(RunTracker):
-    """A task of ClearML. One that the script began itself is used, and stays open at the end.
+    """Tracker for a task of ClearML. A task that the script created itself is used, and stays open at the end.
 
     Args:
-        run_name: the project's and the task's name, unless ``CLEARML_PROJECT`` and ``CLEARML_TASK`` are set.
-        kwargs: for `treadle.loggers.ClearMLLogger`, which takes those of ``Task.init``.
+        run_name: The name of the project and the task, unless ``CLEARML_PROJECT`` and ``CLEARML_TASK`` are set.
+        kwargs: Arguments of `treadle.loggers.ClearMLLogger`, which accepts those of ``Task.init``.
     """
 
     name = "clearml"
@@ -284,12 +346,18 @@ class ClearMLTracker(RunTracker):
         return self.tracker
 
     def start(self) -> None:
-        """See `GeneralTracker`."""
+        """Note whether the script created the task; see `GeneralTracker`."""
         clearml = sys.modules.get("clearml")
         self._is_own = clearml is None or clearml.Task.current_task() is None
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Upload images by name, each an array or a PIL image; ``kwargs`` are those of ``Logger.report_image``."""
+        """Upload images.
+
+        Args:
+            values: By name, an array or a PIL image.
+            step: The step that they belong to.
+            kwargs: Arguments of ``Logger.report_image``.
+        """
         for name, image in values.items():
             self.task.get_logger().report_image(title=name, series=name, iteration=step, image=image, **kwargs)
 
@@ -302,25 +370,37 @@ class ClearMLTracker(RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Upload a table of ``data``, with ``columns`` or the names in its first row, or a pandas ``dataframe``."""
+        """Upload a table.
+
+        Args:
+            table_name: The name of the table.
+            columns: The names of the columns. Default: the first row of ``data``.
+            data: The rows.
+            dataframe: A pandas data frame, in place of ``columns`` and ``data``.
+            step: The step that it belongs to.
+            kwargs: Arguments of ``Logger.report_table``.
+
+        Raises:
+            ValueError: If neither ``data`` nor ``dataframe`` is given.
+        """
         if dataframe is None and data is None:
-            raise ValueError(f"log_table({table_name!r}) takes data=, or dataframe=.")
+            raise ValueError(f"log_table({table_name!r}) has no table: pass data=, or dataframe=.")
         table = dataframe if dataframe is not None else ([columns, *data] if columns else data)  # type: ignore[misc]
         logger = self.task.get_logger()
         logger.report_table(title=table_name, series=table_name, table_plot=table, iteration=step, **kwargs)
 
     def finish(self) -> None:
-        """See `GeneralTracker`."""
+        """Close the task, unless the script created it; see `GeneralTracker`."""
         if self._is_own:
             super().finish()
 
 
 class SwanLabTracker(RunTracker):
-    """A run of SwanLab.
+    """Tracker for a run of SwanLab.
 
     Args:
-        run_name: the project's name.
-        kwargs: for `treadle.loggers.SwanLabLogger`, which takes those of ``swanlab.init``.
+        run_name: The project's name.
+        kwargs: Arguments of `treadle.loggers.SwanLabLogger`, which accepts those of ``swanlab.init``.
     """
 
     name = "swanlab"
@@ -336,7 +416,13 @@ class SwanLabTracker(RunTracker):
         return self.tracker
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Upload lists of images by name; ``kwargs`` are those of ``Run.log``."""
+        """Upload lists of images.
+
+        Args:
+            values: Lists of images by name.
+            step: The step that they belong to.
+            kwargs: Arguments of ``Run.log``.
+        """
         import swanlab
 
         images = {name: [swanlab.Image(image) for image in batch] for name, batch in values.items()}
@@ -344,11 +430,11 @@ class SwanLabTracker(RunTracker):
 
 
 class TrackioTracker(RunTracker):
-    """A run of Trackio.
+    """Tracker for a run of Trackio.
 
     Args:
-        run_name: the project's name.
-        kwargs: for `treadle.loggers.TrackioLogger`, which takes those of ``trackio.init``.
+        run_name: The project's name.
+        kwargs: Arguments of `treadle.loggers.TrackioLogger`, which accepts those of ``trackio.init``.
     """
 
     name = "trackio"
@@ -368,24 +454,24 @@ _registered: dict[str, type[GeneralTracker]] = {}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let ``Accelerator(log_with=tracker_class.name)`` make trackers of a class.
+    """Register a class, so that ``Accelerator(log_with=tracker_class.name)`` creates trackers of it.
 
-    It is called with the project's name, then with the logging directory if ``requires_logging_directory``, and with
-    its ``init_kwargs``.
+    The class is called with the project's name, then with the logging directory if ``requires_logging_directory``, and
+    with its ``init_kwargs``.
 
     Args:
-        tracker_class: a subclass of `GeneralTracker` with ``name`` and ``requires_logging_directory``.
+        tracker_class: A subclass of `GeneralTracker` with ``name`` and ``requires_logging_directory``.
 
     Raises:
-        ValueError: for any other class.
+        ValueError: If it is not such a class.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise ValueError(f"register_tracker_class takes a subclass of GeneralTracker, not {tracker_class!r}.")
+        raise ValueError(f"{tracker_class!r} is not a subclass of GeneralTracker; pass one to register_tracker_class.")
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
-        raise ValueError(f"{tracker_class.__name__} needs the class attributes name and requires_logging_directory.")
+        raise ValueError(f"{tracker_class.__name__} lacks the class attribute name or requires_logging_directory.")
     if name in _registered or name in _LOGGERS:
-        warn(f"the tracker {name!r} was there already; {tracker_class.__name__} replaces it.")
+        warn(f"a tracker named {name!r} is already registered; {tracker_class.__name__} replaces it.")
     _registered[name] = tracker_class
 
 
@@ -398,11 +484,16 @@ Source = Callable[[str, dict[str, Any]], GeneralTracker]
 
 
 def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, Source]:
-    """Return what makes each requested tracker, by its name; all of it is checked now, before any work is done.
+    """Return the functions that create the requested trackers, by name. Everything is validated in this call.
+
+    Args:
+        log_with: The Accelerator's argument.
+        project: The directories of the run.
 
     Raises:
-        ValueError: for an unknown name, a package that is not installed, or no directory to write into.
-        TypeError: for something that is no tracker.
+        ValueError: If a name is unknown, or a tracker writes files and no directory is set.
+        ModuleNotFoundError: If the package of a tracker is not installed.
+        TypeError: If an object is not a tracker.
     """
     sources: dict[str, Source] = {}
     for entry in [log_with] if isinstance(log_with, str) or not isinstance(log_with, list | tuple) else log_with:
@@ -429,13 +520,13 @@ def _to_tracker(value: Any) -> GeneralTracker:
     if isinstance(value, GeneralTracker):
         return value
     if isinstance(value, type):
-        raise TypeError(f"log_with takes a tracker, not the class {value.__name__}; make one: {value.__name__}(...).")
+        raise TypeError(f"log_with={value.__name__} is a class, not a tracker; pass {value.__name__}(...).")
     if callable(getattr(value, "log_metrics", None)):
         return LoggerTracker(value, type(value).__name__.removesuffix("Logger").lower())
     if all(hasattr(value, name) for name in ("name", "tracker", "log", "finish", "requires_logging_directory")):
         return value  # of the same form
     raise TypeError(
-        f"log_with={value!r} is no tracker: give one of {', '.join(_LOGGERS)}, a GeneralTracker or one of "
+        f"log_with={value!r} is not a tracker: pass one of {', '.join(_LOGGERS)}, a GeneralTracker or a logger of "
         "treadle.loggers."
     )
 
@@ -447,7 +538,8 @@ def _is_installed(name: str) -> bool:
 
 def _make_directory_error(name: str) -> str:
     return (
-        f"log_with={name!r} writes files: give Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)."
+        f"log_with={name!r} writes files, but no directory is set: pass Accelerator(project_dir=...) or "
+        "ProjectConfiguration(logging_dir=...)."
     )
 
 
@@ -498,11 +590,11 @@ class Trackers:
     """The trackers of an `Accelerator`. Each public method is documented at the `Accelerator`.
 
     Args:
-        world: all processes.
-        sources: what makes each tracker, by its name; see `tracker_sources`.
+        world: All processes.
+        sources: The functions that create the trackers, by name; see `tracker_sources`.
 
     Attributes:
-        started: the trackers that `start` made.
+        started: The trackers that `start` created.
     """
 
     def __init__(self, world: World, sources: dict[str, Source]) -> None:
@@ -511,12 +603,20 @@ class Trackers:
         self._world = world
 
     def start(self, project_name: str, config: Mapping[str, Any] | None, init_kwargs: Mapping[str, Any] | None) -> None:
-        """Make and start the trackers."""
+        """Create and start the trackers.
+
+        Args:
+            project_name: The project that the run belongs to.
+            config: The configuration of the run.
+            init_kwargs: Further arguments of the loggers, by the tracker's name.
+        """
         options = dict(init_kwargs or {})
         for name in options:
             if name not in {*self.sources, *_LOGGERS, *_PEERS, *_registered}:
                 requested = ", ".join(self.sources) or "none"
-                raise ValueError(f"init_kwargs names {name!r}, log_with {requested}.{nearest(name, self.sources)}")
+                raise ValueError(
+                    f"init_kwargs names {name!r}, but log_with names {requested}.{nearest(name, self.sources)}"
+                )
         # Without a collective: scripts also call this in ``if accelerator.is_main_process:``.
         self.started = [make(project_name, dict(options.get(name, {}))) for name, make in self.sources.items()]
         for tracker in self._on_this_rank():
@@ -532,9 +632,18 @@ class Trackers:
     def log(
         self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None
     ) -> None:
-        """Hand numbers of this process to the trackers."""
+        """Send values of this process to the trackers.
+
+        Args:
+            values: Numbers, or tensors of one element, by name.
+            step: The step that they belong to.
+            log_kwargs: Further arguments of each tracker's ``log``, by the tracker's name.
+        """
         if self.sources and not self.started and self._world.is_main:
-            raise RuntimeError("accelerator.log before accelerator.init_trackers(...): the numbers would be lost.")
+            raise RuntimeError(
+                "accelerator.log was called before accelerator.init_trackers(...), so the values would be lost; call "
+                "init_trackers first."
+            )
         trackers = self._on_this_rank()
         if not trackers:
             return
@@ -543,7 +652,12 @@ class Trackers:
             tracker.log(plain, step=step, **(log_kwargs or {}).get(str(tracker.name), {}))  # type: ignore[attr-defined]
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return the tracker of a name, or with ``unwrap`` what it writes with."""
+        """Return the tracker with this name.
+
+        Args:
+            name: The tracker's name.
+            unwrap: Return the object that the tracker writes with.
+        """
         for tracker in self.started:
             if tracker.name == name:  # type: ignore[attr-defined]
                 if not unwrap:
@@ -552,7 +666,7 @@ class Trackers:
         if not self.started and not self._world.is_main and name in self.sources:  # started on the main process only
             return _Silent()
         names = [str(tracker.name) for tracker in self.started]  # type: ignore[attr-defined]
-        raise ValueError(f"there is no tracker {name!r} among {names}.{nearest(name, names)}")
+        raise ValueError(f"{name!r} is not a started tracker; the started ones are {names}.{nearest(name, names)}")
 
     def finish(self) -> None:
         """Finish all trackers."""
@@ -563,7 +677,7 @@ class Trackers:
 
 
 class _Silent:
-    """Takes any use and does nothing."""
+    """Object that accepts any call and has no effect."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""How a model lies on the processes: one device, replicas or shards; launching; precision."""
+"""Layout of a model over the processes: one device, replicas or shards; launching; precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerate's words for how a model lies on the world, and the strategies that they mean."""
+"""Accelerate's names for the layout of a model, and the strategies that they stand for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from .strategy import Strategy
 
 
 class DDPCommunicationHookType(StrEnum):
-    """How gradients are pressed together on their way between the processes."""
+    """Compression of gradients that are sent between processes.
+
+    Example:
+        >>> import treadle
+        >>> treadle.DistributedDataParallelKwargs(comm_hook=treadle.DDPCommunicationHookType.BF16).comm_hook
+        <DDPCommunicationHookType.BF16: 'bf16'>
+    """
 
     NO = "no"
     FP16 = "fp16"
@@ -25,13 +31,25 @@ class DDPCommunicationHookType(StrEnum):
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """How replicas average their gradients: arguments of ``torch.nn.parallel.DistributedDataParallel``.
+    """Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Args:
-        comm_hook: how gradients are pressed together: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"``,
-            ``"batched_power_sgd"``.
+        dim: Only 0; torch no longer uses it.
+        broadcast_buffers: Give every process rank zero's buffers before each forward.
+        bucket_cap_mb: Size of the buffers that gradients are sent in, in MiB.
+        find_unused_parameters: Permit parameters that take no part in a step.
+        check_reduction: Only False; torch no longer uses it.
+        gradient_as_bucket_view: Store gradients in the buffers that they are sent in.
+        static_graph: Every step computes the same graph.
+        comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"``, ``"batched_power_sgd"``.
         comm_wrapper: ``"fp16"`` or ``"bf16"`` around a PowerSGD hook.
-        comm_state_option: arguments of torch's ``PowerSGDState``.
+        comm_state_option: Arguments of torch's ``PowerSGDState``.
+
+    Example:
+        >>> import treadle
+        >>> handler = treadle.DistributedDataParallelKwargs(find_unused_parameters=True)
+        >>> treadle.Accelerator(cpu=True, kwargs_handlers=[handler]).strategy.name
+        'ddp'
     """
 
     dim: int = 0
@@ -46,14 +64,14 @@ class DistributedDataParallelKwargs:
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def strategy(self) -> DDP:
-        """The strategy it stands for.
+        """Return the strategy with these settings.
 
         Raises:
-            ValueError: for ``dim`` or ``check_reduction``, which torch itself no longer reads.
+            ValueError: If ``dim`` or ``check_reduction`` is set, which torch no longer uses.
         """
         for name, default in (("dim", 0), ("check_reduction", False)):
             if getattr(self, name) != default:
-                raise ValueError(f"{name}={getattr(self, name)!r} has no effect in torch any more; leave it out.")
+                raise ValueError(f"{name}={getattr(self, name)!r} no longer has an effect in torch; leave it out.")
         return DDP(
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
@@ -71,10 +89,27 @@ ReplicaKwargs = DistributedDataParallelKwargs  # for those above, who do not ask
 
 @dataclass
 class ParallelismConfig:
-    """A grid of processes: replicas x shards x tensor parallel parts; the product is the number of processes.
+    """Numbers of replicas, shards and tensor parallel ranks; their product is the world size.
+
+    Args:
+        dp_replicate_size: Number of replicas.
+        dp_shard_size: Number of shards of each replica.
+        tp_size: Number of ranks that process one sample together.
+        cp_size: Only 1: context parallelism is not supported.
+        cp_backend: Only None.
+        sp_size: Only 1: sequence parallelism is not supported.
+        sp_backend: Only None.
+        tp_handler: Only None.
+        cp_handler: Only None.
+        sp_handler: Only None.
 
     Raises:
-        ValueError: for dimensions that are not there, such as context or sequence parallel ones.
+        ValueError: If a size is not positive, or if another dimension is requested.
+
+    Example:
+        >>> import treadle
+        >>> treadle.ParallelismConfig(dp_replicate_size=2, dp_shard_size=4).total_size
+        8
     """
 
     dp_replicate_size: int = 1
@@ -98,33 +133,36 @@ class ParallelismConfig:
         for name in ("cp_size", "sp_size"):
             if getattr(self, name) != 1:
                 raise ValueError(
-                    f"{name}={getattr(self, name)}: Treadle does not split a sequence over processes. Use "
+                    f"{name}={getattr(self, name)} must be 1: Treadle does not split a sequence over processes. Use "
                     "dp_shard_size and tp_size, which split the model."
                 )
         for name in ("tp_handler", "cp_handler", "sp_handler", "cp_backend", "sp_backend"):
             if getattr(self, name) is not None:
-                raise ValueError(f"{name}= has no meaning here: sizes say all that a strategy needs.")
+                raise ValueError(f"{name}= is not supported: the sizes describe the layout completely; leave it out.")
 
     @property
     def total_size(self) -> int:
-        """Processes that the grid needs."""
+        """Number of processes that the layout needs."""
         return self.dp_replicate_size * self.dp_shard_size * self.tp_size
 
     def check(self, world: World) -> None:
-        """See that the grid fits ``world``.
+        """Check that the layout fits the world size.
+
+        Args:
+            world: All processes.
 
         Raises:
-            ValueError: if it needs another number of processes.
+            ValueError: If it needs another number of processes.
         """
         if self.total_size != world.size:
             raise ValueError(
-                f"parallelism_config: {self.dp_replicate_size} (dp_replicate) x {self.dp_shard_size} (dp_shard) x "
-                f"{self.tp_size} (tp) = {self.total_size} processes, but this run has {world.size}."
+                f"parallelism_config needs {self.dp_replicate_size} (dp_replicate) x {self.dp_shard_size} (dp_shard) x "
+                f"{self.tp_size} (tp) = {self.total_size} processes, but the world size is {world.size}."
             )
 
     @property
     def shards(self) -> bool:
-        """Whether a model is split, rather than copied, over some of the processes."""
+        """True if a model is split, rather than copied, over some of the processes."""
         return self.dp_shard_size > 1 or self.tp_size > 1
 
 
@@ -157,21 +195,40 @@ _ALTERNATIVES = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How a model is sharded, in Accelerate's words for both versions of FSDP; the work is done by FSDP2.
+    """Settings of sharded models, in Accelerate's terms for both versions of FSDP; FSDP2 is used for both.
 
     Args:
+        fsdp_version: 1 or 2, without effect.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` (shards within a machine),
             ``"NO_SHARD"`` (replicas), or torch's enum.
-        reshard_after_forward: drop gathered weights after forward; or a name as above.
+        reshard_after_forward: Whether to drop gathered weights after forward; or a name as above.
+        backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None, without effect.
+        mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function.
-        transformer_cls_names_to_wrap: names of the classes that become one shard each.
-        min_num_params: parameters from which a module becomes one shard.
-        cpu_offload: keep shards in host memory.
-        activation_checkpointing: compute activations again in backward, for each shard.
-        mixed_precision_policy: torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
+        cpu_offload: Keep shards in host memory.
+        ignored_modules: Only None.
+        state_dict_type: Only None: any strategy can load what another has saved.
+        state_dict_config: Only None.
+        optim_state_dict_config: Only None.
+        limit_all_gathers: Only True.
+        use_orig_params: Only True.
+        param_init_fn: Only None; build the model in `Accelerator.init_module`.
+        sync_module_states: Only True.
+        forward_prefetch: Only False.
+        activation_checkpointing: Recompute activations in backward, for each shard.
+        activation_checkpointing_offload: Only False.
+        cpu_ram_efficient_loading: Only False; build the model in `Accelerator.init_module`.
+        transformer_cls_names_to_wrap: Names of the classes whose modules become one shard each.
+        min_num_params: Number of parameters from which a module becomes one shard.
 
     Raises:
-        ValueError: for what is not honoured, by name.
+        ValueError: If a value is not supported. The error names it.
+
+    Example:
+        >>> import treadle
+        >>> plugin = treadle.FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap="Block,Head")
+        >>> sorted(plugin.strategy(treadle.PartialState(cpu=True).world).auto_wrap_policy)
+        ['Block', 'Head']
     """
 
     fsdp_version: int | None = None
@@ -201,7 +258,7 @@ class FullyShardedDataParallelPlugin:
             value = getattr(self, name)
             if getattr(value, "name", value) not in accepted:
                 alternative = _ALTERNATIVES.get(name)
-                raise ValueError(f"{name}={value!r} is not honoured here: {alternative or 'leave it out'}.")
+                raise ValueError(f"{name}={value!r} is not supported: {alternative or 'leave it out'}.")
         sharding = self.sharding_strategy
         if sharding is None and isinstance(self.reshard_after_forward, str | Enum):
             sharding, self.reshard_after_forward = self.reshard_after_forward, None
@@ -221,11 +278,16 @@ class FullyShardedDataParallelPlugin:
         if policy in (None, "size_based_wrap") and self.min_num_params:
             return self.min_num_params
         if policy == "size_based_wrap":
-            raise ValueError("auto_wrap_policy='size_based_wrap' needs min_num_params.")
+            raise ValueError("auto_wrap_policy='size_based_wrap' needs min_num_params; pass it too.")
         return (lambda _: False) if policy == "no_wrap" else "auto"
 
     def strategy(self, world: World, parallelism: ParallelismConfig | None = None) -> Strategy:
-        """The strategy it stands for in ``world``."""
+        """Return the strategy with these settings.
+
+        Args:
+            world: All processes.
+            parallelism: The numbers of replicas and shards.
+        """
         if self._sharding == "NO_SHARD":
             return DDP()
         from .fsdp import FSDP
@@ -263,10 +325,17 @@ def choose_strategy(
     parallelism: ParallelismConfig | None = None,
     replicas: DistributedDataParallelKwargs | None = None,
 ) -> Strategy:
-    """Return the one strategy that all of these together mean.
+    """Return the one strategy that the arguments describe.
+
+    Args:
+        strategy: A name or a `Strategy`.
+        world: All processes.
+        plugin: Accelerate's settings of sharded models.
+        parallelism: The numbers of replicas, shards and tensor parallel ranks.
+        replicas: Accelerate's settings of replicas.
 
     Raises:
-        ValueError: if they contradict each other, or a grid does not fit the world.
+        ValueError: If they contradict each other, or if the layout does not fit the world size.
     """
     if parallelism is not None:
         parallelism.check(world)
@@ -283,7 +352,7 @@ def choose_strategy(
         strategy_arguments.remove("strategy")
     if len(strategy_arguments) > 1:
         raise ValueError(
-            f"{' and '.join(strategy_arguments)} both say how the model lies on the processes; give one of them."
+            f"{' and '.join(strategy_arguments)} both configure the layout of the model; pass one of them."
         )
     if plugin is not None:
         return plugin.strategy(world, parallelism)

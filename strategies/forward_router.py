@@ -1,4 +1,4 @@
-"""The module that stands between a wrapper (autocast, DDP) and the user's model."""
+"""Module between a wrapper (autocast, DDP) and the user's model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ BALLOT_SIZE = 7
 
 
 class Ballot:
-    """What one process alone knows and all must decide on: a few numbers that are summed over the processes.
+    """Votes on values that one process alone knows and all must decide on: numbers that are summed over the processes.
 
     Args:
-        device: where the model is.
-        dtype: float64 for a model of that type, so that its gradients and this one share a bucket; else float32,
-            the smallest in which a count of tokens is exact.
+        device: The device of the model.
+        dtype: float64 for a model of that dtype, so that its gradients and the votes share a bucket; else float32, the
+            smallest dtype in which a count of tokens is exact.
 
     Attributes:
-        value: the votes of the coming backward.
-        carrier: the parameter whose gradient they are.
+        value: The votes of the next backward pass.
+        carrier: The parameter whose gradient is the votes.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -31,19 +31,23 @@ class Ballot:
         self.carrier = nn.Parameter(torch.zeros_like(self.value))
 
     def clear(self) -> None:
-        """No votes."""
+        """Reset the votes."""
         self.value = torch.zeros_like(self.carrier)
 
 
 def ballot_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype of a ballot that shares a bucket with the gradients of ``parameters``."""
+    """Return the dtype of votes that share a bucket with the gradients of ``parameters``.
+
+    Args:
+        parameters: The parameters.
+    """
     return torch.float64 if all(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
 
 
 class _Carry(torch.autograd.Function):
-    """Pass the loss through, and hand the ballot to the carrier parameter as its gradient.
+    """Autograd function that passes the loss through, and gives the votes to the carrier parameter as its gradient.
 
-    DDP then sums it with the first gradient bucket: an agreement of all processes without a collective of its own.
+    DDP then sums it with the first gradient bucket: an agreement of all processes without a separate collective.
     """
 
     @staticmethod
@@ -61,16 +65,16 @@ def _cast_to_float32(tensor: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Run any method of ``module`` as a ``forward``, inside the precision's context.
+    """Module that runs any method of ``module`` as a ``forward``, inside the precision's context.
 
-    Wrappers such as DDP act on ``forward`` alone; a task's ``training_step`` has to pass through it.
+    Wrappers such as DDP apply to ``forward`` only; a task's ``training_step`` has to pass through it.
 
     Args:
-        module: the user's model.
-        context: what to run it in, or None.
-        upcast: what ``forward`` returns in half precision is handed out as float32, so that a loss computed outside is
-            exact; a method that is run instead computes its own inside.
-        ballot: where given, the step's loss carries it through the gradient reduction.
+        module: The user's model.
+        context: The context to run it in, or None.
+        upcast: Convert what ``forward`` returns in half precision to float32, so that a loss computed outside is exact.
+            The result of another method is not converted, since it computes its own loss.
+        ballot: The votes that the step's loss carries through the gradient reduction, or None.
     """
 
     def __init__(
@@ -94,17 +98,33 @@ class Router(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the parts of the user's model under its own names: this module shows in no name."""
+        """Yield the submodules of the user's model under its own names; this module is not part of any name.
+
+        Args:
+            memo: Modules that were already yielded.
+            prefix: Prefix of the names.
+            remove_duplicate: Yield each module once.
+        """
         if self._carrier is not None or type(self) is not Router:  # DDP, or FSDP, which changes the class, looks for it
             yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state of the user's model under its own names."""
+        """Return the state of the user's model under its own names.
+
+        Args:
+            args: Arguments of the model's ``state_dict``.
+            kwargs: Keyword arguments of the same.
+        """
         return self.module.state_dict(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the routed method, or the module itself."""
+        """Run the routed method, or the module itself.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+        """
         call = self._route[-1] if self._route else self.module
         if self._context is None:
             output = call(*args, **kwargs)
@@ -131,13 +151,19 @@ class Router(nn.Module):
 
 
 def _rename_for_load(router: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Put the names of `Router.state_dict` where torch looks for the values of a child."""
+    """Rename the entries of `Router.state_dict` to the names under which torch expects a child's values."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
 
 def routed(wrapped: nn.Module, router: Router, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call``, run through ``wrapped``'s forward, which ends in ``router``."""
+    """Return ``call``, run through the forward of ``wrapped``, which ends in ``router``.
+
+    Args:
+        wrapped: The wrapped module.
+        router: The router inside it.
+        call: The method to run.
+    """
     route = router._route
 
     def run(*args: Any, **kwargs: Any) -> Any:

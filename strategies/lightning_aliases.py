@@ -1,4 +1,4 @@
-"""Lightning's names for what a strategy or its world has under a name of ours. Our own code never reads them."""
+"""Lightning's names for attributes of a strategy or its world. Treadle's own code never uses them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .distributed import World
 
 
 class StrategyAliases:
-    """Base class of `Strategy` that adds Lightning's names, for ``trainer.strategy.barrier()`` and its kin.
+    """Base class of `Strategy` that adds Lightning's names, for ``trainer.strategy.barrier()`` and similar calls.
 
     Attributes:
-        prepared: the models and the optimizers that were prepared; the Accelerator's lists.
+        prepared: The prepared models and optimizers; the Accelerator's lists.
     """
 
     world: World
@@ -25,7 +25,7 @@ class StrategyAliases:
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this process."""
+        """Device of this process."""
         return self.world.device
 
     @property
@@ -50,45 +50,49 @@ class StrategyAliases:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model as it is called in training; None before it is prepared."""
+        """Wrapped model as it is called in training; None before it is prepared."""
         models, _ = self.prepared
         return models[0] if models else None
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers, as they were before they were prepared."""
+        """The user's optimizers, unwrapped. It may be set to other optimizers of the same parameters."""
         return [prepared.optimizer for prepared in self.prepared[1]]
 
     @optimizers.setter
     def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Go on with other optimizers of the same parameters.
+        """Replace the optimizers by others of the same parameters.
 
         Raises:
-            ValueError: if there are more or fewer than were prepared.
+            ValueError: If their number differs from the prepared ones.
         """
         prepared = self.prepared[1]
         if len(optimizers) != len(prepared):
             raise ValueError(
-                f"strategy.optimizers takes as many as configure_optimizers returned: {len(prepared)}, not "
-                f"{len(optimizers)}."
+                f"strategy.optimizers got {len(optimizers)} optimizers, but configure_optimizers returned "
+                f"{len(prepared)}; pass the same number."
             )
         for slot, optimizer in zip(prepared, optimizers, strict=True):
             slot.replace(optimizer)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every process is here; the name says in Lightning where that is, and is not needed."""
+        """Wait until every process has reached this call.
+
+        Args:
+            name: Accepted for Lightning's signature.
+        """
         self.world.barrier()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean, or with ``reduce_op="sum"`` the sum, of all processes' tensors. All must call it.
+        """Return the mean or the sum of all processes' tensors. All must call it.
 
         Args:
-            tensor: the tensor; anything else is returned as it is.
-            group: a process group of torch's (default: all processes).
+            tensor: The tensor; any other object is returned as it is.
+            group: A process group of torch. Default: all processes.
             reduce_op: ``"mean"``, ``"avg"`` or ``"sum"``, or torch's ``ReduceOp`` of that name.
 
         Raises:
-            ValueError: for another ``reduce_op``.
+            ValueError: For another ``reduce_op``.
         """
         operation = str(getattr(reduce_op, "name", reduce_op) or "mean").rpartition(".")[2].lower()
         if operation not in ("mean", "avg", "sum"):
@@ -99,31 +103,34 @@ class StrategyAliases:
         return world.all_reduce(tensor.to(self.root_device, copy=True), "sum" if operation == "sum" else "mean")
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return all processes' tensors, stacked where there are several processes. All must call it.
+        """Return the tensors of all processes, stacked if there are several processes. All must call it.
 
         Args:
-            tensor: the tensor, of one shape on all processes.
-            group: a process group of torch's (default: all processes).
-            sync_grads: for gradients call the task's ``all_gather``.
+            tensor: The tensor, of one shape on all processes.
+            group: A process group of torch. Default: all processes.
+            sync_grads: Only False; for gradients call the task's ``all_gather``.
 
         Raises:
-            ValueError: for ``sync_grads=True``.
+            ValueError: If ``sync_grads`` is True.
         """
         if sync_grads:
-            raise ValueError("strategy.all_gather(sync_grads=True): call self.all_gather of the task, which has them.")
+            raise ValueError(
+                "strategy.all_gather(sync_grads=True) is not supported: call self.all_gather of the task, which has "
+                "gradients."
+            )
         world = self.world if group is None else self.world.of_group(group)
         return tensor if world.size == 1 else torch.stack(world.all_gather(tensor))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Return a batch on the device, as the task's transfer hooks move it.
+        """Return a batch on the device, moved by the task's transfer hooks.
 
         Args:
-            batch: the batch.
-            device: the device (default: the one of this process).
-            dataloader_idx: number of the batch's loader.
+            batch: The batch.
+            device: The device. Default: that of this process.
+            dataloader_idx: The index of the batch's loader.
 
         Raises:
-            ValueError: if no task is prepared.
+            ValueError: If no task is prepared.
         """
         task: Any = None if self.model is None else self.unwrap(self.model)
         if task is None or not hasattr(task, "transfer_batch_to_device"):
@@ -133,9 +140,19 @@ class StrategyAliases:
         return task.on_after_batch_transfer(batch, dataloader_idx)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return process ``src``'s value of anything that can be pickled. All processes must call it."""
+        """Return the object of process ``src`` on all processes. All must call it.
+
+        Args:
+            obj: Any object that can be pickled.
+            src: The rank whose object is returned.
+        """
         return self.world.broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all processes say yes, or with ``all=False`` any of them. All processes must call it."""
+        """Return whether the decision is True on all processes. All must call it.
+
+        Args:
+            decision: The decision of this process.
+            all: With False, one process suffices.
+        """
         return self.world.all(decision) if all else self.world.any(decision)

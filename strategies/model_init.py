@@ -1,4 +1,4 @@
-"""Where and how a model comes into being: in place, without values, or on no device at all."""
+"""Creation of a model in place, without values, or on the meta device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def built_in_place(device: torch.device, dtype: torch.dtype | None, empty: bool) -> Iterator[None]:
-    """Build modules on ``device`` and, unless None, in ``dtype``, rather than to move and convert them later.
+    """Create modules on ``device`` and, unless None, in ``dtype``, so that they need not be moved and converted later.
 
     Args:
-        device: where parameters and buffers are made.
-        dtype: what floating-point ones are made as.
-        empty: leave out the initialisation of parameters.
+        device: The device of parameters and buffers.
+        dtype: The dtype of floating-point ones.
+        empty: Skip the initialization of parameters.
     """
     before = torch.get_default_dtype()
     with ExitStack() as stack:
@@ -31,7 +31,7 @@ def built_in_place(device: torch.device, dtype: torch.dtype | None, empty: bool)
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Functions of ``torch.nn.init`` return the tensor as it is."""
+    """Mode in which functions of ``torch.nn.init`` return the tensor unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

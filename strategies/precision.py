@@ -1,4 +1,4 @@
-"""In which number format a run stores and computes."""
+"""Precision of a run: the dtypes in which it stores and computes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,20 @@ _ALIASES: dict[Any, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How numbers are kept and computed.
+    """Dtypes of storage and computation.
 
     Args:
-        name: one of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``, ``float8``.
-        storage: dtype of floating-point parameters and inputs, or None to leave them as the user made them.
-        compute: dtype that autocast computes in, or None for no autocast.
-        scaled: whether the loss is scaled against underflow of float16 gradients.
-        cached: whether autocast keeps the weights that it has cast.
-        float8: whether linear layers multiply in float8.
+        name: One of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``, ``float8``.
+        storage: Dtype of floating-point parameters and inputs, or None to keep the user's.
+        compute: Dtype that autocast computes in, or None for no autocast.
+        scaled: Whether the loss is scaled against underflow of float16 gradients.
+        cached: Whether autocast keeps the weights that it has cast.
+        float8: Whether linear layers multiply in float8.
+
+    Example:
+        >>> from treadle.strategies import Precision
+        >>> Precision.parse("bf16").compute
+        torch.bfloat16
     """
 
     name: str
@@ -49,10 +54,13 @@ class Precision:
 
     @classmethod
     def parse(cls, value: Any) -> Precision:
-        """Return the precision called ``value``.
+        """Return the precision with this name.
+
+        Args:
+            value: The name, an alias such as ``"bf16"`` or ``16``, or a `Precision`, which is returned as it is.
 
         Raises:
-            ValueError: for an unknown name, with the nearest valid one.
+            ValueError: If the name is unknown. The error names the nearest one.
         """
         if isinstance(value, Precision):
             return value
@@ -64,29 +72,41 @@ class Precision:
         return _PRECISIONS[name]
 
     def context(self, device: torch.device) -> AbstractContextManager[Any] | None:
-        """A reusable context to run the model in on ``device``, or None where there is nothing to set."""
+        """Return a reusable context to run the model in, or None if nothing has to be set.
+
+        Args:
+            device: The device of the model.
+        """
         if self.compute is not None:
             return _Autocast(device.type, self.compute, self.cached)
         return None if self.storage is None else _DefaultDtype(self.storage)
 
     def warn_if_emulated(self, device: torch.device) -> None:
-        """Warn of a GPU that has no bfloat16 of its own, and computes it many times slower."""
+        """Warn if a GPU does not support bfloat16 in hardware, and emulates it many times slower.
+
+        Args:
+            device: The device of the model.
+        """
         needs_bf16 = torch.bfloat16 in (self.compute, self.storage)
         if needs_bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             warn(
-                f"precision={self.name!r}, but {torch.cuda.get_device_name(device)} has no bfloat16 of its own and "
-                "computes it many times slower: use '16-mixed' or '32-true'."
+                f"precision={self.name!r}, but {torch.cuda.get_device_name(device)} does not support bfloat16 in "
+                "hardware and emulates it many times slower: use '16-mixed' or '32-true'."
             )
 
     def cast(self, batch: Any) -> Any:
-        """Return ``batch`` with its floating-point tensors in the storage format."""
+        """Return ``batch`` with its floating-point tensors in the storage dtype.
+
+        Args:
+            batch: Tensors, nested.
+        """
         if self.storage is None:
             return batch
         return apply_to_collection(batch, torch.Tensor, lambda t: t.to(self.storage) if t.is_floating_point() else t)
 
 
 class _Autocast:
-    """``torch.autocast`` that may be entered again from within: torch's own then stays on for good (2.13)."""
+    """``torch.autocast`` that may be nested: torch's own then stays enabled permanently (2.13)."""
 
     def __init__(self, device: str, dtype: torch.dtype, cached: bool = True) -> None:
         self.autocast = torch.autocast(device, dtype=dtype, cache_enabled=cached)
@@ -104,7 +124,7 @@ class _Autocast:
 
 
 class _DefaultDtype:
-    """Tensors that a step creates get the storage format, as its parameters have."""
+    """Context in which new tensors get the storage dtype, like the parameters."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

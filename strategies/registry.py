@@ -1,4 +1,4 @@
-"""Strategies by name. A name is resolved here and nowhere else."""
+"""Registry of strategies by name. Names are resolved only here."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ _ENTRY_POINTS = "treadle.strategies"
 
 
 def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
-    """Make ``strategy=name`` build ``factory()``.
+    """Register a strategy, so that ``strategy=name`` uses ``factory()``.
 
     A package can do the same without being imported, by an entry point in the group ``treadle.strategies``.
 
+    Args:
+        name: The name.
+        factory: Returns a new strategy.
+
     Raises:
-        ValueError: if the name is taken.
+        ValueError: If the name is already registered.
     """
     if name in strategy_names():
         raise ValueError(f"a strategy named {name!r} is already registered; choose another name.")
@@ -39,20 +43,20 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
 
 
 def strategy_names() -> list[str]:
-    """Every name that ``strategy=`` accepts."""
+    """Return all names that ``strategy=`` accepts."""
     return ["auto", *_FACTORIES, *(entry.name for entry in entry_points(group=_ENTRY_POINTS))]
 
 
 def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[str, Devices]:
-    """Return the flags for where to run: those that were passed or, for a strategy built for a device, that device.
+    """Return the kind and number of devices; for a strategy that was created for a device, that device.
 
     Args:
-        strategy: a name or a `Strategy`.
-        accelerator: the kind of device.
-        devices: how many, or which.
+        strategy: A name or a `Strategy`.
+        accelerator: The kind of device.
+        devices: The number of devices, or their indices.
 
     Raises:
-        ValueError: if ``accelerator`` is another kind of device, or ``devices`` are others.
+        ValueError: If the strategy was created for another device.
     """
     device = getattr(strategy, "requested_device", None)
     if device is None:
@@ -65,18 +69,22 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
     chosen = [0 if device.index is None else device.index] if device.type == "cuda" else 1
     if devices not in ("auto", 1, "1", -1, "-1", chosen):
         raise ValueError(
-            f"strategy={type(strategy).__name__}({str(device)!r}) contradicts devices={devices!r}: it is for one "
-            "device. Leave devices out."
+            f"strategy={type(strategy).__name__}({str(device)!r}) contradicts devices={devices!r}: it uses one device. "
+            "Leave devices out."
         )
     return device.type, chosen
 
 
 def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
-    """Return the strategy called ``strategy``; ``"auto"`` is one device for one process, else DDP.
+    """Return the strategy with this name; ``"auto"`` is a single device for one process, else DDP.
+
+    Args:
+        strategy: A name, or a `Strategy`, which is returned as it is.
+        world: All processes.
 
     Raises:
-        ValueError: for an unknown name, with the nearest valid one.
-        TypeError: for something that is neither a name nor a strategy.
+        ValueError: If the name is unknown. The error names the nearest one.
+        TypeError: If it is neither a name nor a strategy.
     """
     if isinstance(strategy, Strategy):
         return strategy

@@ -1,7 +1,7 @@
-"""One process that stands for a rank of a world of any size: nothing is sent, nothing is computed.
+"""Simulation of one rank of a world of any size: nothing is sent, nothing is computed.
 
-The model is laid out by the strategy itself, and torch schedules its own communication; only the device under it is
-another one, whose streams and events are objects that a plan reads clocks from.
+The strategy itself lays out the model, and torch schedules its own communication; only the device is replaced by one
+whose streams and events are objects with simulated times.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ if TYPE_CHECKING:
 
 @contextmanager
 def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor], None]) -> Iterator[World]:
-    """A world of ``size`` processes of which this is ``rank``, on torch's ``fake`` process group.
+    """Return a context with a simulated world, on torch's ``fake`` process group.
 
     Args:
-        size: number of processes.
-        rank: the one that is looked at.
-        device: what torch takes for ``torch.cuda``: it has ``Stream``, ``Event``, ``stream`` and ``current_stream``.
-        resized: called with a tensor whose memory sharding has given or taken.
+        size: The world size.
+        rank: The rank to simulate.
+        device: Replaces ``torch.cuda``: it has ``Stream``, ``Event``, ``stream`` and ``current_stream``.
+        resized: Called with a tensor whose memory sharding has allocated or released.
+
+    Yields:
+        The world of this rank.
 
     Raises:
-        ValueError: if this process is in a process group already.
+        ValueError: If this process is already in a process group.
     """
     if dist.is_initialized():
-        raise ValueError("a plan needs a process of its own, and this one is in a process group: plan before the run.")
+        raise ValueError("this process is in a process group, but a plan needs its own: plan before the run.")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before = rank_zero_only.rank  # type: ignore[attr-defined]
@@ -59,7 +62,7 @@ def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor
 
 @contextmanager
 def _on(device: Any, resized: Callable[[Tensor], None]) -> Iterator[None]:
-    """Let FSDP2 schedule its work on ``device``, and tell of the memory that it gives and takes by itself."""
+    """Make FSDP2 schedule its work on ``device``, and report the memory that it allocates and releases."""
     package = importlib.import_module("torch.distributed.fsdp._fully_shard")
     saved: list[tuple[ModuleType, str, Any]] = []
 
@@ -93,7 +96,7 @@ def _on(device: Any, resized: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def _forget_grids() -> None:
-    """DTensor remembers how it computed, by grids that compare equal although their groups have ended (2.13)."""
+    """Clear DTensor's caches, which use meshes that compare equal although their groups have ended (2.13)."""
     propagator = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher.sharding_propagator
     for name in ("propagate_op_sharding", "_propagate_tensor_meta", "_propagate_tensor_meta_cached"):
         cached = getattr(propagator, name, None)
@@ -114,7 +117,7 @@ def _forget_grids() -> None:
 
 
 def _hide_from_modes(propagate: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor finds out the form of a result by running the operation on whole tensors, which are nobody's memory."""
+    """Run a DTensor function without modes: it infers shapes by running operations on full tensors without memory."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +128,11 @@ def _hide_from_modes(propagate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def members(group: Any) -> tuple[int, ...]:
-    """The ranks of a process group as an operation is given it: boxed, or by its name."""
+    """Return the ranks of a process group, given as an object, boxed, or by its name.
+
+    Args:
+        group: The group.
+    """
     if isinstance(group, str):
         group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     elif not isinstance(group, dist.ProcessGroup):
@@ -134,13 +141,26 @@ def members(group: Any) -> tuple[int, ...]:
 
 
 def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.Module) -> nn.Module:
-    """Have ``strategy`` wrap a module without values as it would wrap one with values, and return what to call."""
+    """Wrap a module without values as ``strategy`` would wrap one with values, and return the module to call.
+
+    Args:
+        strategy: The strategy.
+        world: The simulated world.
+        precision: The precision of the run.
+        module: The module.
+    """
     strategy.attach(world, precision)
     return strategy.wrap_without_values(module)
 
 
 def method(called: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return a method of the user's module, run as what `lay_out` returned is run."""
+    """Return a method of the user's module, run like the result of `lay_out`.
+
+    Args:
+        called: The result of `lay_out`.
+        module: The user's module.
+        name: The name of the method.
+    """
     assert isinstance(called, Router)
     return routed(called, called, getattr(module, name))
 
@@ -149,26 +169,34 @@ VOTES_BYTES = 4 * BALLOT_SIZE  # of an agreement by a collective of its own, whi
 
 
 def ballot_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the size of the votes that ride along with gradients of ``parameters``."""
+    """Return the size of the votes that are sent with the gradients of ``parameters``.
+
+    Args:
+        parameters: The parameters.
+    """
     return BALLOT_SIZE * ballot_dtype(parameters).itemsize
 
 
 def varied(strategy: Strategy, *, shard: bool = False, **settings: Any) -> Strategy:
-    """Return a strategy like this one with other settings, for a plan to compare.
+    """Return a copy of a strategy with other settings, for a plan to compare.
 
     Args:
-        strategy: the original; it is not changed.
-        shard: shard the model, with `FSDP` where the strategy does not.
-        settings: see `Strategy.variant`.
+        strategy: The original, which is not changed.
+        shard: Shard the model, with `FSDP` if the strategy does not.
+        settings: See `Strategy.variant`.
     """
     return (FSDP() if shard and not strategy.sharded else strategy).variant(**settings)
 
 
 def strategy_named(name: str, size: int) -> Strategy:
-    """Return the strategy of that name for ``size`` ranks.
+    """Return the strategy with this name for ``size`` ranks.
+
+    Args:
+        name: The name.
+        size: The world size.
 
     Raises:
-        ValueError: for an unknown name, with the nearest known one, or a strategy for one rank.
+        ValueError: If the name is unknown, or if the strategy is for one rank.
     """
     if name == "auto":
         name = "ddp" if size > 1 else "single"
@@ -176,5 +204,9 @@ def strategy_named(name: str, size: int) -> Strategy:
 
 
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's share of each tensor, sharded or not."""
+    """Return this rank's shard of each tensor; the whole tensor if it is not sharded.
+
+    Args:
+        tensors: The tensors.
+    """
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""How a model lies on the world: the base of every strategy, which is also all that one device needs."""
+"""Layout of a model over the processes: the base of every strategy, which is also complete for one device."""
 
 from __future__ import annotations
 
@@ -23,19 +23,31 @@ from .wrap_policy import split_into_blocks
 
 
 class Strategy(StrategyAliases):
-    """How a model lies on the world. Third parties subclass this and register a name.
+    """Layout of a model over the processes. Third parties subclass this and register a name.
 
-    A strategy knows models and processes; it knows no steps, epochs or files. The defaults are right for a model
-    that lies whole on one device, alone or (where a subclass adds the reduction) as replicas.
+    A strategy handles models and processes, but not steps, epochs or files. The defaults are right for a full model on
+    one device, alone or (if a subclass adds the reduction) as replicas.
 
     Attributes:
-        name: the registry name.
-        distributed: whether it can run on more than one process.
-        sharded: whether a process holds only parts of the parameters.
-        has_rank_buffers: whether a process's buffers go on from what they were, rather than from rank zero's.
-        delays_sync: whether `set_gradient_sync` does anything, so that the loop may skip the call.
-        device_mesh: the processes on a grid with named dimensions, where the strategy uses one.
-        requested_device: the one device to run on, where the strategy was built for one.
+        name: The registry name.
+        distributed: Whether it can run on more than one process.
+        sharded: Whether a process holds only shards of the parameters.
+        has_rank_buffers: Whether each process resumes with its own buffers, rather than with rank zero's.
+        delays_sync: Whether `set_gradient_sync` has an effect, so that the loop can skip the call otherwise.
+        device_mesh: The mesh of processes with named dimensions, if the strategy uses one.
+        requested_device: The device that the strategy was created for, if any.
+
+    Example:
+        >>> import treadle
+        >>> from treadle.strategies import SingleDevice, Strategy
+        >>> class Logged(SingleDevice):
+        ...     name = "logged"
+        ...     def wrap(self, module, step=None):
+        ...         print("wrapping", type(module).__name__)
+        ...         return super().wrap(module, step)
+        >>> import torch
+        >>> _ = treadle.Accelerator(cpu=True, strategy=Logged()).prepare(torch.nn.Linear(2, 1))
+        wrapping Linear
     """
 
     name: ClassVar[str] = "base"
@@ -49,11 +61,19 @@ class Strategy(StrategyAliases):
     precision: Precision
 
     def attach(self, world: World, precision: Precision) -> None:
-        """Say where and in which precision this strategy works. Called once, before anything else."""
+        """Attach the strategy to a world and a precision. It is called once, before anything else.
+
+        Args:
+            world: All processes.
+            precision: The precision of the run.
+
+        Raises:
+            ValueError: If the strategy does not support the world size.
+        """
         if world.size > 1 and not self.distributed:
             raise ValueError(
-                f"strategy={self.name!r} is for one process, but {world.size} were started. "
-                f"Use strategy='ddp' (or 'auto'), or start one."
+                f"strategy={self.name!r} is for one process, but the world size is {world.size}. "
+                f"Use strategy='ddp' (or 'auto'), or start one process."
             )
         self.world = world
         self.precision = precision
@@ -62,41 +82,44 @@ class Strategy(StrategyAliases):
 
     @property
     def replicas_equal(self) -> bool:
-        """Whether the ranks' replicas are meant to be one model after each optimizer step."""
+        """True if the ranks' replicas must be equal after each optimizer step."""
         return True
 
     def detach(self) -> None:
-        """Let go of what belongs to the process group, which is about to end; `attach` follows."""
+        """Release what belongs to the process group, which is about to end; `attach` follows."""
 
     @property
     def data_world(self) -> World:
-        """The processes that the data is shared out to; those that hold parts of one replica get the same batches."""
+        """The processes that the data is sharded over; ranks that hold shards of one replica get the same batches."""
         return self.world
 
     def construction(self, empty: bool = False) -> AbstractContextManager[Any]:
-        """The context to build a model in: on the device and in the storage format at once.
+        """Return the context to create a model in: directly on the device and in the storage dtype.
 
         Args:
-            empty: skip what initialises parameters, as a checkpoint is loaded over them.
+            empty: Skip the initialization of parameters, because a checkpoint will be loaded.
         """
         return built_in_place(self.world.device, self.precision.storage, empty)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """Place ``module`` on the device and return what to call in its stead.
+        """Move ``module`` to the device and return the module to call in its place.
 
         Args:
-            module: the user's model.
-            step: the method whose returned loss is trained on, where it is not ``forward``.
+            module: The user's model.
+            step: The method that returns the training loss, if it is not ``forward``.
         """
         self.place(module)
         context = self.precision.context(self.world.device)
         return module if context is None else Router(module, context, self.precision.compute is not None)
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """As `wrap`, for steps that call backward themselves and then `reduce_gradients`.
+        """Wrap a module for steps that call backward themselves and then `reduce_gradients`; see `wrap`.
+
+        Args:
+            module: The user's model.
 
         Raises:
-            ValueError: where that would be silently wrong, which a strategy of several processes must know itself.
+            ValueError: If the strategy does not support it.
         """
         if self.sharded or self.world.size > 1:
             raise ValueError(
@@ -106,49 +129,70 @@ class Strategy(StrategyAliases):
         return self.wrap(module)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], note: Tensor | None = None) -> Tensor | None:
-        """Average gradients that a backward has left on its process, where `replicate` leaves them there.
+        """Average gradients that backward has left unreduced, for modules of `replicate`.
 
         Args:
-            parameters: whose.
-            note: a number to sum over the processes in the same exchange (0-d tensor).
+            parameters: Their parameters.
+            note: A number to sum over the processes in the same exchange (0-d tensor).
 
         Returns:
-            The sum; None where nothing is exchanged.
+            The sum; None if nothing is exchanged.
         """
         return None
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Put ``module`` where it can be evaluated, in the storage format; returns what to call in its stead."""
+        """Move ``module`` to the device for evaluation, in the storage dtype, and return the module to call.
+
+        Args:
+            module: The user's model.
+
+        Raises:
+            ValueError: If the model was sharded by an earlier run.
+        """
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             raise ValueError(
-                f"this {type(module).__name__} was sharded by an earlier run, and strategy={self.name!r} needs it "
-                "whole. Build it anew and load the weights."
+                f"this {type(module).__name__} was sharded by an earlier run, but strategy={self.name!r} needs the "
+                "full model. Build a new model and load the weights."
             )
         return module.to(device=self.world.device, dtype=self.precision.storage)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
-        """What to compile, each by itself, of a module whose methods are run; before it is wrapped.
+        """Return the submodules to compile, each by itself, of a module whose methods are called.
+
+        Call it before `wrap`.
 
         Args:
-            module: the user's module.
-            blocks: whether repeated blocks are parts of their own; by default where most are alike.
+            module: The user's module.
+            blocks: Whether repeated blocks are compiled separately. Default: if most are alike.
 
         Returns:
-            The parts, and whether their hooks must stay out of what is compiled.
+            The submodules, and whether their hooks must not be compiled.
         """
         return split_into_blocks(module, blocks), False
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """What the user may want to know of how a wrapped model is run, and could choose otherwise; said once."""
+        """Return notes on how a wrapped model is run and what the user could choose instead; logged once.
+
+        Args:
+            module: The user's model.
+        """
         return []
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return what to step in the place of ``optimizer``, whose model is wrapped by now."""
+        """Return the optimizer to step in place of ``optimizer``, whose model is already wrapped.
+
+        Args:
+            optimizer: The user's optimizer.
+        """
         move_optimizer_state(optimizer, self.world.device)
         return optimizer
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the user's own module inside ``module``."""
+        """Return the user's own module inside ``module``.
+
+        Args:
+            module: A wrapped module.
+        """
         while True:
             if isinstance(module, Router | nn.parallel.DistributedDataParallel):
                 module = module.module
@@ -158,20 +202,33 @@ class Strategy(StrategyAliases):
                 return module
 
     def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what autograd's graph of a wrapped ``module`` ends in, each with the parameter that it belongs to.
+        """Yield the leaves of autograd's graph of a wrapped ``module``, each with its parameter.
 
-        They differ where parameters are gathered for the computation.
+        They differ if parameters are gathered for the computation.
+
+        Args:
+            module: A wrapped module.
         """
         return ((parameter, parameter) for parameter in self.unwrap(module).parameters())
 
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of the user's module, run the way ``forward`` of the wrapped one runs."""
+        """Return method ``name`` of the user's module, run like ``forward`` of the wrapped one.
+
+        Args:
+            wrapped: A wrapped module.
+            name: The name of the method.
+        """
         bound = getattr(self.unwrap(wrapped), name)
         router = self._find_router(wrapped)
         return bound if router is None else routed(wrapped, router, bound)
 
     def local_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of the user's module in the run's precision, without any exchange: for evaluation."""
+        """Return method ``name`` of the user's module in the run's precision, without communication, for evaluation.
+
+        Args:
+            module: A module, wrapped or not.
+            name: The name of the method.
+        """
         bound = getattr(self.unwrap(module), name)
         context = self.precision.context(self.world.device)
         if context is None:
@@ -188,24 +245,44 @@ class Strategy(StrategyAliases):
         return next((m for m in (module, module._modules.get("module")) if isinstance(m, Router)), None)
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
-        """Say whether the coming forward and backward reduce the gradients over the processes."""
+        """Set whether the next forward and backward reduce the gradients over the processes.
+
+        Args:
+            module: A wrapped module.
+            on: Whether they do.
+        """
 
     def no_sync(self, module: nn.Module) -> Any:
-        """A context in which gradients stay local."""
+        """Return a context in which gradients are not reduced.
+
+        Args:
+            module: A wrapped module.
+        """
         return nullcontext()
 
     def steps_apart(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """A context in which each process takes optimizer steps on a model of its own, without the others."""
+        """Return a context in which each process takes optimizer steps on its own replica.
+
+        Args:
+            module: A wrapped module.
+
+        Raises:
+            ValueError: If the strategy does not support it.
+        """
         if self.world.size > 1:
             raise ValueError(
-                f"strategy={self.name!r} can't step apart: it needs a whole replica on each process (ddp)."
+                f"strategy={self.name!r} can't step separately on each process; use 'ddp', which has a full replica on "
+                "each."
             )
         return nullcontext()
 
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Return a context in which a rank may train the wrapped ``models`` on fewer batches than the others.
 
-        Only replicas can do without a rank. Everything else warns and changes nothing.
+        Only replicas can continue without a rank. Other strategies warn and change nothing.
+
+        Args:
+            models: Wrapped modules.
         """
         return self._warn_unjoined(f"strategy={self.name!r}")
 
@@ -213,28 +290,44 @@ class Strategy(StrategyAliases):
         if self.world.size > 1:
             warn(
                 f"join_uneven_inputs has no effect with {setting}, which needs every rank in each step. Ranks that "
-                "read prepared DataLoaders stay in step without it; a loop of your own must take as many steps on each "
-                "rank."
+                "read prepared DataLoaders stay in step without it; a user-defined loop must take the same number of "
+                "steps on each rank."
             )
         return nullcontext()
 
     @contextmanager
     def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
-        """A context whose backward reduces the gradients, also of forwards that ran in `no_sync`."""
+        """Return a context whose backward reduces the gradients, including those of forward passes in `no_sync`.
+
+        Args:
+            module: A wrapped module.
+        """
         self.set_gradient_sync(module, True)
         yield
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Give every process rank zero's buffers, so that all evaluate (and save) one model."""
+        """Copy rank zero's buffers to every process, so that all evaluate (and save) one model.
+
+        Args:
+            module: A wrapped module.
+        """
         if self.world.size > 1:
             for buffer in self.unwrap(module).buffers():
                 self.world.broadcast_tensor(buffer)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients' total norm in place; returns the norm before clipping (0-d tensor).
+        """Clip the total norm of the gradients in place.
 
-        A norm that is NaN leaves the gradients as they are. torch multiplies all of them by it, so that nothing tells
-        any more which one was NaN.
+        A NaN norm leaves the gradients unchanged. torch would multiply all of them by it, so that the parameter with
+        the NaN could no longer be found.
+
+        Args:
+            parameters: The parameters.
+            max_norm: The largest norm.
+            norm_type: The p of the p-norm.
+
+        Returns:
+            The norm before clipping (0-d tensor).
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
@@ -242,104 +335,168 @@ class Strategy(StrategyAliases):
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp every gradient element to ``[-clip_value, clip_value]`` in place."""
+        """Clamp every gradient element to ``[-clip_value, clip_value]`` in place.
+
+        Args:
+            parameters: The parameters.
+            clip_value: The largest absolute value.
+        """
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The state of the user's own module under its own names, as it lies here. All processes must ask.
+        """Return the state of the user's own module under its own names. All processes must call it.
 
-        Where parameters are sharded it holds this process's parts (torch's ``DTensor``).
+        For sharded parameters it contains this process's shards (torch's ``DTensor``).
+
+        Args:
+            module: A wrapped module.
         """
         return self.unwrap(module).state_dict()
 
     def load_model_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-        """Load a state that lies on the processes as `model_state` returns it."""
+        """Load a state that is sharded like the result of `model_state`.
+
+        Args:
+            module: A wrapped module.
+            state: The state.
+            strict: Require exactly the module's names.
+        """
         self.unwrap(module).load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of ``optimizer`` as it lies here, in the form of ``state_dict()``. All processes must ask."""
+        """Return this process's state of ``optimizer``, in the form of ``state_dict()``. All processes must call it.
+
+        Args:
+            optimizer: The user's optimizer.
+        """
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a state of all parameters, sharded as the parameters are."""
+        """Load a state of all parameters, sharded like the parameters.
+
+        Args:
+            optimizer: The user's optimizer.
+            state: The state.
+        """
         optimizer.load_state_dict(state)
 
     def reduction_order(self, module: nn.Module) -> list[int]:
-        """What decides in which order gradients are added up, where it depends on the steps before; else nothing."""
+        """Return what determines the order in which gradients are added up, if it depends on earlier steps.
+
+        Else nothing.
+
+        Args:
+            module: A wrapped module.
+        """
         return []
 
     def take_reduction_order(self, module: nn.Module, order: list[int]) -> None:
-        """Add gradients up from here on as a run does whose `reduction_order` was this. All processes must ask."""
+        """Add gradients up from now on in the order of a run with this `reduction_order`. All processes must call it.
+
+        Args:
+            module: A wrapped module.
+            order: The result of `reduction_order`.
+        """
 
     def keeps_apart(self, optimizer: Optimizer) -> bool:
-        """Whether each process has the state of parameters of its own, so that each has to save what it has."""
+        """Return whether each process has the state of different parameters, so that each must save its own.
+
+        Args:
+            optimizer: The user's optimizer.
+        """
         return False
 
     def drop_gradients(self, module: nn.Module) -> None:
-        """Forget gradients of earlier micro-batches that lie elsewhere than in ``parameter.grad``."""
+        """Discard gradients of earlier micro-batches that are not in ``parameter.grad``.
+
+        Args:
+            module: A wrapped module.
+        """
 
     def agree_on_overflow(self, overflow: Tensor) -> None:
-        """Let ``overflow``, which is 1 where float16 gradients overflowed, be 1 on every process or on none.
+        """Make ``overflow``, which is 1 if float16 gradients overflowed, the same on every process.
 
-        Called once per optimizer step. Replicas have one gradient, so there is nothing to do.
+        It is called once per optimizer step. Replicas have the same gradients, so there is nothing to do.
+
+        Args:
+            overflow: The flag, changed in place.
         """
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return what a backward raised in words that help, where there are any; else the error itself."""
+        """Return an error of a backward pass with a better explanation, if there is one; else the error itself.
+
+        Args:
+            error: The error.
+        """
         return error
 
     # -- for plans, where the model has shapes and no values -----------------------------------------------------
 
     def grid(self, world_size: int) -> dict[str, int]:
-        """Return the number of replicas (``replicate``), shards of each, and ranks that share a sample (``tensor``)."""
+        """Return the number of replicas (``replicate``), shards of each (``shard``), and ranks per sample (``tensor``).
+
+        Args:
+            world_size: The world size.
+        """
         return {"replicate": world_size, "shard": 1, "tensor": 1}
 
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
-        """Wrap a module on the meta device as `wrap` would wrap one with values, and return what to call.
+        """Wrap a module on the meta device as `wrap` would wrap one with values, and return the module to call.
 
-        Replicas are not wrapped, because torch's reducer takes no tensors without values (2.13): `reduction_buckets`
-        tells what it would send.
+        Replicas are not wrapped, because torch's reducer does not support tensors without values (2.13):
+        `reduction_buckets` returns what it would send.
+
+        Args:
+            module: The user's model, on the meta device.
 
         Raises:
-            ValueError: for settings whose cost a plan can't know.
+            ValueError: If a plan does not support the settings.
         """
         return Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """Return which gradients replicas reduce together, as indices into ``ready``; None where nothing is reduced.
+        """Return which gradients replicas reduce together, as indices into ``ready``; None if nothing is reduced.
 
         Args:
-            ready: the parameters in the order in which their gradients become ready.
-            ballot: the votes of an agreement ride along, as the index -1.
+            ready: The parameters in the order in which their gradients become ready.
+            ballot: Whether votes are sent with them, as the index -1.
 
         Raises:
-            ValueError: for a strategy or settings whose traffic a plan can't know.
+            ValueError: If a plan does not support the strategy or its settings.
         """
         if self.world.size == 1:
             return None
-        raise ValueError(f"a plan does not know what strategy={self.name!r} sends; it knows 'ddp' and 'fsdp'.")
+        raise ValueError(f"strategy={self.name!r} is not supported in a plan; use 'ddp' or 'fsdp'.")
 
     @property
     def reduces_unused_gradients(self) -> bool:
-        """Whether gradients of parameters that took no part in the step are reduced too."""
+        """True if gradients of parameters that took no part in the step are reduced too."""
         return False
 
     def gradient_copy_bytes(self, module: nn.Module) -> int:
-        """Return the bytes in which copies of gradients are kept to send them from."""
+        """Return the size of copies of gradients that are kept for sending.
+
+        Args:
+            module: The user's model.
+        """
         return 0
 
     def buffer_broadcast_bytes(self, module: nn.Module) -> list[int]:
-        """Return the bytes of each broadcast that copies rank zero's buffers to the other ranks, once per step."""
+        """Return the size of each broadcast of rank zero's buffers to the other ranks, once per step.
+
+        Args:
+            module: The user's model.
+        """
         return []
 
     @property
     def gathers_in_storage_dtype(self) -> bool:
-        """Whether shards are gathered in the dtype they are stored in."""
+        """True if shards are gathered in the dtype they are stored in."""
         return False
 
     @property
     def recomputes_activations(self) -> bool:
-        """Whether blocks keep only their inputs for backward."""
+        """True if blocks keep only their inputs for backward."""
         return False
 
     def variant(
@@ -348,12 +505,12 @@ class Strategy(StrategyAliases):
         """Return a copy of this strategy with other settings, for a plan to compare.
 
         Args:
-            replicate: number of replicas; each is sharded over the rest.
-            recompute: recompute the activations of every block in backward.
-            gather: dtype to gather parameters in; gradients are reduced in float32.
+            replicate: Number of replicas; each is sharded over the remaining ranks.
+            recompute: Recompute the activations of every block in backward.
+            gather: Dtype to gather parameters in; gradients are reduced in float32.
 
         Raises:
-            ValueError: for a setting that this strategy does not have.
+            ValueError: If this strategy does not have a setting.
         """
         settings = {
             "shards to replicate": replicate,
@@ -361,27 +518,31 @@ class Strategy(StrategyAliases):
             "parameters to gather": gather,
         }
         for setting in (setting for setting, value in settings.items() if value is not None):
-            raise ValueError(f"strategy={self.name!r} has no {setting}: that is for 'fsdp'.")
+            raise ValueError(f"strategy={self.name!r} has no {setting}; use 'fsdp'.")
         return copy.copy(self)
 
     # -- what the processes agree on -----------------------------------------------------------------------------
 
     @property
     def votes_in_backward(self) -> bool:
-        """Whether votes that are cast before the coming backward ride in its reduction of the gradients.
+        """True if votes that are cast before the next backward are part of its gradient reduction.
 
-        Its gradients must then be the same on every process, as they can't be voted on. Otherwise votes are an exchange
-        of their own, which is better begun when the gradients are known.
+        Its gradients must then be the same on every process, since they can't be voted on. Otherwise votes are a
+        separate exchange, which is better started when the gradients are known.
         """
         return False
 
     def start_agreement(self, votes: Tensor) -> None:
-        """Begin to sum ``votes`` over the processes; called before the last backward of a step, or after it."""
+        """Start to sum ``votes`` over the processes, before or after the last backward of a step.
+
+        Args:
+            votes: The votes of this process.
+        """
         self._votes = votes
         self._work = self.world.start_all_reduce(votes)
 
     def agreement(self) -> Tensor:
-        """The summed votes, on the device. Called after that backward."""
+        """Return the summed votes, on the device. Call it after that backward."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -390,10 +551,17 @@ class Strategy(StrategyAliases):
 
 
 class SingleDevice(Strategy):
-    """One model on one device: CPU, CUDA or MPS.
+    """Strategy for one model on one device: CPU, CUDA or MPS.
 
     Args:
-        device: such as ``"cuda:1"``. Default: what ``accelerator`` and ``devices`` of the Trainer select.
+        device: The device, such as ``"cuda:1"``. Default: the selection by ``accelerator`` and ``devices`` of the
+            Trainer.
+
+    Example:
+        >>> import treadle
+        >>> from treadle.strategies import SingleDevice
+        >>> treadle.Accelerator(strategy=SingleDevice("cpu")).device
+        device(type='cpu')
     """
 
     name = "single"
@@ -403,7 +571,12 @@ class SingleDevice(Strategy):
 
 
 def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Bring what an optimizer has gathered so far (momenta, not step counts) to the parameters' device."""
+    """Move the state of an optimizer (momenta, not step counts) to the parameters' device.
+
+    Args:
+        optimizer: The optimizer.
+        device: The device.
+    """
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim:

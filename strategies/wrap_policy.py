@@ -1,4 +1,4 @@
-"""Which parts of a model are sharded, or recomputed, as one: policies."""
+"""Policies that select the submodules to shard, or to recompute, as one unit."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _NAMES = ("auto", "parts")
 
 
 def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module]:
-    """The modules of ``model`` that ``policy`` picks, inner ones before those around them; never ``model`` itself.
+    """Return the submodules of ``model`` that a policy selects, inner ones first; never ``model`` itself.
 
     Args:
-        model: the user's module.
-        policy: ``"auto"`` (the repeated blocks), ``"parts"`` (these, and what lies beside them, such as an embedding
-            and a head, each by itself), classes or their names, the least number of parameters, or ``f(module) ->
-            bool``. torch's and Lightning's policy objects for FSDP are understood.
-        flag: the argument's name, for errors.
+        model: The user's module.
+        policy: ``"auto"`` (the repeated blocks), ``"parts"`` (these, and other submodules, such as an embedding and a
+            head, each by itself), classes or their names, the least number of parameters, or ``f(module) -> bool``.
+            torch's and Lightning's policy objects for FSDP are supported.
+        flag: The argument's name, for errors.
 
     Raises:
-        ValueError: if classes are named that the model has none of, or the number is not positive.
-        TypeError: for anything else.
+        ValueError: If the model has no module of a class, or if the number is not positive.
+        TypeError: If the policy has another type.
     """
     if isinstance(policy, str) and policy in _NAMES:
         blocks = repeated_blocks(model)
@@ -52,7 +52,12 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
 
 
 def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Those of ``blocks`` that share no parameter with a part of ``model`` outside: a tied weight is gathered once."""
+    """Return the ``blocks`` that share no parameter with a module outside of them: a tied weight is gathered once.
+
+    Args:
+        model: The user's module.
+        blocks: Submodules of it.
+    """
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for part in model.modules():
         for parameter in part.parameters(recurse=False):
@@ -66,14 +71,14 @@ def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]
 
 
 def direct_parts(model: nn.Module, blocks: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """What a method of ``model`` calls: its children with parameters, and those in its lists and dicts of modules.
+    """Return what a method of ``model`` calls: its children with parameters, and those in its module lists and dicts.
 
-    torch's losses are among them. A torchmetrics metric is none, even one with a network in it: it counts, and is not
-    to be traced.
+    torch's losses are included. A torchmetrics metric is not, even one that contains a network: it accumulates state,
+    and must not be traced.
 
     Args:
-        model: the user's module.
-        blocks: left out; of a child with some of these inside, the children are taken in its place.
+        model: The user's module.
+        blocks: Submodules to leave out; a child that contains some of these is replaced by its own children.
     """
     parts: list[nn.Module] = []
     for child in model.children():
@@ -92,14 +97,14 @@ def _has_parameters_to_run(part: nn.Module) -> bool:
 
 
 def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.Module]:
-    """The direct parts of ``model``; of one that repeats a block, the blocks and what is beside them.
+    """Return the direct parts of ``model``; a part that repeats a block is replaced by the blocks and its other parts.
 
-    Compiled so, blocks that are alike share one graph: a transformer of 24 layers takes a layer's time.
+    When they are compiled, equal blocks share one graph: a transformer of 24 layers takes the time of one layer.
 
     Args:
-        model: the user's module.
-        always: split each part that repeats a block. By default only if, of the blocks, two in three are like another:
-            the stages of a convolutional network differ in width, and nothing would be shared. False splits none.
+        model: The user's module.
+        always: Split each part that repeats a block. By default only if two in three of the blocks equal another one:
+            the stages of a convolutional network differ in width, and would share nothing. False splits none.
     """
     parts: list[nn.Module] = []
     for part in direct_parts(model):
@@ -112,12 +117,20 @@ def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.M
 
 
 def describe_kind(module: nn.Module) -> tuple[Any, ...]:
-    """What is the same for modules that compute alike, with parameters of their own."""
+    """Return a key that is the same for modules with the same computation and different parameters.
+
+    Args:
+        module: The module.
+    """
     return type(module), repr(module), tuple((p.shape, p.dtype) for p in module.parameters())
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost parts that come more than once: layers of one class, with parts of their own, in one list."""
+    """Return the outermost repeated submodules: layers of one class, with their own children, in one list.
+
+    Args:
+        model: The user's module.
+    """
     blocks: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
@@ -135,7 +148,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _list_inner_first(model: nn.Module) -> list[nn.Module]:
-    """Every part of ``model`` that can be called and has parameters, without itself."""
+    """Return every submodule of ``model`` that can be called and has parameters, inner ones first."""
     parts = list(reversed(list(model.modules())))[:-1]
     return [part for part in parts if not isinstance(part, _LISTS) and any(True for _ in part.parameters())]
 
@@ -171,7 +184,7 @@ def _choose_by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
 
 
 def _read_min_size(policy: Any) -> int | None:
-    """The number in torch's ``functools.partial(size_based_auto_wrap_policy, min_num_params=...)``."""
+    """Return the number in torch's ``functools.partial(size_based_auto_wrap_policy, min_num_params=...)``."""
     parameters = inspect.signature(policy).parameters
     if "nonwrapped_numel" not in parameters:
         return None
@@ -179,7 +192,19 @@ def _read_min_size(policy: Any) -> int | None:
 
 
 def check_policy(policy: Any, flag: str) -> Any:
-    """Refuse a policy by a name that is none, before there is a model to look at."""
+    """Check a policy as far as possible before there is a model.
+
+    Args:
+        policy: The policy.
+        flag: The argument's name, for errors.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: If the name of a policy is unknown.
+        TypeError: If it is a bool.
+    """
     if isinstance(policy, bool):
         raise TypeError(f"{flag}={policy!r} must be 'auto', module classes, a number of parameters or a function.")
     if isinstance(policy, str) and policy.islower():

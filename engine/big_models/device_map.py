@@ -1,4 +1,4 @@
-"""Which part of a model goes to which device."""
+"""Device maps: the device of each module of a model."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def infer_auto_device_map(
 ) -> DeviceMap:
     """Fill the devices one after the other with the model's modules, in the model's order.
 
-    Modules that share a tensor go to one device, with the first of them. Where something is left for the CPU or the
-    disk, room is kept on the device that runs it: for the largest such module, and for their buffers if those stay.
+    Modules that share a tensor go to one device, with the first of them. If modules are left for the CPU or the disk,
+    memory is reserved on the device that runs them: for the largest such module, and for their buffers if those stay.
 
     Args:
         model: The model; it may be on device ``meta``.
-        max_memory: As in `get_max_memory`. The disk takes what is left, all of it unless a size is given.
-        no_split_module_classes: Classes whose modules must not be cut, such as those with a residual connection.
-            torch's attention and encoder layer never are.
-        dtype: What floating point weights will be loaded as. Default: what they are.
+        max_memory: See `get_max_memory`. The disk receives the rest, without a limit unless a size is given.
+        no_split_module_classes: Classes whose modules must not be split, such as those with a residual connection.
+            torch's attention and encoder layer are never split.
+        dtype: The dtype in which floating point weights will be loaded. Default: their own.
         special_dtypes: Dtypes of single tensors by name.
         verbose: Print the plan.
-        clean_result: Name a module instead of all its parts, where these lie together.
-        offload_buffers: Buffers of offloaded modules are offloaded too.
-        fallback_allocation: Where the next module doesn't fit on a device that is still empty, take the largest later
-            one that does, out of order.
+        clean_result: List a module in place of all its parts, if these are on one device.
+        offload_buffers: Offload buffers of offloaded modules too.
+        fallback_allocation: If the next module does not fit on a device that is still empty, use the largest later one
+            that does, out of order.
 
     Returns:
-        A device for every module or tensor by name; for all tensors there is one.
+        Devices by names of modules or tensors, which cover all tensors.
 
     Raises:
-        ValueError: A device that isn't there, a size that is none, or a disk too small.
+        ValueError: If a device does not exist, a size is invalid, or the disk is too small.
     """
     room: dict[Device, int | None] = {**get_max_memory(max_memory)}
     room.setdefault("disk", None)
@@ -69,7 +69,10 @@ def infer_auto_device_map(
 def _fill_and_run(
     parts: list[Part], room: Mapping[Device, int | None], mains: list[Device], offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
-    """Fill the devices so that the first one used can run what is offloaded; one too small for that is left out."""
+    """Fill the devices so that the first one used can run what is offloaded.
+
+    A device too small for that is left out.
+    """
     placed: DeviceMap = {}
     for number, main in enumerate(mains):
         usable = {device: size for device, size in room.items() if device not in mains[:number]}
@@ -80,7 +83,7 @@ def _fill_and_run(
 
 
 def _iter_in_model_order(model: nn.Module, names: Iterable[str]) -> Iterable[str]:
-    """The names of modules and tensors as the model lists them: a module's own tensors first."""
+    """Yield the names of modules and tensors as the model lists them: a module's own tensors first."""
     name_set = set(names)
     for path, module in model.named_modules(remove_duplicate=False):
         for name in [path, *(f"{path}.{name}" if path else name for name, _ in _list_direct_tensors(module))]:
@@ -95,7 +98,7 @@ def _list_direct_tensors(module: nn.Module) -> list[tuple[str, object]]:
 def _fill(
     parts: list[Part], room: Mapping[Device, int | None], main: Device | None, offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
-    """Greedy; with ``main``, keeping room there for running what comes after."""
+    """Fill the devices greedily; with ``main``, reserve memory there to run what comes after."""
     reserves = [0]  # for what comes after each part
     largest = buffers = 0
     for part in reversed(parts[1:]):
@@ -122,14 +125,19 @@ def _fill(
     if waiting:
         left = sum(part.size for part, _ in waiting)
         raise ValueError(
-            f"the model does not fit: {format_bytes(left)} are left over from {waiting[0][0].names[0]!r} on. "
-            "Give a device more in max_memory, or leave 'disk' out of it, which is then without a limit."
+            f"the model does not fit: {format_bytes(left)} remain from {waiting[0][0].names[0]!r} on. Give a device "
+            "more in max_memory, or remove 'disk' from it, which then has no limit."
         )
     return placed
 
 
 def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") -> DeviceMap:
-    """The same map with one entry for every module whose parts lie on one device."""
+    """Merge entries of a map whose modules are on one device.
+
+    Args:
+        device_map: The map.
+        module_name: Merge only inside this module. Default: the whole model.
+    """
     inside = [name for name in device_map if not module_name or f"{name}.".startswith(f"{module_name}.")]
     if len({device_map[name] for name in inside}) == 1:
         return {module_name: device_map[inside[0]]}
@@ -146,20 +154,21 @@ def get_balanced_memory(
     special_dtypes: Dtypes | None = None,
     low_zero: bool = False,
 ) -> dict[Device, int]:
-    """Limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
+    """Return limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
 
-    The lowest limit is looked for with which it still fits on them, by planning with it. The last one keeps all it has.
+    It searches for the lowest limit with which the model still fits on them, by planning with it. The last accelerator
+    keeps all of its memory.
 
     Args:
         model: The model.
-        max_memory: As in `get_max_memory`.
-        no_split_module_classes: As in `infer_auto_device_map`.
-        dtype: As in `infer_auto_device_map`.
-        special_dtypes: As in `infer_auto_device_map`.
-        low_zero: Leave the first accelerator as free as the others allow.
+        max_memory: See `get_max_memory`.
+        no_split_module_classes: See `infer_auto_device_map`.
+        dtype: See `infer_auto_device_map`.
+        special_dtypes: See `infer_auto_device_map`.
+        low_zero: Leave the first accelerator as free as the others permit.
 
     Returns:
-        The limits; ``max_memory`` itself where there are fewer than two accelerators or the model is larger than all.
+        The limits; ``max_memory`` itself if there are fewer than two accelerators, or if the model is larger than all.
     """
     full = get_max_memory(max_memory)
     used = [device for device in full if is_accelerator(device) and full[device] > 0]
@@ -197,7 +206,12 @@ def get_balanced_memory(
 
 
 def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None:
-    """The device that a map gives to a module or tensor: that of its nearest name upwards."""
+    """Return the device of a module or tensor: that of its nearest parent in the map, or None.
+
+    Args:
+        device_map: The map.
+        name: The name.
+    """
     while name not in device_map:
         if not name:
             return None
@@ -206,23 +220,29 @@ def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Refuse a map that can't be followed.
+    """Check that a map can be followed.
+
+    Args:
+        model: The model.
+        device_map: The map.
 
     Raises:
-        ValueError: It names what the model doesn't have, or a device that this machine doesn't have; it misses
-            tensors; or it cuts what must lie together.
+        ValueError: If it names something that the model, or a device that this machine, does not have; if it misses
+            tensors; or if it splits what must be on one device.
     """
     tensors = named_tensors(model)
     valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()
     for name, device in device_map.items():
         if name not in valid_names:
-            raise ValueError(f"device_map: the model has no module or tensor {name!r}.{nearest(name, valid_names)}")
+            raise ValueError(
+                f"device_map names {name!r}, but the model has no such module or tensor.{nearest(name, valid_names)}"
+            )
         if device != "disk":
             resolve(device)
     missed = [name for name in tensors if look_up_device(device_map, name) is None]
     if missed:
         raise ValueError(
-            f"device_map: gives no device to {abbreviate(missed)}. Add them, or '' for all that is not named."
+            f"device_map has no device for {abbreviate(missed)}. Add them, or '' for everything that is not named."
         )
     for names in group_tied_names(tensors):
         _check_together(device_map, names, "are one tensor")
@@ -237,5 +257,6 @@ def _check_together(device_map: Mapping[str, Device], names: list[str], why: str
     for name in names:
         if (device := look_up_device(device_map, name)) != first:
             raise ValueError(
-                f"device_map: {names[0]!r} and {name!r} {why}, but lie on {first} and {device}. Give both one device."
+                f"device_map puts {names[0]!r} on {first} and {name!r} on {device}, but they {why}. Put both on one "
+                "device."
             )

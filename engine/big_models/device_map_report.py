@@ -1,4 +1,4 @@
-"""A device map in words: what lies where, in bytes."""
+"""Report of a device map: modules, devices and sizes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def device_map_plan(
     dtype: torch.dtype | str | None = None,
     special_dtypes: Dtypes | None = None,
 ) -> str:
-    """What lies where, as text: a row for each entry of the map, the devices' totals, and which tensors are tied.
+    """Return the map as text: a row for each entry, the devices' totals, and the tied tensors.
 
-    Neighbours with one device and numbers for names, such as the layers of a stack, share a row. A tied tensor counts
-    where it is first.
+    Neighbors on one device with numbers for names, such as the layers of a stack, share a row. A tied tensor counts at
+    its first name.
 
     Args:
         model: The model; it may be on device ``meta``.
         device_map: Devices by the names of modules or tensors.
-        max_memory: What the devices can take, as in `get_max_memory`. Default: what is free now.
-        dtype: What floating point weights will be loaded as. Default: what they are.
+        max_memory: The memory of the devices; see `get_max_memory`. Default: what is free now.
+        dtype: The dtype in which floating point weights will be loaded. Default: their own.
         special_dtypes: Dtypes of single tensors by name.
     """
     tensors, bytes_of = named_tensors(model), measure_tensors(model, dtype, special_dtypes)
@@ -58,7 +58,7 @@ def device_map_plan(
 
 
 def _group_neighbours(device_map: Mapping[str, Device]) -> list[list[str]]:
-    """The names of the map; numbered neighbours on one device together."""
+    """Return the names of the map, with numbered neighbors on one device grouped."""
     runs: list[list[str]] = []
     for name, device in device_map.items():
         parent, _, number = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Spreading a model over devices, main memory and disk, for inference."""
+"""Dispatch of a model over devices, main memory and disk, for inference."""
 
 from __future__ import annotations
 
@@ -46,33 +46,33 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Put a model's parts where a map says. It can be called as before, for inference.
+    """Dispatch a model's modules to the devices of a map. The model is called as before, for inference.
 
-    What lies on the disk, and on the CPU where there is an accelerator in the map, is brought to the main device when
-    its module is called, and dropped after that. Inputs follow, outputs come back to where the inputs were.
+    Weights on the disk, and on the CPU if the map has an accelerator, are moved to the main device when their module is
+    called, and released after that. Inputs are moved too, and outputs are moved back to the device of the inputs.
 
     Args:
         model: The model.
-        device_map: Devices by the names of modules or tensors; the nearest name upwards counts.
-        main_device: Where offloaded modules run. Default: the first accelerator of the map, else the CPU.
+        device_map: Devices by the names of modules or tensors; the nearest parent in the map applies.
+        main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
         state_dict: Values for tensors of the model that are offloaded to the CPU. Default: the model's own.
-        offload_dir: For what lies on the disk: the folder to write it into, or, for a model on device ``meta``, the
-            checkpoint that has it. Weights that Accelerate's functions have offloaded there (``index.json``) take the
-            place of the model's own, as in Accelerate.
-        offload_index: Where offloaded weights are, in place of the folder's ``index.json``: by name, the dtype and
+        offload_dir: For weights on the disk: the folder to write them into, or, for a model on device ``meta``, the
+            checkpoint that has them. Weights that Accelerate's functions have offloaded there (``index.json``) replace
+            the model's own, as in Accelerate.
+        offload_index: Locations of offloaded weights, in place of the folder's ``index.json``: by name, the dtype and
             shape of a ``NAME.dat`` in ``offload_dir``, or a ``safetensors_file`` and the ``weight_name`` in it.
-        offload_buffers: Buffers of offloaded modules are offloaded too.
+        offload_buffers: Offload buffers of offloaded modules too.
         skip_keys: Names of arguments, and of entries of the output, that are not moved.
         preload_module_classes: Classes whose modules get all weights inside them when they are called, since they read
-            those without calling the modules that hold them.
-        force_hooks: Add the hooks also where all lies on one device.
+            them without calling the modules that hold them.
+        force_hooks: Add the hooks even if everything is on one device.
 
     Returns:
         The model, with the map as its ``hf_device_map``.
 
     Raises:
-        ValueError: The map can't be followed, weights have no values, ``offload_dir`` is needed, or it was dispatched
-            before.
+        ValueError: If the map can't be followed, weights have no values, ``offload_dir`` is missing, or the model is
+            already dispatched.
     """
     refuse_twice(model)
     check_device_map(model, device_map)
@@ -95,14 +95,17 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights in main memory and bring each module's to a device when it is called.
+    """Keep a model's weights in main memory and move each module's to a device when it is called.
 
     Args:
         model: The model.
-        execution_device: Where it runs. Default: where its first parameter is.
-        offload_buffers: Buffers too.
-        state_dict: Values for them. Default: the model's own.
-        preload_module_classes: As in `dispatch_model`.
+        execution_device: The device that runs it. Default: that of its first parameter.
+        offload_buffers: Offload buffers too.
+        state_dict: Values for the weights. Default: the model's own.
+        preload_module_classes: See `dispatch_model`.
+
+    Returns:
+        The model.
     """
     main = _resolve_execution_device(model, execution_device)
     weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}
@@ -128,11 +131,14 @@ def disk_offload(
 
     Args:
         model: The model.
-        offload_dir: The folder to write them into; for a model on device ``meta``, the checkpoint that has them. If it
-            has weights offloaded by Accelerate's functions, these take the place of the model's own.
-        execution_device: Where it runs. Default: where its first parameter is, or the CPU.
-        offload_buffers: Buffers too.
-        preload_module_classes: As in `dispatch_model`.
+        offload_dir: The folder to write them into; for a model on device ``meta``, the checkpoint that has them.
+            Weights that Accelerate's functions have offloaded there replace the model's own.
+        execution_device: The device that runs it. Default: that of its first parameter, or the CPU.
+        offload_buffers: Offload buffers too.
+        preload_module_classes: See `dispatch_model`.
+
+    Returns:
+        The model.
     """
     main = _resolve_execution_device(model, execution_device)
     return dispatch_model(
@@ -150,11 +156,11 @@ def cpu_offload_with_hook(
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Keep a whole model in main memory until it is called; then it stays on the device until ``hook.offload()``.
 
-    For models that run in turn: each call first takes the model of ``prev_module_hook`` off the device.
+    For models that run in turn: each call first moves the model of ``prev_module_hook`` off the device.
 
     Args:
         model: The model.
-        execution_device: Where it runs. Default: the accelerator, else the CPU.
+        execution_device: The device that runs it. Default: the accelerator, else the CPU.
         prev_module_hook: The hook of the model that runs before this one.
 
     Returns:
@@ -166,13 +172,21 @@ def cpu_offload_with_hook(
 
 
 def find_station(module: nn.Module) -> Station | None:
-    """The hook that brings offloaded tensors when a module itself is called; None if there are none."""
+    """Return the hook that moves offloaded tensors to the device when a module itself is called; None without any.
+
+    Args:
+        module: The module.
+    """
     hooks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
     return next((hook for hook in hooks if isinstance(hook, Station) and hook.loans), None)
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Whether a model lies on several devices or is offloaded, so that it can't be trained in a distributed run."""
+    """Return whether a model is on several devices or offloaded, so that it can't be trained in a distributed run.
+
+    Args:
+        model: The model.
+    """
     places = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if len(places) > 1 or "disk" in places:
         return True
@@ -180,9 +194,15 @@ def is_dispatched(model: nn.Module) -> bool:
 
 
 def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
-    """Undo a dispatch: offloaded weights come into main memory for good, the rest stays where it is.
+    """Undo a dispatch: offloaded weights return to main memory, the others stay where they are.
 
     Every `ModelHook` of the model and of the modules inside it is removed too.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The model.
     """
     remove_hook_from_module(model, recurse=True)
     brought: dict[int, Tensor] = {}
@@ -207,7 +227,12 @@ def _find_hooks(model: nn.Module) -> list[Station | Home]:
 
 
 def resolve_main_device(device_map: Mapping[str, Device], main_device: Device | None = None) -> torch.device:
-    """Where offloaded modules run: on the first accelerator of the map unless said otherwise, else on the CPU."""
+    """Return the device that runs offloaded modules: by default the first accelerator of the map, else the CPU.
+
+    Args:
+        device_map: The map.
+        main_device: The user's choice.
+    """
     if main_device is None:
         main_device = next((device for device in device_map.values() if is_accelerator(device)), "cpu")
     return resolve(main_device)
@@ -224,9 +249,21 @@ def dispatch(
     force_hooks: bool = False,
     all_away: bool = False,
 ) -> nn.Module:
-    """What `dispatch_model` does once the map is checked and the weights of the disk can be read.
+    """Dispatch a model after the map is checked and the weights on the disk are opened; see `dispatch_model`.
 
-    With ``all_away`` what lies on the CPU is offloaded even if it runs there.
+    Args:
+        model: The model.
+        device_map: Devices by the names of modules or tensors.
+        main: The device that runs offloaded modules.
+        weights: Values of offloaded tensors.
+        offload_buffers: Offload buffers too.
+        skip_keys: Names of arguments and outputs that are not moved.
+        preload_module_classes: Classes whose modules get all weights inside them.
+        force_hooks: Add the hooks even if everything is on one device.
+        all_away: Offload weights on the CPU even if they run there.
+
+    Returns:
+        The model.
     """
     refuse_twice(model)
     tensors = named_tensors(model)
@@ -254,17 +291,20 @@ def dispatch(
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Refuse a model that has hooks already: they would bring weights that are no longer its own.
+    """Check that a model has no hooks yet: they would load weights that are no longer its own.
+
+    Args:
+        model: The model.
 
     Raises:
-        ValueError: It has.
+        ValueError: If it has.
     """
     if _find_hooks(model):
-        raise ValueError("the model was dispatched before. Call remove_hook_from_submodules(model) first.")
+        raise ValueError("the model is already dispatched. Call remove_hook_from_submodules(model) first.")
 
 
 def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
-    """Every tensor must have values somewhere; a tied one under any of its names."""
+    """Check that every tensor has values somewhere; a tied one under any of its names."""
     check_shapes(tensors, weights)
     empty = [
         names[0]
@@ -272,13 +312,13 @@ def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -
         if tensors[names[0]].is_meta and not any(name in weights for name in names)
     ]
     if empty:
-        raise ValueError(f"the model has no values for {abbreviate(empty)}. Load a checkpoint that has them.")
+        raise ValueError(f"the model has no values for {abbreviate(empty)}. Load a checkpoint that contains them.")
 
 
 def _locate_values(
     tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]
 ) -> dict[str, Piece]:
-    """Where the values of each offloaded tensor are; the same for all names of a tied one."""
+    """Return the location of the values of each offloaded tensor; the same for all names of a tied one."""
     away_names, lent = set(away), dict[str, Piece]()
     for names in group_tied_names(tensors):
         if names[0] in away_names:
@@ -290,23 +330,26 @@ def _locate_values(
 def _disk_weights(
     tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
 ) -> Weights:
-    """Where the values are that shall lie on the disk: offloaded or in a checkpoint already, or else written there."""
+    """Return the location of values on the disk: already offloaded or in a checkpoint, or else written there."""
     offloaded = open_offloaded(folder, index)
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:
         announce(
-            f"the values of {abbreviate(replaced)} are those that were offloaded before "
+            f"the values of {abbreviate(replaced)} are those that were offloaded earlier "
             f"({'offload_index' if index is not None else Path(str(folder)) / INDEX}), not the model's own."
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name not in covered}
     if offloaded and any(tensor.is_meta for tensor in tensors.values()):
         empty = [name for name, tensor in tensors.items() if tensor.is_meta]
-        raise ValueError(f"the model has no values for {abbreviate(empty)}, and they were not offloaded before either.")
+        raise ValueError(
+            f"the model has no values for {abbreviate(empty)}, and they were not offloaded earlier. Load a checkpoint "
+            "that contains them."
+        )
     if not tensors:
         return offloaded
     if folder is None:
         raise ValueError(
-            f"device_map puts {abbreviate(list(tensors))} on the disk: give offload_dir, the folder to write them into."
+            f"device_map puts {abbreviate(list(tensors))} on the disk: pass offload_dir, the folder to write them into."
         )
     weights = open_weights(folder) if any(tensor.is_meta for tensor in tensors.values()) else {}
     firsts = [names[0] for names in group_tied_names(tensors)]
@@ -330,7 +373,7 @@ def _install(
     skip_keys: Skip,
     preload_module_classes: list[str] | None,
 ) -> None:
-    """Put stand-ins for what is lent, and hooks that bring it and move what goes in and out."""
+    """Replace offloaded tensors by stand-ins, and add hooks that load them and move inputs and outputs."""
     whole = check_class_names(model, "preload_module_classes", preload_module_classes)
     skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     shapes: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Building a model without memory for its weights."""
+"""Creation of a model without memory for its weights."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from .module_tensors import copy_attributes
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> Any:
-    """A context in which modules are built with their parameters on device ``meta``, which takes no memory.
+    """Return a context in which parameters of new modules are on device ``meta``, which uses no memory.
 
-    Load them with `load_checkpoint_and_dispatch` before use. Only the thread that enters it is affected; it may be
-    entered again inside itself, and an error inside leaves nothing behind. A parameter is made as the module's code
-    says and dropped at once, so that the memory in use is one parameter's at most.
+    Load them with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is affected; it
+    may be nested, and an error inside leaves nothing behind. Each parameter is created as the module's code says and
+    released at once, so at most one parameter is in memory.
 
     Args:
-        include_buffers: Buffers too. Default: no, since most are computed and in no checkpoint.
+        include_buffers: Put buffers there too. Default: no, since most are computed and not saved in a checkpoint.
     """
     return init_on_device(torch.device("meta"), include_buffers=include_buffers)
 
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """A context in which modules are built with their parameters on ``device``.
+    """Put parameters of new modules on ``device`` inside the context.
 
     Args:
-        device: Where they go.
-        include_buffers: Buffers too; then every tensor that is made inside without naming a device is made there, so
-            code that reads values back while it builds can't run with ``meta``. Default: no.
+        device: The device.
+        include_buffers: Put buffers there too; then every tensor that is created inside without a device is created
+            there, so code that reads values back during construction can't run with ``meta``. Default: no.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:
@@ -54,7 +54,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 class _Redirect:
-    """Where the tensors go that are registered inside one context."""
+    """Device for the tensors that are registered inside one context."""
 
     def __init__(self, device: torch.device, buffers: bool) -> None:
         self.device = device
@@ -63,7 +63,11 @@ class _Redirect:
         self._moved: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def move_tensor(self, tensor: Tensor) -> Tensor | None:
-        """The tensor on the device; None where it is there already, or has no shape yet."""
+        """Return the tensor on the device; None if it is already there, or has no shape yet.
+
+        Args:
+            tensor: The tensor.
+        """
         on_target = tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
         if on_target or nn.parameter.is_lazy(tensor):
             return None
@@ -88,10 +92,10 @@ def _redirect_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
 
 
 class _Hooks:
-    """torch's registration hooks, there as long as any thread is inside a context.
+    """torch's registration hooks, present as long as any thread is inside a context.
 
-    They are torch's own and of the whole process. One pair serves all threads, because torch walks the list of hooks
-    while it registers a parameter: a thread that came or went meanwhile would break the others' walk.
+    They are torch's own and apply to the whole process. One pair serves all threads, because torch iterates over the
+    hooks while it registers a parameter: a thread that entered or left meanwhile would break this iteration in others.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What happens around a dispatched module's forward: its weights come and go, its inputs follow them.
+"""Hooks of dispatched modules: weights are loaded for each forward, and inputs are moved.
 
 These are torch's own forward hooks; no forward is replaced.
 """
@@ -19,24 +19,27 @@ from .module_tensors import copy_attributes, is_buffer, set_tensor
 
 
 class StandIn(Tensor):
-    """What an offloaded tensor's place holds while its values are away: its shape, on device ``meta``.
+    """Stand-in for an offloaded tensor without its values: its shape, on device ``meta``.
 
-    torch 2.13 multiplies a CPU tensor with a ``meta`` one and returns memory that nobody has written; this one says so.
+    torch 2.13 multiplies a CPU tensor with a ``meta`` one and returns uninitialized memory; this class raises an error.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse to compute with values that are away; what only looks at the stand-in goes on."""
+        """Refuse to compute with missing values; functions that only inspect the stand-in are permitted."""
         kwargs = kwargs or {}
         if any(not (isinstance(tensor, cls) or tensor.is_meta) for tensor in _iter_tensors((args, kwargs))):
             raise ValueError(
-                "an offloaded weight was used outside its own module's forward, so its values were not there. Name the "
-                "class of the module that uses it in preload_module_classes."
+                "an offloaded weight was used outside its own module's forward, when it has no values. List the class "
+                "of the module that uses it in preload_module_classes."
             )
         return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Another of the same shape; torch's own way is not for subclasses on device ``meta``."""
+        """Return another stand-in of the same shape.
+
+        Torch's own copy does not support subclasses on device ``meta``.
+        """
         new: Tensor = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(type(self))
         if isinstance(self, nn.Parameter):
             new = nn.Parameter(new, requires_grad=self.requires_grad)
@@ -45,14 +48,14 @@ class StandIn(Tensor):
 
 
 class Loan:
-    """One offloaded tensor of one module. Without its values, the module holds a stand-in.
+    """One offloaded tensor of one module. Without its values, the module has a stand-in.
 
     Args:
-        module: The module that holds it.
-        name: Under which name.
-        piece: Where its values are.
-        shape: What it is otherwise: of the right kind, dtype and shape, on device ``meta``.
-        stand_in: What the module holds when it isn't running; one for all that are tied.
+        module: The module that has it.
+        name: Its name there.
+        piece: The location of its values.
+        shape: Its description: the class, dtype and shape, on device ``meta``.
+        stand_in: The stand-in in the module while it is not running; the same one for all tied tensors.
     """
 
     def __init__(self, module: nn.Module, name: str, piece: Piece, shape: Tensor, stand_in: Tensor) -> None:
@@ -60,14 +63,23 @@ class Loan:
         self._mark = (0, -1)  # which tensor was lent, and its version then
 
     def read(self, device: torch.device) -> Tensor:
-        """Its values on the device, in the model's dtype."""
+        """Return the values on a device, in the model's dtype.
+
+        Args:
+            device: The device.
+        """
         dtype = self.shape.dtype
         # A conversion makes an aligned copy by itself, and so does the way to another device.
         exact = device.type == "cpu" and self.piece.dtype == dtype
         return self.piece.get(exact).to(device=device, dtype=dtype)
 
     def lend(self, values: Tensor, grad: bool) -> None:
-        """Give the module the values. Where gradients are computed, one for them is refused."""
+        """Put the values into the module. If gradients are computed, a gradient for them is refused.
+
+        Args:
+            values: The values.
+            grad: Whether gradients are computed.
+        """
         self._mark = (id(values), values._version)
         new = copy_attributes(self.shape, values)
         if grad and new.requires_grad:
@@ -75,7 +87,7 @@ class Loan:
         set_tensor(self.module, self.name, new)
 
     def take_back(self) -> None:
-        """Let the values go. A buffer that the forward changed, such as a cache or running statistics, is kept."""
+        """Release the values. A buffer that the forward changed, such as a cache or running statistics, is kept."""
         buffer = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
         if buffer is not None and buffer is not self.stand_in and self._is_changed(buffer):
             self.piece = MemoryPiece(buffer.detach().clone().to("cpu"))
@@ -87,28 +99,32 @@ class Loan:
 
 
 def make_stand_in(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what describes an offloaded tensor, and what the module holds in its place."""
+    """Return the description of an offloaded tensor, and its stand-in for the module.
+
+    Args:
+        tensor: The tensor.
+    """
     shape = tensor.detach().to("meta")
     return copy_attributes(tensor, shape), copy_attributes(tensor, shape.as_subclass(StandIn), plain=True)
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
     raise ValueError(
-        "an offloaded weight got a gradient, which would be thrown away with its values. Run the model under "
-        "torch.no_grad(), or call requires_grad_(False) on what isn't trained before it is dispatched."
+        "an offloaded weight got a gradient, which would be lost with its values. Run the model under "
+        "torch.no_grad(), or call requires_grad_(False) on weights that are not trained before the dispatch."
     )
 
 
 class Station:
-    """One module's hooks: on entering, its offloaded tensors are brought and its inputs moved.
+    """Hooks of one module: when it is called, its offloaded tensors are loaded and its inputs are moved.
 
-    Two threads may be inside at once, and a module inside itself: what was brought goes when the last one leaves.
+    Two threads may be inside at once, and a module may call itself: the values are released when the last call ends.
 
     Args:
-        device: Where the module runs.
+        device: The device that runs the module.
         loans: Its offloaded tensors.
-        moves: Whether inputs may lie elsewhere.
-        skip: Names of arguments that are left where they are.
+        moves: Whether inputs may be on another device.
+        skip: Names of arguments that are not moved.
     """
 
     def __init__(self, device: torch.device, loans: list[Loan], moves: bool, skip: Collection[str]) -> None:
@@ -118,18 +134,31 @@ class Station:
         self._handles: list[Any] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Hook a module."""
+        """Add the hooks to a module.
+
+        Args:
+            module: The module.
+        """
         self._handles = [module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)]
         if self.loans:
             self._handles.append(module.register_forward_hook(self.leave, always_call=True))
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Before the forward."""
+        """Load the tensors and move the inputs before the forward.
+
+        Args:
+            module: The module.
+            args: The arguments.
+            kwargs: The keyword arguments.
+
+        Returns:
+            The moved arguments, or None if they are not moved.
+        """
         if self.loans:
             with self._lock:
                 self._inside += 1
@@ -141,10 +170,10 @@ class Station:
 
     @contextmanager
     def lending(self, device: torch.device | None = None) -> Iterator[None]:
-        """A context in which the module has its offloaded tensors, as during its forward.
+        """Give the module its offloaded tensors inside the context, as during its forward.
 
         Args:
-            device: Where they are. Default: where the module runs.
+            device: The device of the tensors. Default: the one that runs the module.
         """
         with self._lock:
             self._inside += 1
@@ -156,7 +185,13 @@ class Station:
             self._leave()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After the forward, also one that raised."""
+        """Release the tensors after the forward, including one that raised.
+
+        Args:
+            module: The module.
+            args: The arguments.
+            output: The output.
+        """
         self._leave()
 
     def _leave(self) -> None:
@@ -168,7 +203,11 @@ class Station:
                         loan.take_back()
 
     def bring(self, device: torch.device | None = None) -> None:
-        """Give the module its offloaded tensors. One that has several names is brought once."""
+        """Load the module's offloaded tensors. A tensor with several names is loaded once.
+
+        Args:
+            device: The device. Default: the one that runs the module.
+        """
         grad = torch.is_grad_enabled()
         # Tensors made in inference mode would stay inference tensors wherever they end up.
         with torch.inference_mode(False), torch.no_grad():
@@ -179,20 +218,20 @@ class Station:
                 loan.lend(brought[id(loan.stand_in)], grad)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model has a lock of its own, and nobody inside."""
+        """Return the state for a copy of the model, which has its own lock and no calls in progress."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_inside")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `__getstate__`."""
+        """Restore the state; see `__getstate__`."""
         self.__dict__.update(state, _lock=threading.Lock(), _inside=0)
 
 
 class Home:
-    """The whole model's hooks: inputs to where it starts, outputs back to where the inputs came from.
+    """Hooks of the whole model: inputs are moved to its first device, outputs back to the device of the inputs.
 
     Args:
-        device: Where the model starts.
-        skip: Names of arguments, and of entries of the output, that are left where they are.
+        device: The first device of the model.
+        skip: Names of arguments, and of entries of the output, that are not moved.
     """
 
     def __init__(self, device: torch.device, skip: Collection[str]) -> None:
@@ -201,25 +240,47 @@ class Home:
         self._handles: list[Any] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Hook the model."""
+        """Add the hooks to the model.
+
+        Args:
+            module: The model.
+        """
         self._handles = [
             module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             module.register_forward_hook(self.leave, always_call=True),
         ]
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Before the forward."""
+        """Move the inputs before the forward.
+
+        Args:
+            module: The model.
+            args: The arguments.
+            kwargs: The keyword arguments.
+
+        Returns:
+            The moved arguments.
+        """
         first = next(_iter_tensors((args, kwargs)), None)
         self._get_device_stack().append(None if first is None else first.device)
         return move(args, self.device, ()), move(kwargs, self.device, self.skip)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After the forward, also one that raised."""
+        """Move the output after the forward, including one that raised.
+
+        Args:
+            module: The model.
+            args: The arguments.
+            output: The output.
+
+        Returns:
+            The moved output, or None if it is not moved.
+        """
         stack = self._get_device_stack()
         device = stack.pop() if stack else None
         return None if device is None or output is None else move(output, device, self.skip)
@@ -230,16 +291,22 @@ class Home:
         return self._calls.devices  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model is inside no call."""
+        """Return the state for a copy of the model, which has no calls in progress."""
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `__getstate__`."""
+        """Restore the state; see `__getstate__`."""
         self.__dict__.update(state, _calls=threading.local())
 
 
 def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
-    """``data`` with its tensors on the device, except the entries of a mapping that are named in ``skip``."""
+    """Move the tensors in ``data`` to a device, except the entries of a mapping that are named in ``skip``.
+
+    Args:
+        data: Tensors, nested.
+        device: The device.
+        skip: Names of entries.
+    """
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device)
     if all(tensor.device == device for tensor in _iter_tensors(data)):
@@ -256,7 +323,7 @@ def _move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _iter_tensors(data: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples, mappings and dataclasses."""
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping):

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a model tensor by tensor: there is never a second copy of the weights in memory."""
+"""Loading of a checkpoint into a model tensor by tensor, without a second copy of the weights in memory."""
 
 from __future__ import annotations
 
@@ -51,33 +51,33 @@ def load_checkpoint_and_dispatch(
     broadcast_from_rank0: bool = False,
     quantization: str | WeightQuantizer | None = None,
 ) -> nn.Module:
-    """Load a checkpoint into a model, usually one made under `init_empty_weights`, and spread it over devices.
+    """Load a checkpoint into a model, usually one created under `init_empty_weights`, and dispatch it over devices.
 
-    Weights that lie on the disk stay in the checkpoint's own files, and are read from there whenever their module runs.
+    Weights on the disk stay in the checkpoint's own files, and are read from there whenever their module runs. The
+    model is returned, with the map as its ``hf_device_map``.
 
     Args:
         model: The model.
-        checkpoint: a safetensors file, an index of several or a folder with them, a checkpoint
-            of Treadle, or a file of ``torch.save``.
-        device_map: ``"auto"`` and ``"balanced"`` share out evenly over the accelerators, ``"balanced_low_0"`` leaves
-            the first as free as it can, ``"sequential"`` fills one after the other; what doesn't fit goes to the CPU,
-            then the disk, and the plan is printed. Or a map of names to devices. Default: load it only.
-        max_memory: As in `get_max_memory`.
-        no_split_module_classes: As in `infer_auto_device_map`.
-        offload_folder, offload_state_dict: Not needed: nothing is copied on the disk, or stands in memory twice.
-        offload_buffers: Buffers of offloaded modules are offloaded too.
-        dtype: What floating point weights become. Default: what they are in the model.
-        skip_keys, preload_module_classes, force_hooks: As in `dispatch_model`.
-        strict: Tensors that only the model or only the checkpoint has are an error; else a warning, unless the model
-            would have no values for them at all.
-        full_state_dict, broadcast_from_rank0: Errors if changed: each process reads a whole checkpoint for itself.
+        checkpoint: A safetensors file, an index or folder of several, a Treadle checkpoint, or a ``torch.save`` file.
+        device_map: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators, ``"balanced_low_0"``
+            leaves the first as free as possible, ``"sequential"`` fills one after the other; the rest goes to the CPU,
+            then the disk, and the plan is printed. Or a map of names to devices. Default: only load the model.
+        max_memory: See `get_max_memory`.
+        no_split_module_classes: See `infer_auto_device_map`.
+        offload_folder: Accepted, not needed: nothing is copied on the disk.
+        offload_buffers: Offload buffers of offloaded modules too.
+        dtype: The dtype of floating point weights after the load. Default: that of the model.
+        offload_state_dict: Accepted, not needed: no weight is in memory twice.
+        skip_keys: See `dispatch_model`.
+        preload_module_classes: See `dispatch_model`.
+        force_hooks: See `dispatch_model`.
+        strict: Raise if only one side has a tensor. Default: warn, and raise if the model would have no values for it.
+        full_state_dict: Only True is supported: each process reads a whole checkpoint by itself.
+        broadcast_from_rank0: Only False is supported.
         quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
 
-    Returns:
-        The model, with the map as its ``hf_device_map``.
-
     Raises:
-        ValueError: The checkpoint is damaged or is not of this model, or the map can't be followed.
+        ValueError: If the checkpoint is damaged or belongs to another model, or if the map can't be followed.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     refuse_twice(model)
@@ -128,27 +128,27 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model and add nothing that would run it.
+    """Load a checkpoint into a model, without hooks to run it.
 
-    What the map gives to the disk is left on device ``meta``: `dispatch_model` takes the checkpoint as its
-    ``offload_dir``.
+    Weights that the map puts on the disk are left on device ``meta``: pass the checkpoint as ``offload_dir`` to
+    `dispatch_model`.
 
     Args:
         model: The model.
-        checkpoint: As in `load_checkpoint_and_dispatch`.
-        device_map: Devices by the names of modules or tensors. Default: the CPU for what is on device ``meta``, and
-            what has memory keeps it.
-        offload_folder: Not needed.
-        dtype: What floating point weights become. Default: what they are in the model.
-        offload_state_dict: Not needed.
-        offload_buffers: Buffers that the map gives to the disk are left there too.
-        keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 whatever ``dtype`` says.
-        strict: As in `load_checkpoint_and_dispatch`.
-        full_state_dict: As in `load_checkpoint_and_dispatch`.
-        broadcast_from_rank0: As in `load_checkpoint_and_dispatch`.
+        checkpoint: See `load_checkpoint_and_dispatch`.
+        device_map: Devices by the names of modules or tensors. Default: tensors on device ``meta`` go to the CPU,
+            others stay where they are.
+        offload_folder: Accepted, not needed.
+        dtype: The dtype of floating point weights after the load. Default: that of the model.
+        offload_state_dict: Accepted, not needed.
+        offload_buffers: Leave buffers that the map puts on the disk there too.
+        keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 whatever ``dtype`` is.
+        strict: See `load_checkpoint_and_dispatch`.
+        full_state_dict: See `load_checkpoint_and_dispatch`.
+        broadcast_from_rank0: See `load_checkpoint_and_dispatch`.
 
     Raises:
-        ValueError: As in `load_checkpoint_and_dispatch`.
+        ValueError: See `load_checkpoint_and_dispatch`.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     weights = open_weights(checkpoint)
@@ -166,7 +166,21 @@ def load_weights(
     in_fp32: set[str] = frozenset(),  # type: ignore[assignment]
     quantizer: WeightQuantizer | None = None,
 ) -> None:
-    """What both doors do with an opened checkpoint. Nothing is changed before all of it is checked."""
+    """Load an opened checkpoint into a model. Nothing is changed before all of it is checked.
+
+    Args:
+        model: The model.
+        weights: The opened checkpoint.
+        device_map: Devices by the names of modules or tensors.
+        dtype: The dtype of floating point weights after the load.
+        offload_buffers: Leave buffers that the map puts on the disk there too.
+        strict: Raise if only the model or only the checkpoint has a tensor.
+        in_fp32: Parts of names whose weights become float32.
+        quantizer: Rounds the weights of linear layers.
+
+    Raises:
+        ValueError: See `load_checkpoint_and_dispatch`.
+    """
     if device_map is not None:
         check_device_map(model, device_map)
     tensors = named_tensors(model)
@@ -212,23 +226,21 @@ def _check_names(model: nn.Module, tensors: Mapping[str, Tensor], weights: Weigh
     groups = [names for names in group_tied_names(tensors) if not any(name in weights for name in names)]
     missing = [names[0] for names in groups if not unsaved.issuperset(names)]
     empty = [names[0] for names in groups if tensors[names[0]].is_meta]
-    differences = [f"it has tensors that the model hasn't: {abbreviate(unknown)}"] if unknown else []
+    differences = [f"it has tensors that the model does not have: {abbreviate(unknown)}"] if unknown else []
     differences += [f"it lacks tensors of the model: {abbreviate(missing)}"] if missing else []
     if strict and differences:
-        raise ValueError(f"checkpoint: {'; '.join(differences)}.")
+        raise ValueError(f"checkpoint: {'; '.join(differences)}. To load what fits, pass strict=False.")
     if empty:
-        more = f" It has some that the model hasn't: {abbreviate(unknown)}." if unknown else ""
-        raise ValueError(f"checkpoint: lacks {abbreviate(empty)}, for which the model has no values either.{more}")
+        more = f" It has tensors that the model does not have: {abbreviate(unknown)}." if unknown else ""
+        raise ValueError(f"checkpoint: it lacks {abbreviate(empty)}, and the model has no values for them.{more}")
     if differences:
         warn(
             f"checkpoint: {'; '.join(differences)}. "
-            "Those of the model stay as they are; strict=True makes this an error."
+            "The model's other values are not changed; strict=True makes this an error."
         )
 
 
 def _refuse_sharded(full_state_dict: Any, broadcast_from_rank0: Any) -> None:
     if not full_state_dict or broadcast_from_rank0:
         name = "broadcast_from_rank0=True" if broadcast_from_rank0 else "full_state_dict=False"
-        raise ValueError(
-            f"{name} is for models sharded over processes. Leave it out: each process reads whole tensors."
-        )
+        raise ValueError(f"{name} is not supported, since each process loads the full model. Leave it out.")

@@ -1,4 +1,4 @@
-"""Devices of a plan and how much each can take."""
+"""Devices of a plan and their memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ...common.messages import nearest
 
 Device = int | str | torch.device
-"""A device of a map: an accelerator's number, ``"cpu"``, ``"disk"``, or anything ``torch.device`` takes."""
+"""Device of a map: an accelerator's number, ``"cpu"``, ``"disk"``, or anything that ``torch.device`` accepts."""
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -23,10 +23,13 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str) -> int:
-    """A number of bytes from itself or text such as ``"1GB"`` (10**9) or ``"1.5GiB"`` (2**30 each).
+    """Return a size in bytes, given as a number or text such as ``"1GB"`` (10**9) or ``"1.5GiB"`` (2**30 each).
+
+    Args:
+        size: The size.
 
     Raises:
-        ValueError: It is negative, or says no size.
+        ValueError: If it is negative or not a size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
@@ -34,13 +37,17 @@ def parse_bytes(size: int | str) -> int:
     # "Gb" would be bits to some and a slip of the pen to others.
     if match is None or match[2].upper() not in _UNITS or match[2].endswith("b"):
         raise ValueError(
-            f"memory {size!r} is no size. Give bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB, TiB."
+            f"memory {size!r} is not a size. Pass bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB, TiB."
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def format_bytes(size: int) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes.
+
+    Args:
+        size: The number.
+    """
     for unit, power in (("TB", 12), ("GB", 9), ("MB", 6), ("kB", 3)):
         if size >= 10**power:
             return f"{size / 10**power:.2f} {unit}"
@@ -48,17 +55,20 @@ def format_bytes(size: int) -> str:
 
 
 def accelerators() -> tuple[str, int]:
-    """The kind of this machine's accelerators, and how many there are; ``("", 0)`` if none."""
+    """Return the kind of this machine's accelerators and their number; ``("", 0)`` without any."""
     count = torch.accelerator.device_count()
     current = torch.accelerator.current_accelerator() if count else None
     return (current.type, count) if current is not None else ("", 0)
 
 
 def resolve(device: Device) -> torch.device:
-    """The torch device that a map's value means, all but ``"disk"``.
+    """Return the torch device for a value of a map, except ``"disk"``.
+
+    Args:
+        device: The value.
 
     Raises:
-        ValueError: This machine has no such device.
+        ValueError: If this machine has no such device.
     """
     kind, count = accelerators()
     available = ", ".join([*(str(number) for number in range(count)), "'cpu'", "'disk'"])
@@ -69,14 +79,14 @@ def resolve(device: Device) -> torch.device:
             torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"{device!r} is no device. Here are {available}.{nearest(str(device), ['cpu', 'disk'])}"
+            f"{device!r} is not a device. Use one of {available}.{nearest(str(device), ['cpu', 'disk'])}"
         ) from error
     if torch_device.type in ("cpu", "meta"):
         return torch_device
     if torch_device.type != kind or (torch_device.index or 0) >= count:
         raise ValueError(
-            f"device {device!r} is not on this machine; here are {available}. "
-            "To plan for another machine, call its devices 'meta:0', 'meta:1', ..."
+            f"device {device!r} is not on this machine, which has {available}. "
+            "To plan for another machine, name its devices 'meta:0', 'meta:1', ..."
         )
     return (
         torch_device
@@ -86,19 +96,23 @@ def resolve(device: Device) -> torch.device:
 
 
 def is_accelerator(device: Device) -> bool:
-    """Whether a map's value is neither ``"cpu"`` nor ``"disk"``."""
+    """Return whether a value of a map is neither ``"cpu"`` nor ``"disk"``.
+
+    Args:
+        device: The value.
+    """
     return str(device).partition(":")[0] not in ("cpu", "disk")
 
 
 def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
-    """What each device can take, in bytes: accelerators first, then ``"cpu"``, then ``"disk"``.
+    """Return the memory of each device in bytes: accelerators first, then ``"cpu"``, then ``"disk"``.
 
     Args:
-        max_memory: Sizes by device, as bytes or text such as ``"10GiB"``. Default: what is free now on each
-            accelerator and in main memory.
+        max_memory: Sizes by device, as bytes or text such as ``"10GiB"``. Default: what is free now on each accelerator
+            and in main memory.
 
     Raises:
-        ValueError: A size that is none, or a device that this machine doesn't have.
+        ValueError: If a size is invalid, or if this machine does not have a device.
     """
     if max_memory is None:
         kind, count = accelerators()
@@ -120,7 +134,7 @@ def _read_free_bytes(kind: str, number: int) -> int:
 
 
 def available_memory() -> int:
-    """Main memory that this process can still use, in bytes, a container's limit included."""
+    """Return the main memory that this process can still use, in bytes, within a container's limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))

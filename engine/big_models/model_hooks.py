@@ -1,7 +1,7 @@
-"""Hooks around a module's forward, in the form that Accelerate gave them.
+"""Hooks around a module's forward, in Accelerate's form.
 
-Libraries subclass `ModelHook` and read ``module._hf_hook``, so those names are fixed. The forward itself is replaced,
-unlike in `hooks`: a `ModelHook` also sees ``module.forward(...)``, which torch's own forward hooks do not.
+Libraries subclass `ModelHook` and read ``module._hf_hook``, so those names are fixed. Unlike in `hooks`, the forward
+itself is replaced: a `ModelHook` also applies to ``module.forward(...)``, which torch's own forward hooks do not.
 """
 
 from __future__ import annotations
@@ -30,21 +30,38 @@ class ModelHook:
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Prepare a module when the hook is added to it.
 
+        Args:
+            module: The module.
+
         Returns:
             The module.
         """
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments that the forward gets."""
+        """Return the arguments for the forward.
+
+        Args:
+            module: The module.
+            args: The caller's arguments.
+            kwargs: The caller's keyword arguments.
+        """
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return the output that the caller gets."""
+        """Return the output for the caller.
+
+        Args:
+            module: The module.
+            output: The output of the forward.
+        """
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore a module when the hook is removed from it.
+
+        Args:
+            module: The module.
 
         Returns:
             The module.
@@ -63,25 +80,44 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Prepare the module with each hook in turn."""
+        """Prepare the module with each hook in turn.
+
+        Args:
+            module: The module.
+        """
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Pass the arguments through each hook in turn."""
+        """Pass the arguments through each hook in turn.
+
+        Args:
+            module: The module.
+            args: The caller's arguments.
+            kwargs: The caller's keyword arguments.
+        """
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Pass the output through each hook in turn."""
+        """Pass the output through each hook in turn.
+
+        Args:
+            module: The module.
+            output: The output of the forward.
+        """
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Restore the module with each hook in turn."""
+        """Restore the module with each hook in turn.
+
+        Args:
+            module: The module.
+        """
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
@@ -160,8 +196,8 @@ class CpuOffload(ModelHook):
     """Hook that keeps one whole model on the CPU until its forward; see `cpu_offload_with_hook`.
 
     Args:
-        execution_device: Where the model runs. Default: the first accelerator, else the CPU.
-        prev_module_hook: The hook of the model that leaves the device when this one comes.
+        execution_device: The device that runs the model. Default: the first accelerator, else the CPU.
+        prev_module_hook: The hook of the model that is moved off the device before this one.
     """
 
     def __init__(
@@ -173,11 +209,21 @@ class CpuOffload(ModelHook):
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the model to the CPU."""
+        """Move the model to the CPU.
+
+        Args:
+            module: The model.
+        """
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Move the model and its inputs to the device, once the previous model has left it."""
+        """Move the model and its inputs to the device, after the previous model has left it.
+
+        Args:
+            module: The model.
+            args: The caller's arguments.
+            kwargs: The caller's keyword arguments.
+        """
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
         module.to(self.execution_device)

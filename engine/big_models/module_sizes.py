@@ -1,4 +1,4 @@
-"""How many bytes the parts of a model take."""
+"""Sizes of the modules of a model, in bytes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ def compute_module_sizes(
     special_dtypes: Dtypes | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """The bytes of every module and tensor by name, ``""`` being the whole model. A tied tensor counts once in each.
+    """Return the size of every module and tensor by name, ``""`` being the whole model.
+
+    A tied tensor counts once in each.
 
     Args:
         model: The model; it may be on device ``meta``.
-        dtype: What floating point tensors will be loaded as. Default: what they are.
-        special_dtypes: Dtypes of single tensors by name, which go before ``dtype``.
+        dtype: The dtype in which floating point tensors will be loaded. Default: their own.
+        special_dtypes: Dtypes of single tensors by name, which override ``dtype``.
         buffers_only: Count no parameters.
     """
     tensors = named_tensors(model)
@@ -59,16 +61,23 @@ def compute_module_sizes(
 def measure_tensors(
     model: nn.Module, dtype: torch.dtype | str | None = None, special_dtypes: Dtypes | None = None
 ) -> dict[Any, int]:
-    """The bytes of each distinct tensor, by `make_view_key`.
+    """Return the size in bytes of each distinct tensor, by `make_view_key`.
+
+    Args:
+        model: The model; it may be on device ``meta``.
+        dtype: The dtype in which floating point tensors will be loaded. Default: their own.
+        special_dtypes: Dtypes of single tensors by name.
 
     Raises:
-        ValueError: A dtype that doesn't exist, or a special one for a tensor that doesn't.
+        ValueError: If a dtype does not exist, or if ``special_dtypes`` names a tensor that does not exist.
     """
     tensors, general = named_tensors(model), parse_dtype(dtype)
     special = {name: parse_dtype(kind) for name, kind in (special_dtypes or {}).items()}
     for name in special:
         if name not in tensors:
-            raise ValueError(f"special_dtypes: the model has no tensor {name!r}.{nearest(name, tensors)}")
+            raise ValueError(
+                f"special_dtypes names {name!r}, but the model has no such tensor.{nearest(name, tensors)}"
+            )
     byte_sizes: dict[Any, int] = {}
     for name, tensor in tensors.items():
         kind = special.get(name) or resolve_stored_dtype(tensor, general)
@@ -80,13 +89,13 @@ def measure_tensors(
 
 @dataclass(frozen=True)
 class Part:
-    """What goes to one device as a whole: modules and tensors that are kept together or share a tensor.
+    """Modules and tensors that go to one device as a whole, since they are kept together or share a tensor.
 
     Attributes:
         names: Its modules and tensors.
-        size: Its bytes.
-        buffers: How many of them are buffers.
-        largest: The parameters' bytes of the largest of its modules: what running it takes where it is offloaded.
+        size: Its size in bytes.
+        buffers: The size of its buffers in bytes.
+        largest: The size of the parameters of its largest module, which running it needs if it is offloaded.
     """
 
     names: list[str]
@@ -101,13 +110,13 @@ def split_model(
     dtype: torch.dtype | str | None = None,
     special_dtypes: Dtypes | None = None,
 ) -> list[Part]:
-    """The model cut as small as it may be, in its own order.
+    """Split the model into the smallest permitted parts, in its own order.
 
     Args:
         model: The model.
-        no_split: Names of classes whose modules stay whole.
-        dtype: As in `compute_module_sizes`.
-        special_dtypes: As in `compute_module_sizes`.
+        no_split: Names of classes whose modules are not split.
+        dtype: See `compute_module_sizes`.
+        special_dtypes: See `compute_module_sizes`.
     """
     whole_classes = check_class_names(model, "no_split_module_classes", no_split)
     atoms: dict[str, dict[Any, bool]] = {}  # the distinct tensors of each, and whether they are buffers
@@ -129,7 +138,7 @@ def split_model(
 
 
 def _group_by_shared_tensors(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
-    """The names in groups that share no tensor, in the order of their first names."""
+    """Return the names in groups that share no tensor, in the order of their first names."""
     groups: dict[str, list[str]] = {}
     owner: dict[Any, str] = {}  # the first name of the group that a tensor is in
     for name, keys in atoms.items():
@@ -153,10 +162,16 @@ def _build_part(names: list[str], atoms: dict[str, dict[Any, bool]], bytes_of: d
 
 
 def check_class_names(model: nn.Module, argument: str, names: list[str] | str | None) -> set[str]:
-    """The names as a set; a warning if the model has no module of any of these classes."""
+    """Return the names as a set; warn if the model has no module of any of these classes.
+
+    Args:
+        model: The model.
+        argument: The name of the argument, for the warning.
+        names: The names of the classes.
+    """
     requested = {names} if isinstance(names, str) else set(names or ())
     model_classes = set().union(*(list_class_names(module) for module in model.modules()))
     if requested and not requested & model_classes:
         name = min(requested)
-        warn(f"{argument}={sorted(requested)}: the model has no module of such a class.{nearest(name, model_classes)}")
+        warn(f"{argument}={sorted(requested)}, but the model has no such class.{nearest(name, model_classes)}")
     return requested

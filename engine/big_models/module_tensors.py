@@ -1,4 +1,4 @@
-"""A model's parameters and buffers by name: which are one and the same, and how one is put in another's place."""
+"""Parameters and buffers of a model by name: which are tied, and how one is replaced."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from ...common.messages import nearest
 from ..parameter_names import make_view_key
 
 READ_FROM_OUTSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""torch's modules that read the weights of the modules inside them without calling those: they stay in one piece."""
+"""torch's modules that read the weights of their submodules without calling them: they are never split."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer under each of its names, module by module as the model lists them."""
+    """Return every parameter and buffer under each of its names, module by module as the model lists them.
+
+    Args:
+        model: The model.
+    """
     return {
         f"{path}.{name}" if path else name: tensor
         for path, module in model.named_modules(remove_duplicate=False)
@@ -25,7 +29,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that a module holds itself."""
+    """Yield the parameters and buffers that a module holds itself.
+
+    Args:
+        module: The module.
+    """
     for registry in (module._parameters, module._buffers):
         for name, tensor in registry.items():
             if tensor is not None:
@@ -33,12 +41,20 @@ def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_buffer(tensor: Tensor) -> bool:
-    """Whether a model's tensor is a buffer: it may be written to, a parameter is only read."""
+    """Return whether a model's tensor is a buffer: it may be written to, while a parameter is only read.
+
+    Args:
+        tensor: The tensor.
+    """
     return not isinstance(tensor, nn.Parameter)
 
 
 def group_tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names in groups, each the names of one tensor, in the order of their first names."""
+    """Return the names in groups, each the names of one tensor, in the order of their first names.
+
+    Args:
+        tensors: Tensors by name.
+    """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(make_view_key(tensor), []).append(name)
@@ -46,7 +62,11 @@ def group_tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def find_unsaved_names(model: nn.Module) -> set[str]:
-    """The buffers that are part of no checkpoint: those registered with ``persistent=False``."""
+    """Return the names of buffers that are not saved: those registered with ``persistent=False``.
+
+    Args:
+        model: The model.
+    """
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
@@ -55,9 +75,12 @@ def find_unsaved_names(model: nn.Module) -> set[str]:
 
 
 def copy_attributes(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
-    """``data`` as the kind of tensor that ``old`` is, parameter or buffer, with the attributes it was given.
+    """Return ``data`` as a parameter or buffer like ``old``, with the same class and attributes.
 
-    With ``plain``, a parameter of no special class and without attributes.
+    Args:
+        old: The tensor to imitate.
+        data: The new values.
+        plain: Return a plain parameter without attributes.
     """
     if is_buffer(old):
         return data
@@ -72,7 +95,13 @@ def copy_attributes(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Let a module hold ``tensor`` where it held another of that name."""
+    """Replace the tensor of a module that has this name.
+
+    Args:
+        module: The module.
+        name: The name.
+        tensor: The new tensor.
+    """
     if isinstance(module, nn.RNNBase):
         setattr(module, name, tensor)  # it keeps a second list of its weights, which only this renews
     else:
@@ -81,32 +110,50 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> None:
-    """Set one tensor under all its names."""
+    """Replace one tensor under all its names.
+
+    Args:
+        model: The model.
+        names: Its names.
+        tensor: The new tensor.
+    """
     for name in names:
         path, _, last = name.rpartition(".")
         set_tensor(model.get_submodule(path), last, tensor)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype from itself or its name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
+    """Return a dtype, given as one or by name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
+
+    Args:
+        dtype: The dtype or its name; None is returned as it is.
 
     Raises:
-        ValueError: torch has no such dtype.
+        ValueError: If torch has no such dtype.
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     resolved = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(resolved, torch.dtype):
         names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
-        raise ValueError(f"dtype={dtype!r} is no dtype of torch.{nearest(str(dtype).removeprefix('torch.'), names)}")
+        raise ValueError(f"dtype={dtype!r} is not a dtype of torch.{nearest(str(dtype).removeprefix('torch.'), names)}")
     return resolved
 
 
 def resolve_stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a tensor's dtype is once the model is loaded as ``dtype``: only floating point numbers follow."""
+    """Return a tensor's dtype after the model is loaded as ``dtype``: only floating point tensors change.
+
+    Args:
+        tensor: The tensor.
+        dtype: The requested dtype; None for no change.
+    """
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def list_class_names(module: nn.Module) -> set[str]:
-    """The names by which a module's class can be listed: its own and its bases'."""
+    """Return the names under which a module's class can be listed: its own and its bases'.
+
+    Args:
+        module: The module.
+    """
     return {kind.__name__ for kind in type(module).__mro__}

@@ -1,4 +1,4 @@
-"""Weights that lie on the disk while a model runs, and whether they are of that model."""
+"""Weights on the disk while a model runs, and the check that they belong to the model."""
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ INDEX = "index.json"
 
 
 def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
-    """Refuse weights of other shapes than those of a model's tensors of the same names.
+    """Check that weights have the shapes of a model's tensors of the same names.
+
+    Args:
+        tensors: The model's tensors by name.
+        weights: The weights by name.
 
     Raises:
-        ValueError: It names them, with both shapes.
+        ValueError: If they do not. The error lists them with both shapes.
     """
     wrong = [
-        f"{name} is {list(weights[name].shape)} there and {list(tensor.shape)} in the model"
+        f"{name} has shape {list(weights[name].shape)}, but {list(tensor.shape)} in the model"
         for name, tensor in tensors.items()
         if name in weights and weights[name].shape != tensor.shape
     ]
     if wrong:
-        raise ValueError(f"checkpoint: {abbreviate(wrong)}. Is it of this model?")
+        raise ValueError(f"checkpoint: {abbreviate(wrong)}. Load a checkpoint of this model.")
 
 
 def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None = None) -> Weights:
     """Open weights that Accelerate's functions have offloaded: raw bytes in ``NAME.dat``, and ``index.json``.
 
     Args:
-        folder: where the ``.dat`` files are.
-        index: dtype and shape by name, or ``"safetensors_file"`` and ``"weight_name"``. Default: the folder's own;
-            a folder without one holds no offloaded weights.
+        folder: The folder with the ``.dat`` files.
+        index: Dtype and shape by name, or ``"safetensors_file"`` and ``"weight_name"``. Default: the folder's own; a
+            folder without one contains no offloaded weights.
 
     Raises:
-        ValueError: an entry is of neither form, or its file is missing or of another size.
+        ValueError: If an entry has neither form, or if its file is missing or has another size.
     """
     if index is None:
         path = None if folder is None else Path(folder) / INDEX
@@ -63,7 +67,7 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
             continue
         if folder is None:
             raise ValueError(
-                f"offload_index names no safetensors_file for {name!r}: give offload_dir, the folder with {name}.dat."
+                f"offload_index has no safetensors_file for {name!r}: pass offload_dir, the folder with {name}.dat."
             )
         weights[name] = _open_raw_file(Path(folder).absolute() / f"{name}.dat", entry)
     return weights
@@ -79,17 +83,25 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
         with path.open("rb") as file:
             mark, size = read_mark(file.fileno()), os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ValueError(f"{path}: an offloaded weight that can't be opened: {error.strerror}.") from error
+        raise ValueError(f"{path} contains an offloaded weight, but can't be opened: {error.strerror}.") from error
     if size != needed:
         raise ValueError(
-            f"{path}: has {size} bytes, but {entry['dtype']} of shape {list(shape)} takes {needed}. Offload the "
-            "weights again."
+            f"{path} has {size} bytes, but {entry['dtype']} of shape {list(shape)} needs {needed}. Offload the weights "
+            "again."
         )
     return FilePiece(path, mark, dtype, shape, 0, needed)
 
 
 def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Weights:
-    """Write tensors into a folder, to be read from there; a file of an earlier run is replaced."""
+    """Write tensors into a folder, to be read from there; a file of an earlier run is replaced.
+
+    Args:
+        folder: The folder.
+        tensors: Tensors by name.
+
+    Returns:
+        The tensors in the file, unread.
+    """
     path = Path(folder).absolute() / "offload.safetensors"
     filesystem.make_directory(path.parent)
     _clear_dead(path)
@@ -105,7 +117,7 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
 
 
 def _clear_dead(path: Path) -> None:
-    """Delete what processes of this machine left beside ``path`` that were killed while they wrote it."""
+    """Delete what killed processes of this machine left beside ``path``."""
     if os.name != "posix":  # nowhere else can a process be asked for without harm
         return
     of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")

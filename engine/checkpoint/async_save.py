@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: the state is copied to host memory, and a thread does the rest."""
+"""Asynchronous saves: the state is copied to host memory, and a thread writes it during training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .parts import Files, TensorFile
 
 
 class HostCopies:
-    """Copies of tensors in host memory, in buffers that are kept from one save to the next.
+    """Copies of tensors in host memory, in buffers that are reused by the next save.
 
-    Fresh memory costs ten times as much as the copy itself: the system has to clear each page of it first.
+    Fresh memory takes ten times as long as the copy itself, since the system clears each page of it first.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class HostCopies:
         self._unpin: Callable[[], Any] | None = None
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._buffers = {}
         self._unpin_slab()
 
@@ -47,17 +47,17 @@ class HostCopies:
     def copy_tensors(
         self, files: Files, later: Container[str], optimizers: Iterable[Optimizer]
     ) -> tuple[Files, Copying]:
-        """Copy the tensors in ``files``, or begin to.
+        """Copy the tensors in ``files``, or start to.
 
         Args:
-            files: what is to be written.
-            later: the files whose tensors nothing but a step of ``optimizers`` changes. They are copied while forward
-                and backward go on: by a thread in host memory, by a stream of its own from a GPU. A step that comes too
-                early waits for that, there where it is computed.
-            optimizers: all that are in use.
+            files: The files to write.
+            later: The files whose tensors are changed by nothing but a step of ``optimizers``. They are copied during
+                forward and backward: by a thread in host memory, by a separate stream from a GPU. A step that comes too
+                early waits for the copy, on the device that computes it.
+            optimizers: All optimizers in use.
 
         Returns:
-            The files with the copies in the tensors' place, and what is to be finished before they are read.
+            The files with the copies in place of the tensors, and the copies to finish before they are read.
         """
         before, self._buffers = self._buffers, {}
         copied: Files = {}
@@ -89,7 +89,7 @@ class HostCopies:
         return copied, copying
 
     def _pin(self, files: Files, before: dict[tuple[str, str], Tensor]) -> None:
-        """Put one pinned slab for all tensors that come from a GPU into ``before``, unless they fit what is there."""
+        """Add one pinned slab for all tensors on a GPU to ``before``, unless the existing buffers fit."""
         tensors = {
             (file, name): tensor
             for file, content in files.items()
@@ -107,16 +107,17 @@ class HostCopies:
                 before[place] = slab[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def _make_pinned_slab(self, size: int) -> Tensor:
-        """Return so many bytes of pinned memory; torch's own allocator would round them up to a power of two.
+        """Return ``size`` bytes of pinned memory; torch's own allocator would round them up to a power of two.
 
-        Where the system pins no more, it is plain memory, and the host waits for each copy; a message says that.
+        If the system does not pin more memory, it is plain memory, and the host waits for each copy; a message reports
+        it.
         """
         slab = torch.empty(size, dtype=torch.uint8, device="cpu")
         address, cudart = slab.data_ptr(), torch.cuda.cudart()
         error = int(cudart.cudaHostRegister(address, size, 0)) if size else 0
         if error:
             announce(
-                f"a save beside the training copies {size / 2**30:.1f} GiB through memory that could not be pinned "
+                f"an asynchronous save copies {size / 2**30:.1f} GiB through memory that could not be pinned "
                 f"(CUDA's error {error}): the training waits for the copy"
             )
         elif size:
@@ -134,10 +135,10 @@ def _align(size: int) -> int:
 
 
 class Copying:
-    """Copies that are under way or still to be made.
+    """Copies that are in progress or still to be made.
 
     Args:
-        owner: of the memory they are made in, which is pinned as long as the owner lives.
+        owner: The owner of the memory, which is pinned as long as the owner lives.
     """
 
     def __init__(self, owner: HostCopies) -> None:
@@ -150,16 +151,26 @@ class Copying:
         self._lock = threading.Lock()
 
     def add(self, place: str, buffer: Tensor, tensor: Tensor) -> None:
-        """Make ``buffer`` a copy of ``tensor`` as it is now, but later."""
+        """Schedule a copy of ``tensor`` in its current state to ``buffer``.
+
+        Args:
+            place: The name of the tensor, for errors.
+            buffer: The target.
+            tensor: The source.
+        """
         self.note(tensor)
         (self._beside if tensor.is_cuda else self._pairs).append((place, buffer, tensor, tensor._version))
 
     def note(self, tensor: Tensor) -> None:
-        """Take note of a tensor that is being copied."""
+        """Note the device of a tensor that is being copied.
+
+        Args:
+            tensor: The tensor.
+        """
         self._device = tensor.device if tensor.is_cuda else self._device
 
     def begin(self) -> None:
-        """Everything is added."""
+        """Start the scheduled copies from a GPU."""
         if self._device is None:
             return
         stream = torch.cuda.current_stream(self._device)
@@ -174,7 +185,7 @@ class Copying:
         self._on_device.record(stream)
 
     def hold_back_step(self) -> None:
-        """Let what is computed from here on, an optimizer's step, come after the copies."""
+        """Make following computation, an optimizer's step, wait for the copies."""
         self.make()
         if self._on_device is not None:
             torch.cuda.current_stream(self._device).wait_event(self._on_device)
@@ -184,7 +195,7 @@ class Copying:
         self._beside = []
 
     def make(self) -> None:
-        """Make the copies, unless that is done; whoever comes while they are made waits."""
+        """Make the scheduled copies in host memory, unless they are made; a second caller waits for them."""
         with self._lock:
             for place, buffer, tensor, version in self._pairs:
                 if tensor.is_contiguous():  # not by torch, whose threads have the training to do
@@ -196,10 +207,10 @@ class Copying:
             self._pairs = []
 
     def finish(self) -> None:
-        """Return when all copies are complete.
+        """Wait until all copies are complete.
 
         Raises:
-            RuntimeError: if something else than an optimizer's step changed a tensor in the meantime.
+            RuntimeError: If something other than an optimizer's step has changed a tensor in the meantime.
         """
         self.make()
         if self._on_device is not None:
@@ -207,13 +218,13 @@ class Copying:
             self._on_device.synchronize()
         if self._changed:
             raise RuntimeError(
-                f"{self._changed} was changed while it was saved, and not by the optimizer's step. Change an "
-                "optimizer's state before save_state(blocking=False), or after finish_saving()."
+                f"{self._changed} was changed during an asynchronous save, but not by the optimizer's step. Change "
+                "an optimizer's state before save_state(blocking=False), or after finish_saving()."
             )
 
 
 class _Guard:
-    """Lets an optimizer's step wait until its state is copied."""
+    """Hook that lets an optimizer's step wait until its state is copied."""
 
     def __init__(self) -> None:
         self.copying: Copying | None = None
@@ -230,15 +241,16 @@ _get_stream = cache(torch.cuda.Stream)  # of a device
 
 
 class Job:
-    """A piece of work that runs beside the training.
+    """Work in a thread beside the training.
 
-    The interpreter does not end before it has, nor with status 0 if it failed and nobody has heard of that.
+    The interpreter does not exit before it has ended, and does not exit with status 0 if it failed and the error was
+    never raised.
 
     Args:
-        work: what to do, in a thread.
+        work: The function to run in a thread.
 
     Attributes:
-        error: what it failed with.
+        error: The error that it failed with, or None.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -260,11 +272,15 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True once it has ended, with or without an error."""
         return self._ended.is_set()
 
     def finish(self) -> None:
-        """Wait until it has ended; raise what it failed with, the first time it is asked."""
+        """Wait until it has ended.
+
+        Raises:
+            BaseException: The error that it failed with, in the first call.
+        """
         self._ended.wait()
         atexit.unregister(self._finish_at_exit)
         heard, self._heard = self._heard, True

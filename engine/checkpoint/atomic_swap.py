@@ -1,12 +1,12 @@
-"""How a checkpoint takes another's place, and how it goes: one of the two always stands, and nothing of others is lost.
+"""Replacement and deletion of a checkpoint: one of the two versions always exists, and no foreign file is lost.
 
-Beside ``last`` there may stand ``.last.part``, the next one until it is complete; ``.last.old``, the one that it
-replaces; and ``.last.gone``, one that is being deleted.
+Beside ``last`` there may be ``.last.part``, the next version until it is complete; ``.last.old``, the version that it
+replaces; and ``.last.gone``, a version that is being deleted.
 
-A checkpoint's own files are those that its manifest lists. All else in its directory is somebody else's, such as a
-tokenizer, or another checkpoint: it moves into the next one, and a checkpoint that holds such things is not removed.
-While one is deleted its manifest is called ``unfinished.json``, so that it does not count any more, and yet it is known
-to the end what is its own. A file of this name also marks a ``.part`` into which others write.
+A checkpoint's own files are those that its manifest lists. Everything else in its directory, such as a tokenizer or
+another checkpoint, is foreign: it moves into the next version, and a checkpoint that contains foreign files is not
+deleted. During the deletion of a checkpoint its manifest is named ``unfinished.json``, so that it does not count any
+more, while its own files remain known. A file of this name also marks a ``.part`` into which hooks write.
 """
 
 import itertools
@@ -21,23 +21,31 @@ from . import filesystem
 from .manifest import MANIFEST, read_manifest, verify
 
 UNFINISHED = "unfinished.json"
-"""The file that says of a directory: on its way to a checkpoint, or on its way from one."""
+"""Marks a directory that is being written to become a checkpoint, or being deleted."""
 
 BESIDE = re.compile(r"\.(.+)\.(part|old|gone)")
-"""The names of what stands beside a checkpoint while it is replaced or removed."""
+"""Names of directories beside a checkpoint while it is replaced or deleted."""
 
 
 def beside(target: Path | str, suffix: str) -> Path:
-    """Where the next one (``part``), the replaced one (``old``) or the removed one (``gone``) of ``target`` stands."""
+    """Return the path of the next (``part``), the replaced (``old``) or the deleted (``gone``) version of ``target``.
+
+    Args:
+        target: The checkpoint.
+        suffix: ``"part"``, ``"old"`` or ``"gone"``.
+    """
     target = Path(os.path.abspath(target))
     return target.parent / f".{target.name}.{suffix}"
 
 
 def check_target(target: Path) -> None:
-    """See that a checkpoint may be put here. Cheap; nothing is changed.
+    """Check that a checkpoint may be written here. Fast; nothing is changed.
+
+    Args:
+        target: The checkpoint.
 
     Raises:
-        ValueError: somebody else's directory stands here, or beside it under a name that is needed.
+        ValueError: If a foreign directory is here, or beside it under a name that is needed.
     """
     if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
@@ -45,16 +53,20 @@ def check_target(target: Path) -> None:
         path = beside(target, suffix)
         if os.path.lexists(path) and not (is_staged(path) if suffix == "part" else _is_left(path)):
             raise ValueError(
-                f"{path} stands where the checkpoint {target.name} is put together or replaced, and is no part of one, "
-                "so it isn't deleted. Move it, or save elsewhere."
+                f"{path} is needed to write the checkpoint {target.name}, but was not created by Treadle, so it isn't "
+                "deleted. Move it, or save elsewhere."
             )
 
 
 def swap_in(staging: Path, target: Path) -> None:
-    """Put a complete checkpoint in place; of the one that stood there, move what is not its own into it.
+    """Put a complete checkpoint in place, and move foreign files of the previous one into it.
+
+    Args:
+        staging: The complete checkpoint.
+        target: Its final path.
 
     Raises:
-        OSError: the disk refused. What stood there stands there still.
+        OSError: If the disk refused. The previous checkpoint is still in place.
     """
     old, gone, aside = beside(target, "old"), beside(target, "gone"), None
     if os.path.lexists(target) and is_empty(target):
@@ -79,11 +91,20 @@ def swap_in(staging: Path, target: Path) -> None:
         retire(old, target)
         retire(gone, target)
     except OSError as error:
-        warnings.warn(f"{target} is saved, but what it replaced can't be deleted now: {error}. The next start will.")
+        warnings.warn(
+            f"{target} is saved, but the checkpoint it replaced can't be deleted: {error}. The next start deletes it."
+        )
 
 
 def finish(target: Path) -> str:
-    """Bring a swap to its end that was interrupted, whose ``.old`` has a manifest; returns what was done."""
+    """Complete an interrupted replacement whose ``.old`` has a manifest.
+
+    Args:
+        target: The checkpoint.
+
+    Returns:
+        What was done, in one sentence.
+    """
     part, old = beside(target, "part"), beside(target, "old")
     if os.path.lexists(target):
         if not is_whole(target):
@@ -97,11 +118,18 @@ def finish(target: Path) -> str:
         return f"{target}: finished replacing it by the newer checkpoint"
     filesystem.rename(old, target)
     filesystem.fsync(target.parent)
-    return f"{target}: put back, as its replacement was never completed"
+    return f"{target}: restored, since its replacement was never completed"
 
 
 def recover(target: Path) -> list[str]:
-    """Finish or roll back what a killed process left beside one checkpoint; returns what was done."""
+    """Complete or roll back what a killed process left beside one checkpoint.
+
+    Args:
+        target: The checkpoint.
+
+    Returns:
+        What was done, one sentence each.
+    """
     part, old, gone = (beside(target, suffix) for suffix in ("part", "old", "gone"))
     done = []
     if os.path.isfile(old / MANIFEST):
@@ -117,11 +145,14 @@ def recover(target: Path) -> list[str]:
 
 
 def take_away(path: Path) -> None:
-    """Delete a checkpoint, whole: a failure half-way leaves nothing that counts as one.
+    """Delete a checkpoint completely: a failure half-way leaves nothing that counts as a checkpoint.
+
+    Args:
+        path: The checkpoint.
 
     Raises:
-        ValueError: it isn't one, or not all in it is its own; nothing is touched then.
-        OSError: the disk refused.
+        ValueError: If it is not a checkpoint, or contains foreign files; nothing is changed then.
+        OSError: If the disk refused.
     """
     listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}
     gone = beside(path, "gone")
@@ -129,21 +160,25 @@ def take_away(path: Path) -> None:
     if others := list(_find_foreign_entries(path, listed_files)):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
-            f"{path} holds {', '.join(others[:5])}{more}, which it was not saved with, so it is left as it is. Move "
-            "that elsewhere, or delete the directory yourself."
+            f"{path} contains other files ({', '.join(others[:5])}{more}) than the checkpoint's, so it isn't "
+            "deleted. Move them elsewhere, or delete the directory yourself."
         )
     if os.path.lexists(gone):
-        raise ValueError(f"{gone} is no part of a checkpoint, and stands where {path.name} is deleted. Move it.")
+        raise ValueError(f"{gone} is needed to delete {path.name}, but was not created by Treadle. Move it.")
     filesystem.rename(path, gone)
     filesystem.fsync(path.parent)
     _clear(gone, listed_files)
 
 
 def retire(path: Path, target: Path) -> bool:
-    """Delete what is left of a checkpoint; what is not its own moves into ``target``, or stays if there is none.
+    """Delete the rest of a checkpoint; foreign files move into ``target``, or stay if it does not exist.
+
+    Args:
+        path: The rest of a checkpoint. A foreign directory is left alone.
+        target: The checkpoint that replaced it.
 
     Returns:
-        Whether there was anything. Somebody else's directory is left alone.
+        Whether there was anything to delete.
     """
     if not _is_left(path):
         return False
@@ -160,14 +195,23 @@ def retire(path: Path, target: Path) -> bool:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether it is a directory with nothing in it."""
+    """Return whether the path is an empty directory.
+
+    Args:
+        path: The path.
+    """
     with suppress(OSError):
         return _is_folder(path) and not os.listdir(path)
     return False
 
 
 def is_whole(path: Path, digests: bool = False) -> bool:
-    """Whether it is a checkpoint with all its files; without digests only their sizes are looked at."""
+    """Return whether the path is a checkpoint with all its files.
+
+    Args:
+        path: The path.
+        digests: Compare digests, not only sizes.
+    """
     try:
         verify(path, digests)
     except ValueError:
@@ -176,7 +220,11 @@ def is_whole(path: Path, digests: bool = False) -> bool:
 
 
 def is_staged(path: Path) -> bool:
-    """Whether a directory holds files that are written here, or nothing; whatever else is in it."""
+    """Return whether a directory is empty, or contains files named like those of a checkpoint.
+
+    Args:
+        path: The directory.
+    """
     with suppress(OSError):
         names = os.listdir(path) if _is_folder(path) else None
         return names is not None and (
@@ -186,7 +234,7 @@ def is_staged(path: Path) -> bool:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether it is what is left of a checkpoint, or an empty directory."""
+    """Return whether the path is the rest of a checkpoint, or an empty directory."""
     if not os.path.lexists(path):  # nearly always, and quicker to find out than what is in it
         return False
     return is_empty(path) or any(os.path.isfile(path / name) for name in (MANIFEST, UNFINISHED))
@@ -197,7 +245,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _read_listed_files(path: Path, target: Path) -> Collection[str] | None:
-    """The names of a checkpoint's own files. Where that can't be read, those of the one in its place; else None."""
+    """Return the names of a checkpoint's own files; if they can't be read, those of its replacement; else None."""
     if is_empty(path):
         return ()
     for file in (path / MANIFEST, path / UNFINISHED, target / MANIFEST):
@@ -209,9 +257,9 @@ def _read_listed_files(path: Path, target: Path) -> Collection[str] | None:
 def _find_foreign_entries(
     path: Path, listed_files: Collection[str], into: Path | None = None, inside: str = ""
 ) -> Iterator[str]:
-    """What a checkpoint's directory holds beside its own files: a directory as a whole, if that is all in it.
+    """Yield the foreign entries in a checkpoint's directory; a directory is one entry if everything in it is foreign.
 
-    Directories without any file are nothing.
+    Directories without any file are ignored.
     """
     for name in filesystem.list_names(path / inside):
         entry = inside + name
@@ -227,7 +275,7 @@ def _find_foreign_entries(
 
 
 def _carry_over(path: Path, target: Path, listed_files: Collection[str]) -> None:
-    """Move what is not a checkpoint's own into another one. Each of it is in one of the two at every moment."""
+    """Move foreign files of a checkpoint into another one. Each file is in one of the two at every moment."""
     folders = set()
     for entry in list(_find_foreign_entries(path, listed_files, target)):
         place = target
@@ -236,7 +284,7 @@ def _carry_over(path: Path, target: Path, listed_files: Collection[str]) -> None
         filesystem.make_directory(place)
         place = _choose_free_path(place / os.path.basename(entry))
         if place.name != os.path.basename(entry):
-            warnings.warn(f"{target} has a {entry} of its own now; what was there under this name is {place.name}.")
+            warnings.warn(f"{target} now has its own {entry}; the previous file of this name is kept as {place.name}.")
         with suppress(FileNotFoundError):  # another process is at it too
             filesystem.rename(path / entry, place)
         folders.add(place.parent)
@@ -250,7 +298,7 @@ def _choose_free_path(path: Path) -> Path:
 
 
 def _clear(path: Path, listed_files: Collection[str]) -> None:
-    """Delete a checkpoint's own files, and its directory if nothing is left in it."""
+    """Delete a checkpoint's own files, and its directory if it is empty afterwards."""
     mark = path / UNFINISHED
     if os.path.lexists(path / MANIFEST):
         filesystem.replace(path / MANIFEST, mark)

@@ -1,4 +1,4 @@
-"""Checkpoints that are named by counting: ``project_dir/checkpoints/checkpoint_N``."""
+"""Automatically named checkpoints: ``project_dir/checkpoints/checkpoint_N``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _REPLACED = re.compile(r"\.checkpoint_(\d+)\.old")
 def _require_folder(project: ProjectConfiguration, method: str) -> AnyPath:
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         raise ValueError(
-            f"{method}() needs a directory, or Accelerator(project_config=ProjectConfiguration(project_dir=..., "
-            "automatic_checkpoint_naming=True))."
+            f"{method}() needs a directory: pass one, or use Accelerator(project_config=ProjectConfiguration("
+            "project_dir=..., automatic_checkpoint_naming=True))."
         )
     return as_path(project.project_dir) / "checkpoints"
 
@@ -31,17 +31,20 @@ def _list_numbers(folder: AnyPath, pattern: re.Pattern[str] = _NAME) -> list[int
 
 
 def choose_next_target(project: ProjectConfiguration) -> AnyPath:
-    """Where the next checkpoint goes.
+    """Return the path of the next checkpoint.
+
+    Args:
+        project: The configuration of the run.
 
     Raises:
-        ValueError: if checkpoints of a run that was not resumed stand there, which would be replaced and mixed up.
+        ValueError: If checkpoints of a run that was not resumed exist there, which would be replaced.
     """
     folder = _require_folder(project, "save_state")
     numbers = _list_numbers(folder)
     if numbers and numbers[-1] >= project.iteration:
         raise ValueError(
-            f"{folder} has checkpoint_{numbers[-1]} already, and this run would save checkpoint_{project.iteration}. "
-            "Go on from it with load_state(), or choose another project_dir (or ProjectConfiguration(iteration="
+            f"{folder} already has checkpoint_{numbers[-1]}, but this run would save checkpoint_{project.iteration}. "
+            "Resume from it with load_state(), or choose another project_dir (or ProjectConfiguration(iteration="
             f"{numbers[-1] + 1}))."
         )
     return folder / f"checkpoint_{project.iteration}"
@@ -50,17 +53,17 @@ def choose_next_target(project: ProjectConfiguration) -> AnyPath:
 def find_newest(
     world: World, project: ProjectConfiguration, resumable: bool = True
 ) -> tuple[OpenCheckpoint, list[str]]:
-    """Return the checkpoint of the highest number that is intact, and one sentence for each that had to be skipped.
+    """Return the intact checkpoint with the highest number, and a sentence for each one that was skipped.
 
-    Nothing is cleared away: another process may be saving here. All processes must call it.
+    Nothing is deleted, since another process may be saving here. All processes must call it.
 
     Args:
-        world: the processes.
-        project: which checkpoints.
-        resumable: leave out those that hold weights only.
+        world: The processes.
+        project: The configuration of the run.
+        resumable: Skip checkpoints that contain weights only.
 
     Raises:
-        ValueError: if there is none; a RuntimeError on the processes other than rank zero.
+        ValueError: If there is no checkpoint; a RuntimeError on the processes other than rank zero.
     """
     skipped: list[str] = []
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
@@ -73,7 +76,7 @@ def find_newest(
 
 
 def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
-    """The checkpoints that can be opened, that of the highest number first; ``skipped`` gets the reasons of others."""
+    """Yield the checkpoints that can be opened, from the highest number; add the reasons for others to ``skipped``."""
     folder = _require_folder(project, "load_state")
     for number in sorted({*_list_numbers(folder), *_list_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"
@@ -85,11 +88,16 @@ def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: 
         if opened.has(STATE) or not resumable:
             yield opened
         else:
-            skipped.append(f"{path}: it holds weights only, so no run can go on from it")
+            skipped.append(f"{path}: it contains weights only, so no run can resume from it")
 
 
 def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> int:
-    """The number of the checkpoint that comes after a resume from ``loaded``: above all that stand there."""
+    """Return the number of the next checkpoint after a resume from ``loaded``: above all existing ones.
+
+    Args:
+        project: The configuration of the run.
+        loaded: The checkpoint that was loaded.
+    """
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         return project.iteration
     folder = as_path(project.project_dir) / "checkpoints"
@@ -99,17 +107,21 @@ def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> in
 
 
 def drop_oldest(folder: AnyPath, limit: int) -> None:
-    """Delete checkpoints until ``limit`` of them are left, those of the lowest numbers first.
+    """Delete the checkpoints with the lowest numbers until ``limit`` of them are left.
 
-    One that can't be deleted is no error, as the new one is saved: a warning says why, and the next save tries again.
+    If one can't be deleted, a warning gives the reason and the next save tries again, since the new one is saved.
+
+    Args:
+        folder: The folder of the checkpoints.
+        limit: The number to keep.
     """
     numbers = [n for n in _list_numbers(folder) if (folder / f"checkpoint_{n}" / store.MANIFEST).is_file()]
     try:
         store.CheckpointStore(folder).recover()  # what was killed while it deleted
     except (OSError, ValueError) as error:
-        warn(f"leftovers of older checkpoints in {folder} can't be deleted now: {error}. The next save will try again.")
+        warn(f"leftovers of older checkpoints in {folder} can't be deleted: {error}. The next save tries again.")
     for number in numbers[:-limit]:
         try:
             store.remove(folder / f"checkpoint_{number}")
         except (OSError, ValueError) as error:
-            warn(f"checkpoint_{number} in {folder} is not kept any more, but can't be deleted: {error}")
+            warn(f"checkpoint_{number} in {folder} exceeds total_limit, but can't be deleted: {error}")

@@ -1,4 +1,4 @@
-"""What an Accelerator writes and reads back: whole checkpoints, and weights for other programs."""
+"""Saving and loading of an Accelerator: whole checkpoints, and weights for other programs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
-    """See that the ranks of each machine name the same directories; machines may mount one file system elsewhere.
+    """Check that the ranks of each machine use the same directories; machines may mount a file system differently.
 
     Raises:
-        ValueError: on every rank, if they do not.
+        ValueError: On every rank, if they do not.
     """
     if world.size == 1:
         return
@@ -48,27 +48,27 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
         listed = "; ".join(f"rank {rank}: {', '.join(paths)}" for rank, (_, paths) in enumerate(by_rank))
         raise ValueError(
             f"save_state got directories that differ by rank ({listed}). All ranks write into one checkpoint: pass the "
-            "same path, with a time in it broadcast from rank zero."
+            "same path, and broadcast a time in it from rank zero."
         )
 
 
 class Checkpointer:
-    """Saves and loads everything that an `Accelerator` has prepared.
+    """Saver and loader of everything that an `Accelerator` has prepared.
 
-    Each public method is documented at the method of `Accelerator` that has its name.
+    Each public method is documented at the method of `Accelerator` with the same name.
 
     Args:
-        accelerator: whose state it is.
+        accelerator: The Accelerator.
 
     Attributes:
-        registered: further objects in every checkpoint, by name.
-        save_hooks: called before a save.
-        load_hooks: called before a load.
-        loaded_from: by model, the path, manifest and step of the checkpoint it was loaded from, until the rest of the
+        registered: Further objects in every checkpoint, by name.
+        save_hooks: Called before a save.
+        load_hooks: Called before a load.
+        loaded_from: By model, the path, manifest and step of the checkpoint it was loaded from, until the rest of the
             state is loaded too.
-        saving: the save that is under way beside the training.
-        host_copies: the memory that such a save copies the state to.
-        frozen: what is known of each model's frozen weights, once a checkpoint is to leave them out.
+        saving: The asynchronous save in progress, or None.
+        host_copies: The memory that an asynchronous save copies the state to.
+        frozen: Digests of each model's frozen weights, once a checkpoint leaves them out.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -83,25 +83,42 @@ class Checkpointer:
         self._accelerator: Accelerator = weakref.proxy(accelerator)
 
     def register(self, objects: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Add objects to every checkpoint."""
+        """Add objects to every checkpoint.
+
+        Args:
+            objects: Objects that are matched by their order.
+            named: Objects that are matched by name.
+        """
         snapshot.register(self.registered, objects, named, self._accelerator.data_world)
 
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before each save."""
+        """Call ``hook`` before each save.
+
+        Args:
+            hook: The function.
+        """
         return _add(self.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook`` before each load."""
+        """Call ``hook`` before each load.
+
+        Args:
+            hook: The function.
+        """
         return _add(self.load_hooks, hook)
 
     def forget_prepared(self) -> None:
-        """Forget the registered objects and release the memory of copies."""
+        """Discard the registered objects and release the memory of copies."""
         self.registered.clear()
         self.frozen.clear()
         self.host_copies.clear()
 
     def find_frozen(self, world: World) -> list[dict[str, str]]:
-        """Return for each model the digests of its frozen weights, by name; see `FrozenWeights.update`."""
+        """Return for each model the digests of its frozen weights, by name; see `FrozenWeights.update`.
+
+        Args:
+            world: The processes.
+        """
         models = self._accelerator.unwrapped_models
         return [self.frozen.setdefault(model, FrozenWeights()).update(model, world) for model in models]
 
@@ -119,14 +136,15 @@ class Checkpointer:
         blocking: bool = True,
         also: Sequence[str | os.PathLike[str]] = (),
     ) -> AnyPath:
-        """Save everything prepared or registered, and every process's RNG state."""
+        """Save all prepared and registered objects, and every process's RNG state; see `Accelerator.save_state`."""
         if not safe_serialization:
             raise ValueError(
-                "save_state(safe_serialization=False): checkpoints are safetensors and JSON, never pickle. For weights "
-                "in torch's format use accelerator.save(accelerator.get_state_dict(model), 'weights.pt')."
+                "save_state(safe_serialization=False) is not supported: checkpoints are safetensors and JSON, never "
+                "pickle. For weights in torch's format use accelerator.save(accelerator.get_state_dict(model), "
+                "'weights.pt')."
             )
         if isinstance(also, str | os.PathLike):
-            raise TypeError(f"save_state(also={also!r}) must be a list of directories: write [{also!r}].")
+            raise TypeError(f"save_state(also={also!r}) must be a list of directories: pass [{also!r}].")
         accelerator, world = self._accelerator, self._accelerator.world
         world.meet("accelerator.save_state")
         accelerator.finish_saving()
@@ -139,7 +157,10 @@ class Checkpointer:
             snapshot.check(accelerator, targets, parts or {}, weights_only)
         _check_equal_targets(targets, world)
         if self.save_hooks and len(targets) > 1:
-            raise ValueError("save_state(also=...): what a save_state pre-hook writes would be in one of them only.")
+            raise ValueError(
+                "save_state(also=...) can't be combined with a save_state pre-hook, whose files would be in one "
+                "checkpoint only: save one directory at a time."
+            )
         copying = None
         with snapshot.discard_on_failure(accelerator, targets[0]), world.together():
             frozen = self.find_frozen(world) if trainable_only else ()
@@ -161,7 +182,7 @@ class Checkpointer:
         numbering: ProjectConfiguration | None,
         copying: Copying | None,
     ) -> None:
-        """Write and commit, then delete checkpoints that are too old: at once, or beside the training."""
+        """Write and commit, then delete checkpoints beyond the limit: at once, or in a thread."""
         hooked = bool(self.save_hooks)
 
         def publish(world: World) -> None:
@@ -185,13 +206,13 @@ class Checkpointer:
         self.saving = Job(work)
 
     def poll_saving(self) -> bool:
-        """Return whether no save is under way beside the training."""
+        """Return whether no asynchronous save is in progress."""
         if self.saving is not None and self.saving.done:
             self.finish_saving()
         return self.saving is None
 
     def finish_saving(self) -> None:
-        """Wait for a save that is under way beside the training."""
+        """Wait for an asynchronous save in progress."""
         job = self.saving
         if job is not None:
             try:
@@ -213,13 +234,13 @@ class Checkpointer:
         schedule: str | None = None,
         finish_epoch: bool = True,
     ) -> dict[str, Any]:
-        """Restore what `save_state` saved; returns its ``info``."""
+        """Restore a checkpoint and return its ``info``; see `Accelerator.load_state`."""
         accelerator, world = self._accelerator, self._accelerator.world
         project = accelerator.project_configuration
         accelerator.finish_saving()
         check_schedule(schedule)
         if load_kwargs:
-            raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}): checkpoints are read in one way only.")
+            raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}) must be empty: loading has no options.")
         if input_dir is None:
             opened, skipped = automatic_naming.find_newest(world, project, state)
             for text in skipped:
@@ -243,7 +264,12 @@ class Checkpointer:
     # -- weights for other programs ------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the state of the user's own module, whole, under its own names or under the prepared model's."""
+        """Return the full state of the user's own module; see `Accelerator.get_state_dict`.
+
+        Args:
+            model: The model, prepared or not.
+            unwrap: Use the module's own names; False uses those of the prepared model.
+        """
         accelerator = self._accelerator
         state = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
         if not unwrap:
@@ -256,7 +282,13 @@ class Checkpointer:
         return accelerator.is_local_main_process if every_node else accelerator.is_main_process
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write data to a file on the main process."""
+        """Write data to a file on rank zero; see `Accelerator.save`.
+
+        Args:
+            obj: The data.
+            f: A path, or an open file.
+            safe_serialization: Write safetensors.
+        """
         if self._writes_on_this_rank():
             export.save_object(obj, f, safe_serialization)
 
@@ -267,7 +299,14 @@ class Checkpointer:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights for other programs to load."""
+        """Write a model's weights for other programs; see `Accelerator.save_model`.
+
+        Args:
+            model: The model, prepared or not.
+            save_directory: The directory.
+            max_shard_size: The largest size of a file.
+            safe_serialization: False writes torch's format.
+        """
         limit = export.parse_byte_size(max_shard_size)
         if any(map(is_sharded, model.parameters())):
             self._accelerator.world.meet("accelerator.save_model")

@@ -1,9 +1,9 @@
-"""What checkpoints ask of a disk: a few durable operations, and reading back only what was checked.
+"""File operations of checkpoints: a few durable writes, and reads that check what they read.
 
 Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
-`write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called by way of this module, so that a
-test can stop the process at each. Outside are only what torch writes (`export`, in torch's format), what is downloaded
-(`foreign.fetch`), what a profiler writes, and a user's own hooks.
+`write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module, so that a test
+can stop the process at each. Exceptions are what torch writes (`export`, in torch's format), what is downloaded
+(`weights.download.fetch`), what a profiler writes, and a user's own hooks.
 """
 
 import errno
@@ -25,9 +25,9 @@ from ...common.tensor_bytes import view_bytes
 from ...strategies.distributed import Whole
 
 DIGEST = "xxh3_128"
-"""The name of the digest in a manifest: as fast as memory, so that it can be compared at every load.
+"""Name of the digest in a manifest: as fast as memory, so that it can be compared at every load.
 
-It finds damage, not forgery: who can write the files can write the manifest. Reading runs no code either way.
+It detects damage, not forgery: whoever can write the files can write the manifest. Reading never runs code.
 """
 
 DTYPES: dict[str, torch.dtype] = {
@@ -38,55 +38,68 @@ DTYPES: dict[str, torch.dtype] = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
     **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
 }
-"""The element types of a safetensors file, by their codes: those that safetensors 0.8 writes and reads with torch.
+"""Dtypes of a safetensors file by their codes: those that safetensors 0.8 writes and reads with torch.
 
 It also writes float8_e8m0fnu, but can't read it back.
 """
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-"""The codes of element types in a safetensors file."""
+"""Codes of dtypes in a safetensors file."""
 
 Entry = dict[str, Any]
-"""What a manifest says of a file: its size under ``bytes``, and its digest."""
+"""A manifest's entry for a file: its size under ``bytes``, and its digest."""
 
 Mark = tuple[int, int]
-"""What a change of a file shows in, see `mark`."""
+"""Size and time of a file, which reveal a change; see `mark`."""
 
 _PIECE = 2**22  # bytes that are digested and written while they are in the processor's cache
 
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
-"""The names a checkpoint's files may have. None of them can lead out of the directory."""
+"""Allowed names of a checkpoint's files. None of them can lead out of the directory."""
 
 
 def is_inside(name: str) -> bool:
-    """Whether a path, as `list_leaves` returns it, stays in its directory on every system."""
+    """Return whether a path, as `list_leaves` returns it, stays in its directory on every system.
+
+    Args:
+        name: The path.
+    """
     parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
     plain = name == PurePosixPath(name).as_posix() and not PureWindowsPath(name).anchor
     return bool(parts) and plain and ".." not in parts and "\0" not in name
 
 
 def mkdir(path: Path) -> None:
-    """Make one directory."""
+    """Create one directory.
+
+    Args:
+        path: The directory.
+    """
     os.mkdir(path)
 
 
 def write_bytes(path: Path, data: bytes) -> Entry:
-    """Write a file; returns its entry for a manifest."""
+    """Write a file, and return its entry for a manifest.
+
+    Args:
+        path: The file.
+        data: Its content.
+    """
     with _name_file_in_errors(path):
         path.write_bytes(data)
     return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str]) -> Entry:
-    """Write a safetensors file from tensors on any device and of any layout; returns its entry for a manifest.
+    """Write a safetensors file from tensors on any device and of any layout, and return its entry for a manifest.
 
     Args:
         path: The file.
-        tensors: The tensors by name, of plain types, or what reads one when it is indexed.
-        notes: The text that goes into the file's header.
+        tensors: The tensors by name, of plain types, or objects that read one when they are indexed.
+        notes: The text for the file's header.
 
     Raises:
-        OSError: The disk refused, a full one too.
+        OSError: If the disk refused, or is full.
     """
     size, pieces = serialize_tensors(tensors, notes)
     digested = Digested(pieces)
@@ -100,10 +113,10 @@ Piece = bytes | memoryview
 
 
 def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tuple[int, Iterator[Piece]]:
-    """Return the size of a safetensors file in bytes, and its content, piece by piece.
+    """Return the size of a safetensors file in bytes, and an iterator over its content.
 
-    One tensor after the other comes to the host: safetensors' own writer wants all of them there at once, and the file
-    to be read once more for its digest. The bytes are those it writes.
+    The tensors are copied to the host one after the other. safetensors' own writer needs all of them there at once, and
+    the file would have to be read again for its digest. The bytes are the same as it writes.
 
     Args:
         tensors: See `write_tensors`.
@@ -134,7 +147,7 @@ def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tu
 
 
 class Digested:
-    """Pieces of a file, digested as they pass, while they are in the processor's cache.
+    """Iterable over the pieces of a file that computes their digest while they are in the processor's cache.
 
     Args:
         pieces: The file's content.
@@ -150,7 +163,7 @@ class Digested:
             yield piece
 
     def make_entry(self, size: int) -> Entry:
-        """Return the file's entry for a manifest, once all pieces have passed.
+        """Return the file's entry for a manifest. Call it after the iteration.
 
         Args:
             size: The file's size in bytes.
@@ -160,7 +173,7 @@ class Digested:
 
 @contextmanager
 def _name_file_in_errors(path: Path) -> Iterator[None]:
-    """A failed write says which file; the system's own error does not."""
+    """Add the file's name to errors of a write; the system's own error lacks it."""
     try:
         yield
     except OSError as error:
@@ -174,7 +187,11 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file's content, or a directory's entries, are on the disk itself."""
+    """Wait until a file's content, or a directory's entries, are on the disk itself.
+
+    Args:
+        path: The file or directory.
+    """
     if os.name == "nt" and path.is_dir():  # Windows can't open a directory
         return
     # A hook's file may be read-only; Windows alone wants it open for writing.
@@ -190,36 +207,61 @@ def fsync(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a directory, or a file, to a name that is free."""
+    """Rename a directory or a file to a free name.
+
+    Args:
+        source: The old path.
+        target: The new path.
+    """
     os.rename(source, target)
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file, in the place of what may stand there."""
+    """Rename a file, and replace a file at the target.
+
+    Args:
+        source: The old path.
+        target: The new path.
+    """
     os.replace(source, target)
 
 
 def unlink(path: Path) -> None:
-    """Delete a file, or a link itself."""
+    """Delete a file, or a link itself.
+
+    Args:
+        path: The file.
+    """
     os.unlink(path)
 
 
 def rmdir(path: Path) -> None:
-    """Delete an empty directory."""
+    """Delete an empty directory.
+
+    Args:
+        path: The directory.
+    """
     os.rmdir(path)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents, durably. Several processes may do so at once."""
+    """Create a directory and its parents, durably. Several processes may do so at once.
+
+    Args:
+        path: The directory.
+    """
     if make_staging_directory(path):
         fsync(path.parent)
 
 
 def make_staging_directory(path: Path) -> bool:
-    """As `make_directory`, but its own entry is durable only once the directory above is fsynced, as after a rename.
+    """Create a directory and its parents; its own entry is durable only after an fsync of its parent.
+
+    Args:
+        path: The directory.
 
     Returns:
-        Whether it was made.
+        Whether it was created.
     """
     if path.is_dir():
         return False
@@ -233,11 +275,11 @@ def make_staging_directory(path: Path) -> bool:
 
 
 def delete(path: Path, first: str = "") -> None:
-    """Delete a file, a link or a whole directory. Nothing there is no error, links are not followed.
+    """Delete a file, a link or a whole directory. A missing path is not an error, and links are not followed.
 
     Args:
-        path: What to delete.
-        first: The name in the directory that goes before all others.
+        path: The path to delete.
+        first: The name in the directory that is deleted before all others.
     """
     if not os.path.lexists(path):
         return
@@ -250,7 +292,11 @@ def delete(path: Path, first: str = "") -> None:
 
 
 def list_names(directory: AnyPath) -> list[str]:
-    """What is in a directory, sorted; nothing if it isn't one."""
+    """Return the names in a directory, sorted; an empty list if it is not a directory.
+
+    Args:
+        directory: The directory.
+    """
     if isinstance(directory, RemotePath):
         return directory.names()
     try:
@@ -260,7 +306,12 @@ def list_names(directory: AnyPath) -> list[str]:
 
 
 def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
-    """All that is in a directory and in those below, but for directories: by path, with ``/``. No link is followed."""
+    """Yield all files and links in a directory and its subdirectories, as paths with ``/``. Links are not followed.
+
+    Args:
+        directory: The directory.
+        inside: The prefix of the paths.
+    """
     for name in list_names(directory):
         path = directory / name
         if os.path.isdir(path) and not os.path.islink(path):
@@ -270,7 +321,11 @@ def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
 
 
 def describe(path: Path) -> Entry:
-    """A file's entry for a manifest, of what now stands in it, read in small pieces; a link's, of where it leads."""
+    """Return a file's entry for a manifest from its current content, read in small pieces; a link's from its target.
+
+    Args:
+        path: The file.
+    """
     if path.is_symlink():
         data = os.fsencode(os.readlink(path))
         return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
@@ -287,15 +342,15 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
     Args:
         directory: The directory.
         name: The file's name.
-        entry: What the manifest says of it.
-        digests: Also read it and compare the digest.
-        links: It may be a link, or be in a directory below.
+        entry: The manifest's entry.
+        digests: Also read the file and compare its digest.
+        links: Allow links and files in subdirectories.
 
     Raises:
-        ValueError: It is missing, not a plain file, of another size or of other content.
+        ValueError: If it is missing, not a plain file, or has another size or content.
     """
     if not (is_inside(name) if links else FILE.fullmatch(name)):
-        raise ValueError(f"{directory}: {name!r:.80} is not a name of a checkpoint's file.")
+        raise ValueError(f"{directory}: {name!r:.80} is not a valid name for a file of a checkpoint.")
     try:
         is_link = links and (directory / name).is_symlink()
         actual: Entry = describe(directory / name) if is_link else {"bytes": _measure_file(directory / name)}
@@ -306,15 +361,18 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
     except OSError as error:
         raise ValueError(f"{directory}: {name} can't be read: {error.strerror or error}.") from error
     if actual["bytes"] != entry["bytes"]:
-        raise ValueError(f"{directory}: {name} has {actual['bytes']:,} bytes, {entry['bytes']:,} were written.")
+        raise ValueError(f"{directory}: {name} has {actual['bytes']:,} bytes, but {entry['bytes']:,} were written.")
     if digests and actual[DIGEST] != entry[DIGEST]:
-        raise ValueError(f"{directory}: {name} has other content than was written (its digest differs).")
+        raise ValueError(f"{directory}: {name} is not the file that was written (its digest differs).")
 
 
 def mark(path: Path) -> Mark:
-    """Return what a change of a file shows in: its size and time of change; of a link, the link's own.
+    """Return the size and the modification time of a file, which reveal a change; of a link, the link's own.
 
-    The file's number is left out: some network file systems give it another one each time they look.
+    The inode number is left out: some network file systems report another one in each call.
+
+    Args:
+        path: The file.
     """
     status = path.lstat()
     return status.st_size, status.st_mtime_ns
@@ -328,14 +386,14 @@ def _measure_file(path: Path) -> int:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """Read a JSON file, strictly: no nan, no key twice.
+    """Read a JSON file strictly: no NaN, no duplicate key.
 
     Args:
         path: The file.
-        limit: The most bytes to read.
+        limit: The largest size in bytes.
 
     Raises:
-        ValueError: It is missing, too large, or isn't JSON.
+        ValueError: If it is missing, too large, or not JSON.
     """
     return parse_json(path, read_bytes(path, limit))
 
@@ -345,10 +403,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
     Args:
         path: The file.
-        limit: The most bytes to read.
+        limit: The largest size in bytes.
 
     Raises:
-        ValueError: It is missing, too large, or no plain file.
+        ValueError: If it is missing, too large, or not a plain file.
     """
     with _wrap_read_errors(path):
         if _measure_file(path) > limit:
@@ -357,14 +415,22 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def parse_json(path: AnyPath, data: bytes) -> Any:
-    """Parse what `read_bytes` returned, as strictly as `read_json`; ``path`` is for errors."""
+    """Parse the result of `read_bytes`, as strictly as `read_json`.
+
+    Args:
+        path: The file, for errors.
+        data: Its content.
+
+    Raises:
+        ValueError: If it is not JSON.
+    """
     with _wrap_read_errors(path):
         return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_build_unique_dict)
 
 
 @contextmanager
 def _wrap_read_errors(path: AnyPath) -> Iterator[None]:
-    """A block in which a file is read; its errors name the file."""
+    """Add the file's name to errors inside the context."""
     try:
         yield
     except FileNotFoundError as error:
@@ -385,14 +451,14 @@ def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def probe(directory: Path, nbytes: int = 0) -> None:
-    """Find out before the run whether checkpoints can be saved in a directory, by making it and writing a file.
+    """Check before the run that checkpoints can be saved in a directory, by creating it and writing a file.
 
     Args:
-        directory: Where checkpoints will stand. Made if it isn't there, parents too.
-        nbytes: What one checkpoint needs, in bytes.
+        directory: Directory of the checkpoints, created with its parents if it does not exist.
+        nbytes: The size of one checkpoint in bytes.
 
     Raises:
-        OSError: It can't be made or written to, or has less than ``nbytes`` free. The text says which.
+        OSError: If it can't be created or written to, or has less than ``nbytes`` free. The text gives the reason.
     """
     directory = Path(os.path.abspath(directory))
     file = directory / f".probe-{os.getpid()}-{os.urandom(4).hex()}"
@@ -408,6 +474,7 @@ def probe(directory: Path, nbytes: int = 0) -> None:
         raise OSError(error.errno, text) from error
     if free < nbytes:
         text = (
-            f"can't save checkpoints in {directory}: one needs {nbytes:,} bytes and {free:,} are free. Make room there."
+            f"can't save checkpoints in {directory}: one needs {nbytes:,} bytes, but only {free:,} are free. Free "
+            "space there."
         )
         raise OSError(errno.ENOSPC, text)

@@ -1,13 +1,13 @@
-"""A nested state as a plain JSON document and a dict of tensors, and back: exactly, and without running anything.
+"""Encoding of a nested state as a plain JSON document and a dict of tensors: exact, and decoded without running code.
 
-What JSON says by itself (text, true, false, null, finite numbers, lists, dicts with text keys) stands in the document
-as it is. Everything else is an object with one key that starts with ``$``, a tag: ``{"$tuple": [1, 2]}``. A user's dict
-with such a key, or with keys that are not text, is written as pairs, ``{"$dict": [[key, value], ...]}``, so the two
-never mix.
+What JSON represents directly (text, true, false, null, finite numbers, lists, dicts with text keys) is stored as it is.
+Everything else is an object with one key that starts with ``$``, a tag: ``{"$tuple": [1, 2]}``. A user's dict with such
+a key, or with keys that are not text, is stored as pairs, ``{"$dict": [[key, value], ...]}``, so the two are never
+confused.
 
-Reading looks tags up in one fixed table of data types. No tag builds an object of a class that the document names, so
+Decoding looks tags up in one fixed table of data types. No tag creates an object of a class that the document names, so
 no document can make this module import or call anything. That is also why enums, dataclasses and named tuples are
-refused at writing. To store one, write a `Record`, and decide when reading it which class it may become.
+refused when encoding. To store one, use a `Record`, and decide when decoding which class it may become.
 """
 
 import base64
@@ -33,7 +33,7 @@ from .filesystem import CODES
 __all__ = ["MAX_DEPTH", "Record", "check_tensor", "decode", "encode"]
 
 MAX_DEPTH = 100
-"""How deep a state may be nested; real ones stay below 10, and Python's own stack ends near 1000."""
+"""Maximum nesting of a state; real ones stay below 10, and Python's own stack ends near 1000."""
 
 _ALL_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
@@ -49,12 +49,12 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True)
 class Record:
-    """Inert stand-in for an object in a stored state: `codec.decode` returns the record, never the object.
+    """Inert stand-in for an object in a stored state: `json_codec.decode` returns the record, never the object.
 
     Attributes:
-        kind: what the reader may build from it, such as ``"enum"``.
-        name: the name of the object's class, as text.
-        content: the object's data, anything that `codec.encode` accepts.
+        kind: What the reader may create from it, such as ``"enum"``.
+        name: The name of the object's class, as text.
+        content: The object's data, anything that `json_codec.encode` accepts.
     """
 
     kind: str
@@ -63,32 +63,32 @@ class Record:
 
 
 def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split a nested state into a document that ``json`` can write and the tensors it refers to by name.
+    """Split a nested state into a document that ``json`` can write and the tensors that it refers to by name.
 
-    Takes dicts (also ``OrderedDict`` and ``defaultdict``, which become plain dicts), ``Counter``, lists, tuples, sets,
-    text, bytes, numbers of any size (also nan, inf, complex), ``None``, tensors and parameters, dtypes, devices,
+    Accepts dicts (also ``OrderedDict`` and ``defaultdict``, which become plain dicts), ``Counter``, lists, tuples,
+    sets, text, bytes, numbers of any size (also nan, inf, complex), ``None``, tensors and parameters, dtypes, devices,
     ``torch.Size``, paths, dates, times, ``timedelta``, numpy scalars and arrays, `Record`, and containers of OmegaConf,
-    which become plain dicts and lists. Tensors are not copied: they keep their memory, device and layout. Where two are
-    the same view of one storage (tied weights) only the first gets a name, and `decode` gives the same object at both
-    places.
+    which become plain dicts and lists. Tensors are not copied: they keep their memory, device and layout. If two are
+    the same view of one storage (tied weights), only the first gets a name, and `decode` returns the same object at
+    both places.
 
     Args:
-        state: What to store.
-        prefix: Put before every tensor's name and before every place in an error, for example ``"optimizer"``.
+        state: The state to store.
+        prefix: Prefix of every tensor's name and of every place in an error, for example ``"optimizer"``.
 
     Returns:
         The document and its tensors by name, such as ``"optimizer.0.exp_avg"``.
 
     Raises:
-        TypeError: Something in it is of a kind not listed here. The text names the place, the type and the fix.
-        ValueError: The state contains itself, or is nested more than 100 deep.
+        TypeError: If it contains an unsupported type. The text names the place, the type and the fix.
+        ValueError: If the state contains itself, or is nested more than 100 levels deep.
     """
     encoder = _Encoder(prefix)
     return encoder.encode_value(state, encoder.root), encoder.tensors
 
 
 def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Build the state back from what `encode` returned. Nothing is imported or run, whatever the document says.
+    """Restore the state from the results of `encode`. Nothing is imported or run, whatever the document contains.
 
     Args:
         document: The parsed JSON document, from a trusted or an untrusted file.
@@ -98,7 +98,8 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         The state.
 
     Raises:
-        ValueError: `encode` writes no such document, or it names a tensor that isn't there. The text names the place.
+        ValueError: If `encode` does not write such a document, or if it names a missing tensor. The text names the
+            place.
     """
     return _Decoder(tensors).decode_value(document, ())
 
@@ -108,12 +109,12 @@ def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -
 
     Args:
         tensor: The tensor.
-        place: Where it is, for the error.
-        any_dtype: Take every element type.
+        place: Its place in the state, for the error.
+        any_dtype: Accept every dtype.
 
     Raises:
-        TypeError: It is a subclass (other than a sharded tensor), sparse, quantized, without data (device ``meta``) or
-            of an element type that is not in `disk.CODES`.
+        TypeError: If it is a subclass (other than a sharded tensor), sparse, quantized, without data (device ``meta``)
+            or of a dtype that is not in `filesystem.CODES`.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
         _refuse(tensor, place, "unwrap it into a plain torch.Tensor first")
@@ -128,14 +129,14 @@ def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -
 def _refuse(value: Any, place: str, fix: str, kind: str = "") -> NoReturn:
     kind = kind or f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
-        f"{place}: a {kind} can't be stored in a checkpoint. A checkpoint holds data only (numbers, text, bytes, None, "
-        "dicts, lists, tuples, sets, tensors, numpy values, dtypes, devices, paths, dates), so that loading never "
-        f"imports or runs code. To fix it, {fix}, or leave it out of the state."
+        f"{place}: a {kind} can't be stored in a checkpoint. A checkpoint contains only data (numbers, text, bytes, "
+        "None, dicts, lists, tuples, sets, tensors, numpy values, dtypes, devices, paths, dates), so that loading "
+        f"never imports or runs code. To fix it, {fix}, or leave it out of the state."
     )
 
 
 def _convert_config(config: Any, path: tuple[str, ...]) -> Any:
-    """Return a container of OmegaConf as plain dicts and lists, references filled in."""
+    """Return a container of OmegaConf as plain dicts and lists, with references resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -170,9 +171,9 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
 
 
 def _copy_plain_ints(value: list[Any] | tuple[Any, ...]) -> list[Any] | None:
-    """Return the items as a list if all are integers that JSON holds as they are, else None.
+    """Return the items as a list if all are integers that JSON represents directly, else None.
 
-    The state of Python's generator has 625 of them, and each checkpoint holds it twice: item by item, encoding them
+    The state of Python's generator has 625 of them, and each checkpoint contains it twice: encoding them item by item
     took a third of the CPU time of a small checkpoint.
     """
     if set(map(type, value)) != {int} or max(value).bit_length() > _PLAIN_INT_BITS:
@@ -181,7 +182,7 @@ def _copy_plain_ints(value: list[Any] | tuple[Any, ...]) -> list[Any] | None:
 
 
 class _Encoder:
-    """One walk over one state; `tensors` fills on the way."""
+    """One traversal of a state; it adds to `tensors`."""
 
     def __init__(self, prefix: str) -> None:
         self.root: tuple[str, ...] = (prefix,) if prefix else ()
@@ -208,10 +209,10 @@ class _Encoder:
     def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
         if len(path) - len(self.root) >= MAX_DEPTH:
             raise ValueError(
-                f"{_format_place(path[:8])}...: the state is nested more than {MAX_DEPTH} deep; make it flatter."
+                f"{_format_place(path[:8])}...: the state is nested more than {MAX_DEPTH} levels deep; flatten it."
             )
         if id(value) in self._open:
-            raise ValueError(f"{_format_place(path)}: the state contains itself, so it has no end; break the cycle.")
+            raise ValueError(f"{_format_place(path)}: the state contains itself; break the cycle.")
         self._open.add(id(value))
         kind = type(value)
         if kind in (dict, OrderedDict, defaultdict):
@@ -319,7 +320,7 @@ def _suggest_storage(value: Any) -> str:
 
 
 class _Decoder:
-    """One walk over one document. Readers take a tag's content and say ValueError for content that isn't right."""
+    """One traversal of a document. Readers raise ValueError for invalid content of a tag."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -329,9 +330,7 @@ class _Decoder:
         if document is None or type(document) in (bool, int, float, str):
             return document
         if self._depth > MAX_DEPTH + 2:  # a key and its tag may stand below the deepest container
-            raise _Malformed(
-                f"{_format_place(path[:8])}...: the document is nested deeper than any state that gets stored."
-            )
+            raise _Malformed(f"{_format_place(path[:8])}...: the document is nested deeper than {MAX_DEPTH} levels.")
         self._depth += 1
         state = self._decode_container(document, path)
         self._depth -= 1
@@ -351,7 +350,7 @@ class _Decoder:
         reader = _READERS.get(tag) if len(document) == 1 else None
         if reader is None:
             raise _Malformed(
-                f"{_format_place(path)}: {str(list(document))[:80]} is not a tag this version of Treadle writes."
+                f"{_format_place(path)}: {str(list(document))[:80]} is not a tag of this version of Treadle."
             )
         inside = (*path, tag)
         try:
@@ -402,7 +401,7 @@ class _Decoder:
 
 
 class _Malformed(ValueError):
-    """A ValueError that already names its place."""
+    """ValueError that already names its place."""
 
 
 def _require(condition: bool, rule: str) -> None:
@@ -411,12 +410,12 @@ def _require(condition: bool, rule: str) -> None:
 
 
 def _require_type(kind: type, value: Any) -> Any:
-    _require(type(value) is kind, f"{kind.__name__} needed, found {type(value).__name__}")
+    _require(type(value) is kind, f"{type(value).__name__} in place of {kind.__name__}")
     return value
 
 
 def _require_no_duplicates(built: Any, items: list[Any]) -> Any:
-    _require(len(built) == len(items), "the same key or element stands there twice")
+    _require(len(built) == len(items), "the same key or element occurs twice")
     return built
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint goes back into what an Accelerator has prepared, once it is known on every process that it fits."""
+"""Loading of a checkpoint into an Accelerator's prepared objects, after a check on every process that it fits."""
 
 from __future__ import annotations
 
@@ -56,16 +56,22 @@ def load(
     schedule: str | None = None,
     finish_epoch: bool = True,
 ) -> dict[str, Any]:
-    """Restore a checkpoint, or a part of it; returns its info. Gradients that were gathered before are dropped.
+    """Restore a checkpoint, or a part of it, and return its info. Gathered gradients are discarded.
 
-    All of it is read and compared before anything is changed, and nothing is on any process unless it fits on all of
-    them. Its files are verified first, if that was not done before; see `OpenCheckpoint.verify`.
+    Args:
+        accelerator: The Accelerator.
+        opened: The checkpoint. It is verified first, unless it already is; see `OpenCheckpoint.verify`.
+        models: Restore the models.
+        state: Restore everything else.
+        strict: Raise if something does not fit. Default: the models' ``strict_loading``, else True.
+        schedule: ``"saved"``, ``"script"`` or None; see `Accelerator.load_state`.
+        finish_epoch: Start the next epoch if the state was saved with the last batch of one.
 
     Raises:
-        ValueError: if it is damaged, another model's or set-up's, or was replaced while it was read; nothing is changed
-            then. What a scheduler's, loader's or registered object's own ``load_state_dict`` raises comes later: models
-            and optimizers are loaded by then.
-        RuntimeError: on the processes that found nothing wrong, unless it is damaged: all see that alike.
+        ValueError: If it is damaged, belongs to another model or configuration, or was replaced during the read.
+            Nothing is changed then on any process. An error in the ``load_state_dict`` of a scheduler, loader or
+            registered object is raised later: models and optimizers are loaded by then.
+        RuntimeError: On the processes without an error of their own, unless all detect that the checkpoint is damaged.
     """
     world, manifest = accelerator.world, opened.manifest
     shared: TrainState | None = None
@@ -112,8 +118,8 @@ def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
         return info
     announce(
         f"the checkpoint was saved with the last batch of epoch {epochs[finished.index(True)]}, so the loader starts "
-        "the next epoch. With load_state(finish_epoch=False) the first pass is empty instead, for loops that resume in "
-        "the saved epoch."
+        "the next epoch. For loops that resume in the saved epoch, load_state(finish_epoch=False) makes the first pass "
+        "empty."
     )
     # A number that differs from the loader's is the script's own count.
     return info | {"epoch": epochs[0] + 1} if finished[0] and info.get("epoch") == epochs[0] else info
@@ -126,7 +132,7 @@ def _load_training(
     of_rank: RankState | None,
     optimizers: list[LoadedOptimizer],
 ) -> None:
-    """Load all but the weights: optimizers, the state that all ranks share, and that of this rank."""
+    """Load everything but the weights: optimizers, the state that all ranks share, and that of this rank."""
     for optimizer, saved, *_ in optimizers:
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
@@ -146,9 +152,9 @@ def _load_training(
 
 @contextmanager
 def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
-    """Enter a block of reading on all processes; all fail if one does, or if the checkpoint was replaced meanwhile.
+    """Run a block that reads on all processes; all fail if one does, or if the checkpoint was replaced meanwhile.
 
-    Another job may save to the same path: then parts of two states would come together.
+    Another job may save to the same path: then parts of two states would be mixed.
     """
     with world.together():
         error: ValueError | None = None
@@ -165,7 +171,10 @@ def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
 
 
 def _is_identical_save(first: Manifest, second: Manifest) -> bool:
-    """Return whether both are of one save. The user's notes are left out: they may hold NaN, which equals nothing."""
+    """Return whether both belong to one save.
+
+    The user's notes are left out: they may contain NaN, which equals nothing.
+    """
     return (first.sequence, first.files) == (second.sequence, second.files)
 
 
@@ -174,7 +183,7 @@ def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict
     shared = open_train_state(opened)
     # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
     if not isinstance(shared.setdefault("scheduler_advances", [1] * len(shared["schedulers"])), list):
-        text = f"{opened.path}: part 'state' is damaged: scheduler_advances is no list"
+        text = f"{opened.path}: part 'state' is damaged: scheduler_advances is not a list"
         raise ValueError(f"{text}. Use another checkpoint.")
     _check_counts(accelerator, shared, opened, strict, asked)
     _check_kinds(accelerator, shared, opened.path, strict)
@@ -185,18 +194,19 @@ def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict
 
 
 def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
-    """See that this is the save that the models were loaded from just before, if they were from this path."""
+    """Check that the models, if they were loaded from this path, were loaded from this save."""
     path, manifest = str(absolute(opened.path)), opened.manifest
     for model in accelerator.models:
         place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
         if (place, steps) == (path, accelerator.steps) and not _is_identical_save(of_models, manifest):
             raise ValueError(
-                f"{opened.path} was replaced after the models were loaded from it. Load it again, both together."
+                f"{opened.path} was replaced after the models were loaded from it. Load models and state again, "
+                "together."
             )
 
 
 def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
-    """Return the models that hooks leave to be loaded."""
+    """Return the models that are to be loaded after the hooks."""
     chosen = list(accelerator.models)
     with accelerator.world.together():
         for hook in accelerator.checkpointer.load_hooks.values():
@@ -205,7 +215,7 @@ def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
 
 
 def _collect_layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current state of registered objects, where it may show how tensors lie on the processes."""
+    """Return the current state of registered objects, if it may show how tensors are sharded."""
     if not accelerator.strategy.sharded:
         return {}
     return {
@@ -221,12 +231,17 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
-    """Return the names and shapes in which a checkpoint's first model is not ``model``.
+    """Return the names and shapes in which a checkpoint's first model differs from ``model``.
 
     See `model_check.list_differences`.
 
+    Args:
+        model: The model.
+        opened: The checkpoint.
+        complete: Whether the model is completely built.
+
     Raises:
-        ValueError: if it is damaged.
+        ValueError: If the checkpoint is damaged.
     """
     if not opened.has(model_part(0)):
         return []
@@ -242,9 +257,9 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
     """Return a state with its tensors read.
 
     Args:
-        saved: the state.
-        like: another one; where it has a sharded tensor at the same place, this process's part is read, laid out so.
-        once: those that were read already, so that tied ones are one object again.
+        saved: The state.
+        like: Another state; if it has a sharded tensor at the same place, only this process's shard is read.
+        once: The tensors that were already read, so that tied ones are one object again.
     """
     if isinstance(saved, Stored):
         alike = is_sharded(like) and like.shape == saved.shape
@@ -269,7 +284,7 @@ def _read_rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankSt
     path, name = opened.path, rank_part(accelerator.process_index)
     state = check_form(RankState, opened.read_part(name), path, name)
     if not all(isinstance(values, dict) for values in state["buffers"]):
-        raise ValueError(f"{path}: part {name!r} is damaged: buffers hold no dicts. Use another checkpoint.")
+        raise ValueError(f"{path}: part {name!r} is damaged: buffers are not dicts. Use another checkpoint.")
     return state
 
 
@@ -278,7 +293,7 @@ def _list_training_loaders(accelerator: Accelerator) -> list[Loader]:
 
 
 def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:
-    """Give the models that were loaded from this checkpoint, now or just before, the buffers that this process had."""
+    """Restore this process's own buffers of the models that were loaded from this checkpoint."""
     loaded = [accelerator.checkpointer.loaded_from.pop(model, None) for model in accelerator.models]
     for model, values, source in zip(accelerator.unwrapped_models, saved, loaded, strict=False):
         if source is None or not _is_identical_save(source[1], manifest):
@@ -292,7 +307,7 @@ def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict
 def _select_fitting_weights(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> list[tuple[nn.Module, dict[str, Any], bool]]:
-    """Return, for each chosen model, the weights to load, laid out over the processes as the model is."""
+    """Return, for each chosen model, the weights to load, sharded like the model."""
     loads = []
     for number, model in enumerate(accelerator.models):
         if not any(model is candidate for candidate in chosen):
@@ -316,10 +331,10 @@ def _select_fitting_weights(
 def _check_frozen(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> None:
-    """See that each model has the frozen weights that the checkpoint leaves out. All processes must ask.
+    """Check that each model has the frozen weights that the checkpoint leaves out. All processes must call it.
 
     Raises:
-        ValueError: on all, if it has others.
+        ValueError: On all, if one has others.
     """
     for number, model in enumerate(accelerator.models):
         if not any(model is candidate for candidate in chosen):
@@ -333,7 +348,7 @@ def _check_frozen(
 
 
 def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
-    """Return the state that each optimizer is to load."""
+    """Return the state that each optimizer will load."""
     loads, path = [], opened.path
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer
@@ -342,10 +357,8 @@ def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint,
         if lines := optimizer_state.list_differences(saved, optimizer, names):
             text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
             if strict:
-                raise ValueError(
-                    f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False)."
-                )
-            warn(f"{text}\nWhat does not fit begins anew.")
+                raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
+            warn(f"{text}\nState that does not fit is not restored.")
             if saved["class"] != optimizer_state.name_class(optimizer):
                 continue
         options = saved.get("built")
@@ -369,21 +382,21 @@ def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerStat
 def _choose_schedule(
     accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState, schedule: str | None
 ) -> None:
-    """Decide whose learning rates and schedules hold; see `Accelerator.load_state`."""
+    """Select the source of learning rates and schedules; see `Accelerator.load_state`."""
     if schedule == "script":
         resume_options.follow_script(accelerator, optimizers, state)
         return
     # Where not all has to fit: a schedule keeps values for each group of parameters, so the saved one can't go on.
     regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.optimizer.param_groups)]
     if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(accelerator, loaded.optimizer)]:
-        warn(f"{path} has another number of groups of parameters: their learning rates and schedules are the script's.")
+        warn(f"{path} has another number of parameter groups: learning rates and schedules are those of the script.")
         resume_options.follow_script(accelerator, regrouped, state)
     if schedule is None:
         resume_options.compare(accelerator, path, [loaded for loaded in optimizers if loaded not in regrouped], state)
 
 
 def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
-    """Return weights under the names in a model's own state, where parts of the model may be compiled."""
+    """Return weights under the names in a model's own state, if submodules are compiled."""
     renamed = {strip_compile_prefix(name): name for name in names if name != strip_compile_prefix(name)}
     return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
 
@@ -391,9 +404,9 @@ def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> di
 def _check_counts(
     accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool
 ) -> None:
-    """See that as much is prepared as was saved. Evaluation may change: its loaders have no part in training.
+    """Check that the prepared objects match the saved ones in number. Loaders of evaluations may differ.
 
-    What there is another number of is left out of ``state`` where not all has to fit.
+    State of objects whose number differs is removed from ``state`` if not everything has to fit.
     """
     path = opened.path
     optimizers = sum(opened.has(optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))
@@ -406,15 +419,15 @@ def _check_counts(
     for kind, (prepared, saved) in pairs.items():
         if prepared == saved:
             continue
-        text = f"{path} holds {saved} {kind}, this run has {prepared}"
-        # Where nothing of a kind is prepared it can't begin anew unseen: the script evaluates, or prepares it later.
+        text = f"{path} contains {saved} {kind}, but this run has {prepared}"
+        # If nothing of a kind is prepared, nothing starts over unnoticed: the script evaluates, or prepares it later.
         # Loaders may also be made for each epoch. A Trainer, which asks to be strict, has all that it will have.
         left_out = not asked and (kind == "loaders" or (prepared == 0 and kind != "models"))
         if not left_out and (strict or kind in ("models", "optimizers")):
-            raise ValueError(f"{text}: the same ones have to be there before it is loaded.")
+            raise ValueError(f"{text}: prepare the same ones before it is loaded.")
         warn(
-            f"{text}: they begin anew. To go on where they stood, prepare the same ones before load_state; for the "
-            "weights alone say load_state(..., state=False)."
+            f"{text}, so they are not restored. To restore them, prepare the same ones before load_state; to load "
+            "weights alone, call load_state(..., state=False)."
         )
         if kind == "loaders":
             state["loaders"] = []
@@ -422,33 +435,33 @@ def _check_counts(
             for name in _OF_SCHEDULERS:
                 state[name] = []
     if len({len(state[name]) for name in _OF_SCHEDULERS}) > 1:
-        raise ValueError(f"{path}: part 'state' is damaged: its schedulers are not all there. Use another checkpoint.")
+        raise ValueError(f"{path}: part 'state' is damaged: some schedulers are missing. Use another checkpoint.")
 
 
 def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, strict: bool) -> None:
-    """See that schedulers are of the classes that were saved, and the same objects registered."""
+    """Check that schedulers have the saved classes, and that the same objects are registered."""
     kinds = list_scheduler_kinds(accelerator.schedulers)
     pairs = zip(kinds, state["scheduler_kinds"], strict=False)
     lines = [f"scheduler: {old} in the checkpoint, {new} in this run" for new, old in pairs if new != old]
     registered = state["registered"]
     if missing := sorted(set(accelerator.checkpointer.registered) - set(registered)):
         lines.append(
-            f"no state for {', '.join(missing)}; of what was registered it has {', '.join(registered) or 'none'}"
+            f"no state for {', '.join(missing)}; it has the registered objects {', '.join(registered) or '(none)'}"
         )
     if lines:
         text = f"{path} was saved by another run:\n  " + "\n  ".join(lines)
         if strict:
-            raise ValueError(f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False).")
-        warn(f"{text}\nWhat does not fit begins anew.")
+            raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
+        warn(f"{text}\nState that does not fit is not restored.")
     if left := sorted(set(registered) - set(accelerator.checkpointer.registered)):
-        warn(f"{path} has a state for {', '.join(left)}, which nobody takes: it is not registered in this run.")
+        warn(f"{path} has a state for {', '.join(left)}, which is not registered in this run and is ignored.")
 
 
 def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
     current, saved = run_metadata(accelerator), manifest.info
     if saved.get("precision", current["precision"]) != current["precision"]:
         old, new = saved["precision"], current["precision"]
-        warn(f"the checkpoint was saved with precision {old}, this run has {new}: it will train otherwise.")
+        warn(f"the checkpoint was saved with precision {old}, but this run has {new}: its results will differ.")
     if None in (current["global_batch_size"], saved.get("global_batch_size")):
         return
     if current["global_batch_size"] != saved["global_batch_size"]:
@@ -456,7 +469,7 @@ def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
             f"{f['global_batch_size']} ({f['batch_size']} over {f['world_size']} processes, x {f['accumulate']})"
             for f in (current, saved)
         )
-        warn(f"the checkpoint was saved with a global batch of {old}, this run has {new}: it will train otherwise.")
+        warn(f"the checkpoint was saved with a global batch of {old}, but this run has {new}: its results will differ.")
 
 
 def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None:

@@ -1,4 +1,4 @@
-"""What a committed checkpoint says about itself, and whether its files are still those that were committed."""
+"""Manifest of a committed checkpoint, and the check that its files are still those that were committed."""
 
 import json
 import re
@@ -12,13 +12,13 @@ from . import filesystem
 from .json_codec import decode, encode
 
 FORMAT = 1
-"""The version written into every manifest; a higher one is refused at reading."""
+"""Version written into every manifest; a higher one is refused when reading."""
 
 MANIFEST = "manifest.json"
-"""The file whose presence makes a directory a checkpoint."""
+"""File whose presence makes a directory a checkpoint."""
 
 FOLDER = r"data-[0-9a-f]{16}"
-"""The folder that the files of a checkpoint in an object store are in."""
+"""Name of the folder with the files of a checkpoint in an object store."""
 
 _MAX_BYTES = 64 * 2**20  # far above any real manifest; bounds what a hostile one makes us read
 _COUNTS = ("step", "epoch", "samples", "world_size")
@@ -27,19 +27,20 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed checkpoint says about itself.
+    """Metadata of a committed checkpoint.
 
     Attributes:
-        step: Optimizer steps done. Decides which checkpoint is the newest.
-        epoch: Epochs finished.
-        samples: Global samples seen.
-        world_size: Processes that wrote it.
+        step: Number of optimizer steps. Determines which checkpoint is the latest.
+        epoch: Number of finished epochs.
+        samples: Number of samples seen over all processes.
+        world_size: Number of processes that wrote it.
         files: ``{"bytes": ..., "xxh3_128": ...}`` by file name.
-        info: All that the caller of `commit` passed; the counts are in it too, under their names.
+        info: Everything that the caller of `commit` passed, including the counts.
         format: Version of the layout.
-        sequence: Grows with every commit into a directory; decides between two checkpoints of the same step.
-        others: As ``files``, what hooks wrote, by path, as ``unet/config.json``. A link's content is where it leads.
-        folder: The folder in the checkpoint that all these are in; empty if there is none, as on a disk.
+        sequence: Grows with every commit into a directory; orders checkpoints of the same step.
+        others: Entries of files that hooks wrote, by path, such as ``unet/config.json``. The content of a link is its
+            target.
+        folder: The folder in the checkpoint with all these files; empty if there is none, as on a disk.
         source: The content of the file it was read from; empty if it was not read.
     """
 
@@ -57,11 +58,15 @@ class Manifest:
 
     @property
     def names(self) -> set[str]:
-        """All that is listed, by path in the checkpoint."""
+        """Paths in the checkpoint of all listed files."""
         return {self.path_of(name) for name in (*self.files, *self.others)}
 
     def path_of(self, name: str) -> str:
-        """Return where in the checkpoint a file is."""
+        """Return the path of a file in the checkpoint.
+
+        Args:
+            name: The file's name.
+        """
         return f"{self.folder}/{name}" if self.folder else name
 
     @classmethod
@@ -73,22 +78,32 @@ class Manifest:
         others: dict[str, dict[str, Any]] | None = None,
         folder: str = "",
     ) -> "Manifest":
-        """The manifest for what `commit` was given. A count that isn't in ``info`` is 0, and ``world_size`` 1."""
+        """Return the manifest for the arguments of `commit`. A count that is not in ``info`` is 0, ``world_size`` is 1.
+
+        Args:
+            files: Entries by file name.
+            info: The metadata.
+            sequence: The sequence number.
+            others: Entries of files that hooks wrote.
+            folder: The folder in the checkpoint.
+        """
         info = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1, **info}
         counts = {name: info[name] for name in _COUNTS}
         return cls(**counts, files=files, info=info, sequence=sequence, others=others or {}, folder=folder)
 
     def to_json(self) -> bytes:
-        """The content of ``manifest.json``.
+        """Return the content of ``manifest.json``.
 
         Raises:
-            TypeError: ``info`` holds a tensor or something that isn't data.
-            ValueError: A count is no count, or a file's entry is incomplete.
+            TypeError: If ``info`` contains a tensor or something that is not data.
+            ValueError: If a count is invalid, or a file's entry is incomplete.
         """
         noted = {name: value for name, value in self.info.items() if name not in _COUNTS}
         info, tensors = encode(noted, "info")
         if tensors:
-            raise TypeError(f"{next(iter(tensors))}: a manifest takes no tensors; use .item(), or store it in a part.")
+            raise TypeError(
+                f"{next(iter(tensors))} is a tensor, which a manifest can't contain; use .item() or a part."
+            )
         counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
         folder = {"folder": self.folder} if self.folder else {}
         others = {"others": self.others} if self.others else {}
@@ -98,21 +113,21 @@ class Manifest:
 
 
 def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
-    """Read what a committed checkpoint says about itself.
+    """Read the manifest of a committed checkpoint.
 
     Args:
         path: The checkpoint.
         name: The file.
 
     Raises:
-        ValueError: It isn't a checkpoint, or is damaged, or is written by a newer Treadle.
+        ValueError: If it is not a checkpoint, is damaged, or was written by a newer Treadle.
     """
     data = read_source(path, name)
     document = filesystem.parse_json(as_path(path) / name, data)
     format_version = document.get("format") if isinstance(document, dict) else None
     if type(format_version) is int and format_version > FORMAT:
         raise ValueError(
-            f"{path}: has format {format_version}, this version of Treadle reads up to {FORMAT}. Upgrade Treadle."
+            f"{path} has format {format_version}, but this version of Treadle reads up to {FORMAT}. Upgrade Treadle."
         )
     try:
         return replace(_parse(document), source=data)
@@ -128,8 +143,8 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
         name: The file.
 
     Raises:
-        ValueError: It isn't a checkpoint.
-        OSError: The store can't be reached.
+        ValueError: If it is not a checkpoint.
+        OSError: If the store can't be reached.
     """
     path = as_path(path)
     if isinstance(path, RemotePath):
@@ -154,7 +169,7 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
         Its manifest.
 
     Raises:
-        ValueError: A file is missing, of another size or other content. The text names the file and the reason.
+        ValueError: If a file is missing, or has another size or content. The text names the file and the reason.
     """
     manifest = read_manifest(path)
     check_files(Path(path), manifest, digests)
@@ -162,7 +177,16 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
-    """As `verify`, of a checkpoint whose manifest was read."""
+    """Check the files of a checkpoint whose manifest was read; see `verify`.
+
+    Args:
+        path: The checkpoint's directory.
+        manifest: Its manifest.
+        digests: Compare digests, not only sizes.
+
+    Raises:
+        ValueError: See `verify`.
+    """
     folder = path / manifest.folder
     for name, entry in manifest.files.items():
         filesystem.check_file(folder, name, entry, digests)
@@ -176,25 +200,25 @@ def _parse(document: Any) -> Manifest:
     _require(type(version) is int and 1 <= version <= FORMAT, f"format is {version!r:.40}")
     counts = {name: document.get(name) for name in (*_COUNTS, "sequence")}
     for name, value in counts.items():
-        _require(type(value) is int and value >= 0, f"{name} is {value!r:.40}, and must be an int of 0 or more")
+        _require(type(value) is int and value >= 0, f"{name} is {value!r:.40}, but must be an int of 0 or more")
     files = document.get("files")
     _require(isinstance(files, dict) and bool(files or document.get("others")), "it lists no files")
     folder = document.get("folder", "")
     _require(
         isinstance(folder, str) and (not folder or re.fullmatch(FOLDER, folder) is not None),
-        f"{folder!r:.40} is no name of its folder",
+        f"{folder!r:.40} is not a valid folder name",
     )
     others = document.get("others", {})
-    _require(isinstance(others, dict), "others is no object")
+    _require(isinstance(others, dict), "others is not an object")
     for name in files:
         _require(
             name != MANIFEST and bool(filesystem.FILE.fullmatch(name)),
-            f"{name!r:.80} is no name of a checkpoint's file",
+            f"{name!r:.80} is not a valid name for a file of a checkpoint",
         )
     for name in others:
         _require(
             name not in files and name != MANIFEST and filesystem.is_inside(name),
-            f"{name!r:.80} is no name for a file in it",
+            f"{name!r:.80} is not a valid name for a file in it",
         )
     for name, entry in (*files.items(), *others.items()):
         _require(isinstance(entry, dict), f"{name} has no entry")

@@ -1,4 +1,4 @@
-"""What tells one model from another: the names, shapes and formats of its weights, and the kinds of its parts."""
+"""Comparison of models: names, shapes and dtypes of their weights, and classes of their submodules."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ _SHOWN = 10
 
 
 def _list_part_kinds(model: nn.Module) -> dict[str, str]:
-    """The class of each part by the part's name; of the model itself it is "", which scripts may rename."""
+    """Return the class of each submodule by name, without the model itself, whose class scripts may rename."""
     # Of a part that is compiled it is the class inside, which comes second.
     names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
     return {name: get_original_class(part).__qualname__ for name, part in names if name}
 
 
 def make_notes(model: nn.Module) -> dict[str, str]:
-    """What a checkpoint notes of a model, for `compare`."""
+    """Return a checkpoint's notes about a model, for `compare`.
+
+    Args:
+        model: The user's module.
+    """
     return {_NOTE: json.dumps(_list_part_kinds(model), separators=(",", ":"))}
 
 
 class FrozenWeights:
-    """The parameters of a model that are not trained, with digests: a checkpoint may leave them out and name them.
+    """Digests of the parameters of a model that are not trained, so that a checkpoint may leave them out and name them.
 
-    A parameter that was trained before, or that something else has changed, is not among them any more.
+    A parameter that was trained before, or that was changed otherwise, no longer counts as frozen.
     """
 
     def __init__(self) -> None:
@@ -48,9 +52,14 @@ class FrozenWeights:
         self._trained: set[str] = set()
 
     def update(self, model: nn.Module, world: World) -> dict[str, str]:
-        """Return the digest of each frozen parameter by its name. All processes must ask.
+        """Return the digest of each frozen parameter by its name. All processes must call it.
 
-        Digests are computed once; later only of what has another sum. (Fused optimizers leave ``_version`` as it is.)
+        Digests are computed once; later only for parameters whose sum has changed. (Fused optimizers do not change
+        ``_version``.)
+
+        Args:
+            model: The user's module.
+            world: The processes.
         """
         parameters = {strip_compile_prefix(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         self._trained |= {name for name, parameter in parameters.items() if parameter.requires_grad}
@@ -66,7 +75,13 @@ class FrozenWeights:
 
 
 def compute_digests(model: nn.Module, names: Collection[str], world: World) -> dict[str, str]:
-    """Return the digests of parameters by name, the same on all processes, which must all ask for the same names."""
+    """Return the digests of parameters by name, the same on all processes, which must all pass the same names.
+
+    Args:
+        model: The user's module.
+        names: The names.
+        world: The processes.
+    """
     digests = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (plain_name := strip_compile_prefix(name)) in names:
@@ -77,7 +92,7 @@ def compute_digests(model: nn.Module, names: Collection[str], world: World) -> d
 
 
 def _sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sum of each tensor's elements here, taken as integers; one pass over the memory, one read of it."""
+    """Return the sum of each tensor's elements as integers, in one pass over the memory and one read of the device."""
     sums = {name: torch.stack([_add_bits(part) for part in _flatten(local(t))]).sum() for name, t in tensors.items()}
     if not sums:
         return {}
@@ -92,7 +107,7 @@ def _add_bits(tensor: Tensor) -> Tensor:
 
 
 def _flatten(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a tensor is made of: of a quantized one its integers and scales."""
+    """Return the plain tensors of a tensor; of a quantized one its integers and scales."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor.detach()]
     names, _ = tensor.__tensor_flatten__()
@@ -109,64 +124,76 @@ def _digest(tensor: Tensor) -> str:
 
 
 def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
-    """Return what a checkpoint notes of the weights that it leaves out."""
+    """Return a checkpoint's note about the weights that it leaves out.
+
+    Args:
+        digests: Their digests by name.
+    """
     return {_FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
 
 
 def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str, str]:
-    """Return the digests of the weights that a checkpoint leaves out, by name; empty for one that is complete.
+    """Return the digests of the weights that a checkpoint leaves out, by name; empty for a complete one.
+
+    Args:
+        noted: The notes of the checkpoint.
+        path: The checkpoint, for the error.
 
     Raises:
-        ValueError: the note is damaged.
+        ValueError: If the note is damaged.
     """
     try:
         digests = json.loads(noted.get(_FROZEN_NOTE, "{}"))
     except ValueError:
         digests = None
     if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
-        raise ValueError(f"{path}: its list of frozen weights is damaged. Use another checkpoint.")
+        raise ValueError(f"{path}: the list of frozen weights is damaged. Use another checkpoint.")
     return digests
 
 
 def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: AnyPath | str, strict: bool) -> None:
-    """See that a model has the frozen weights with which a checkpoint was saved.
+    """Check that a model has the frozen weights with which a checkpoint was saved.
 
     Args:
-        current: the digests of the model's frozen weights, and of those that the checkpoint leaves out.
-        saved: what `read_frozen_note` returned.
-        path: the checkpoint.
+        current: The digests of the model's frozen weights, and of those that the checkpoint leaves out.
+        saved: The result of `read_frozen_note`.
+        path: The checkpoint.
         strict: False only warns.
 
     Raises:
-        ValueError: lists those with other values.
+        ValueError: If some have other values. The error lists them.
     """
     other = [name for name, digest in saved.items() if current.get(name) != digest]
     if not other:
         return
     more = f" and {len(other) - 5} more" if len(other) > 5 else ""
     text = (
-        f"{path} holds only what was trained; {len(other)} of the {len(saved)} frozen weights beside it have other "
-        f"values in this model: {', '.join(other[:5])}{more}. Build the model from the same pretrained weights, in the "
-        "same precision"
+        f"{path} contains only trained weights, and {len(other)} of the {len(saved)} frozen weights that it leaves out "
+        f"have other values in this model: {', '.join(other[:5])}{more}. Build the model from the same pretrained "
+        "weights, in the same precision"
     )
     if strict:
-        raise ValueError(f"{text}; to load all the same, say strict=False (in a task: strict_loading = False).")
+        raise ValueError(f"{text}; to load it anyway, pass strict=False (in a task: strict_loading = False).")
     warn(f"{text}.")
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short mark of a model's parts and its parameters' names, shapes and formats; other values leave it the same."""
+    """Return a short digest of a model's submodules and its parameters' names, shapes and dtypes, without values.
+
+    Args:
+        model: The user's module.
+    """
     forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     return xxh3_64(repr((sorted(_list_part_kinds(model).items()), forms)).encode()).hexdigest()
 
 
 def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
-    """Warn if weights were saved by a model that computes something else with weights of the same names and shapes.
+    """Warn if weights were saved by a model with the same names and shapes but other submodule classes.
 
     Args:
-        model: the one that is about to load them.
-        noted: what `make_notes` returned when they were saved.
-        path: where they are.
+        model: The model that will load them.
+        noted: The result of `make_notes` when they were saved.
+        path: The checkpoint.
     """
     try:
         saved_kinds = json.loads(noted.get(_NOTE, "{}"))
@@ -176,13 +203,13 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
     if not isinstance(saved_kinds, dict) or not saved_kinds:
         return
     other = [
-        f"{name}: {saved_kinds[name]} there, {current_kinds[name]} here"
+        f"{name}: {saved_kinds[name]} in the checkpoint, {current_kinds[name]} in this model"
         for name in current_kinds
         if saved_kinds.get(name, current_kinds[name]) != current_kinds[name]
     ]
     if other:
         more = f"\n  and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
-        warn(f"{path} was saved by a model with other parts:\n  " + "\n  ".join(other[:_SHOWN]) + more)
+        warn(f"{path} was saved by a model with other submodules:\n  " + "\n  ".join(other[:_SHOWN]) + more)
 
 
 def check_weights(
@@ -192,17 +219,20 @@ def check_weights(
     strict: bool = True,
     left_out: Collection[str] = (),
 ) -> dict[str, Any]:
-    """See that ``weights`` are those of ``model``; returns those that fit, which with ``strict`` are all.
+    """Check that ``weights`` belong to ``model``.
 
     Args:
-        model: whose names and shapes count.
-        weights: what has a ``shape``, by name.
-        path: where they are from, for the error.
-        strict: False takes what fits, and says what was left out.
-        left_out: names that need not be there.
+        model: The model.
+        weights: Objects with a ``shape``, by name.
+        path: Their source, for the error.
+        strict: False selects what fits, and reports what was left out.
+        left_out: Names that may be missing.
+
+    Returns:
+        The weights that fit; with ``strict``, all of them.
 
     Raises:
-        ValueError: lists the names that are missing, unexpected, of another shape or no tensor.
+        ValueError: If names are missing or unexpected, or if values have another shape or are not tensors.
     """
     state = model.state_dict()
     reshaped = _find_reshaped(state, weights)
@@ -212,7 +242,7 @@ def check_weights(
     lines += reshaped.values()
     untied = _find_untied(model, weights)
     lines += [
-        f"{name}: one with {first_name} in the model, other values in the checkpoint"
+        f"{name}: tied to {first_name} in the model, but different values in the checkpoint"
         for name, first_name in untied.items()
     ]
     if not lines:
@@ -220,21 +250,22 @@ def check_weights(
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     text = f"{path} was saved by another model:\n  " + "\n  ".join(lines[:30]) + more
     if strict:
-        raise ValueError(f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False).")
-    warn(f"{text}\nWhat does not fit is left out.")
+        raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
+    warn(f"{text}\nWeights that do not fit are left out.")
     return {name: value for name, value in weights.items() if name in state and name not in {**reshaped, **untied}}
 
 
 def list_differences(
     model: nn.Module, weights: Mapping[str, Any], complete: bool, left_out: Collection[str] = ()
 ) -> list[str]:
-    """Return the names and shapes in which ``weights`` are not those of ``model``, one line each; values are not read.
+    """Return the names and shapes in which ``weights`` differ from ``model``, one line each, without reading values.
 
     Args:
-        model: whose names and shapes count.
-        weights: what has a ``shape``, by name.
-        complete: whether the model is built; until it is, a name that only one of the two has is no difference.
-        left_out: names that need not be there.
+        model: The model.
+        weights: Objects with a ``shape``, by name.
+        complete: Whether the model is completely built; until it is, a name that only one of the two has is not
+            reported.
+        left_out: Names that may be missing.
     """
     state = {strip_compile_prefix(name): value for name, value in model.state_dict().items() if not is_lazy(value)}
     complete = complete and not any(map(is_lazy, model.state_dict().values()))
@@ -260,7 +291,7 @@ def _describe_form(value: Any) -> str:
 
 
 def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
-    """Names of a tensor that the model has under another name too, where the weights have different values for both."""
+    """Return the names of tied tensors for which the weights have different values."""
     first: dict[int, str] = {}
     separated = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
@@ -277,30 +308,32 @@ def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
 
 
 def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPath) -> None:
-    """Warn if weights were saved in other formats than the model's: going on from them is not exact then.
+    """Warn if weights were saved in other dtypes than the model's, so that the run does not resume exactly.
 
     Args:
-        model: the one that loads them.
-        weights: what has a ``dtype``, by the model's names.
-        path: where they are from.
+        model: The model that loads them.
+        weights: Objects with a ``dtype``, by the model's names.
+        path: Their source.
     """
     lines = [
-        f"{name}: {str(weights[name].dtype)[6:]} there, {str(current.dtype)[6:]} here"
+        f"{name}: {str(weights[name].dtype)[6:]} in the checkpoint, {str(current.dtype)[6:]} in this model"
         for name, current in model.state_dict().items()
         if isinstance(current, Tensor) and getattr(weights.get(name), "dtype", current.dtype) != current.dtype
     ]
     if lines:
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         text = "\n  ".join(lines[:_SHOWN]) + more
-        warn(f"{path} was saved by a model of another format, so the run does not go on exactly:\n  {text}")
+        warn(f"{path} was saved by a model with other dtypes, so the run does not resume exactly:\n  {text}")
 
 
 def find_not_finite(model: nn.Module) -> list[str]:
-    """The names of tensors that no checkpoint should hold, of this process's part of a model; empty for a sound one.
+    """Return the names of tensors in this process's shard of a model that must not be saved; empty for a sound model.
 
-    A trained parameter must be finite. Of everything else NaN is refused alone: masks and ranges hold infinities.
+    A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. One pass
+    over the memory, and one read of the device.
 
-    One pass over the memory, and one read of the device.
+    Args:
+        model: The user's module.
     """
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     others = {
@@ -310,14 +343,14 @@ def find_not_finite(model: nn.Module) -> list[str]:
 
 
 def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:
-    """Return the names of tensors in this process's optimizer state that no checkpoint should hold.
+    """Return the names of tensors in this process's optimizer state that must not be saved.
 
-    What has its parameter's shape must be finite: of an infinite second moment the parameter would never move again. Of
-    everything else NaN is refused alone.
+    State with its parameter's shape must be finite: with an infinite second moment, the parameter would never change
+    again. Elsewhere only NaN is refused.
 
     Args:
-        optimizer: which may have taken no step yet.
-        names: of the parameters.
+        optimizer: The optimizer, which may not have taken a step yet.
+        names: The names of the parameters.
     """
     states: dict[str, Tensor] = {}
     like_parameter = set()
@@ -332,7 +365,7 @@ def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) ->
 
 
 def _find_bad(tensors: Mapping[str, Tensor], finite: Collection[str]) -> list[str]:
-    """The names of tensors that hold NaN; or infinity, of those whose name is in ``finite``."""
+    """Return the names of tensors that contain NaN, or infinity if the name is in ``finite``."""
     tensors = {n: _to_summable(t) for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
     suspects: list[str] = []

@@ -1,4 +1,4 @@
-"""A checkpoint that is being loaded: opened once, verified once, and passed on to all that read from it."""
+"""Checkpoint that is being loaded: opened once, verified once, and shared by all readers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ T = TypeVar("T")
 
 
 class OpenCheckpoint:
-    """A committed checkpoint whose manifest is parsed, and whose files are verified and opened at most once.
+    """Committed checkpoint whose manifest is parsed, and whose files are verified and opened at most once.
 
-    No file stays open: tensors are read when they are asked for. After `verify`, a file that is no longer the one that
-    was verified is an error.
+    No file stays open: tensors are read on demand. After `verify`, a file that has changed since is an error.
 
     Args:
-        path: the checkpoint's directory or URL.
-        manifest: its manifest, if that was read before.
+        path: The checkpoint's directory or URL.
+        manifest: Its manifest, if it was already read.
 
     Attributes:
-        path: the directory or URL.
-        manifest: what the checkpoint says about itself.
-        verified: all files are known to have the content that was committed.
+        path: The directory or URL.
+        manifest: The manifest.
+        verified: Whether all files are known to have the committed content.
 
     Raises:
-        ValueError: it isn't a checkpoint, its manifest is damaged, or it was written by a newer Treadle.
+        ValueError: If it is not a checkpoint, its manifest is damaged, or it was written by a newer Treadle.
     """
 
     def __init__(self, path: AnyPath | str, manifest: Manifest | None = None) -> None:
@@ -49,13 +48,13 @@ class OpenCheckpoint:
         self._download: remote.Download | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs; it opens the parts itself, and downloads files of its own."""
+        """Return what another process needs; it opens the parts, and downloads files, itself."""
         marks = self._marks if isinstance(self.path, Path) else {}
         return {**vars(self), "_parts": {}, "_download": None, "_marks": marks}
 
     @property
     def folder(self) -> Path:
-        """Where its files are: in it, or for a URL where they are downloaded to."""
+        """Folder with its files; for a URL, the folder that they are downloaded to."""
         if isinstance(self.path, Path):
             return self.path / self.manifest.folder
         if self._download is None:
@@ -63,11 +62,14 @@ class OpenCheckpoint:
         return self._download.folder
 
     def fetch(self, names: Iterable[str]) -> None:
-        """See that files are in `folder`, which takes time only if the checkpoint is at a URL.
+        """Make files available in `folder`; for a URL, they are downloaded.
+
+        Args:
+            names: The files.
 
         Raises:
-            ValueError: one of them is missing, or has other content than was committed.
-            OSError: the store or the disk refused.
+            ValueError: If one of them is missing, or has other content than was committed.
+            OSError: If the store or the disk refused.
         """
         folder = self.folder
         if self._download is not None:
@@ -76,23 +78,38 @@ class OpenCheckpoint:
                 self._marks.setdefault(name, filesystem.mark(folder / name))
 
     def has(self, name: str) -> bool:
-        """Return whether the checkpoint has a part of this name."""
+        """Return whether the checkpoint has a part of this name.
+
+        Args:
+            name: The name.
+        """
         return has_part(self.manifest.files, name)
 
     def open_part(self, name: str) -> Any:
         """Return a part's state, its tensors unread (`Stored`); see `parts.encode_part` for the names.
 
+        Args:
+            name: The name of the part.
+
         Raises:
-            ValueError: there is no such part, or its content is damaged.
+            ValueError: If there is no such part, or its content is damaged.
         """
         return self.part(name).unread()
 
     def read_part(self, name: str) -> Any:
-        """Return a part's state with its tensors in memory; see `open_part`."""
+        """Return a part's state with its tensors in memory; see `open_part`.
+
+        Args:
+            name: The name of the part.
+        """
         return self.part(name).read()
 
     def part(self, name: str) -> Part:
-        """Return a part with its files opened, the same object each time."""
+        """Return a part with its files opened; each call returns the same object.
+
+        Args:
+            name: The name of the part.
+        """
         if name not in self._parts:
             names = list_part_files(name, self.manifest.files)
             self.fetch(names)
@@ -101,10 +118,10 @@ class OpenCheckpoint:
         return self._parts[name]
 
     def check_unchanged(self) -> None:
-        """See that no other save was committed to this path since the checkpoint was opened.
+        """Check that no other save was committed to this path since the checkpoint was opened.
 
         Raises:
-            ValueError: it was replaced, or is gone.
+            ValueError: If it was replaced or deleted.
         """
         try:
             source = read_source(self.path)
@@ -114,17 +131,17 @@ class OpenCheckpoint:
 
     def _compare(self, source: bytes) -> None:
         if source != self.manifest.source:
-            raise ValueError(f"{self.path} was replaced while it was read. Nothing is changed; load it again.")
+            raise ValueError(f"{self.path} was replaced during the read. Nothing is changed; load it again.")
 
     def verify(self, world: World | None = None) -> None:
-        """See that every file has the content that was committed; each byte is read once. A second call does nothing.
+        """Check that every file has the committed content; each byte is read once. A second call does nothing.
 
         Args:
-            world: the processes that load the checkpoint, all of which must call it. Those that see the same file
-                system share out the files. Without it, this process reads all of them.
+            world: The processes that load the checkpoint, all of which must call it. Processes with the same file
+                system divide the files among them. Default: this process reads all of them.
 
         Raises:
-            ValueError: the same on every process: a file is missing, of another size or of other content, or the
+            ValueError: On every process alike, if a file is missing or has another size or content, or if the
                 checkpoint was replaced since it was opened.
         """
         if self.verified:
@@ -144,7 +161,7 @@ class OpenCheckpoint:
         self.verified = True
 
     def _check_and_mark(self) -> tuple[Any, ...]:
-        """Check names and sizes and note each file's mark; returns what tells the file system of this process."""
+        """Check names and sizes and note each file's mark; return what identifies the file system of this process."""
         self._compare(read_source(self.path))  # a path that is wrong on this process alone is an error of its own
         if isinstance(self.path, RemotePath):
             remote.check_files(self.path, self.manifest)
@@ -161,7 +178,7 @@ class OpenCheckpoint:
         return self.folder
 
     def _adopt(self, shares: dict[Path, list[str]]) -> None:
-        """Take over what other processes of this machine have fetched, into their folders."""
+        """Link the files that other processes of this machine have downloaded."""
         assert self._download is not None
         for folder, names in shares.items():
             if folder.is_dir():  # else the machine's processes have temporary folders that others don't see
@@ -184,14 +201,14 @@ class OpenCheckpoint:
 
 
 def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenCheckpoint:
-    """Open the checkpoint of a path on all processes. Rank zero parses the manifest; nothing is verified yet.
+    """Open the checkpoint at a path on all processes. Rank zero parses the manifest; nothing is verified yet.
 
     Args:
-        world: the processes; all must call it.
-        path: the checkpoint, as this process reaches it.
+        world: The processes; all must call it.
+        path: The path of the checkpoint on this process.
 
     Raises:
-        ValueError: it is no checkpoint; a RuntimeError on the processes other than rank zero.
+        ValueError: If it is not a checkpoint; a RuntimeError on the processes other than rank zero.
     """
     opened: OpenCheckpoint | None = None
     with world.together():
@@ -203,12 +220,12 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
 
 
 def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
-    """Verify candidates until one is intact; returns that one on every process, or None.
+    """Verify candidates until one is intact; return that one on every process, or None.
 
     Args:
-        world: the processes; all must call it.
-        candidates: in order of preference; only rank zero's are looked at.
-        skipped: gets one sentence for each candidate that is damaged.
+        world: The processes; all must call it.
+        candidates: The candidates in order of preference; only rank zero's are used.
+        skipped: Receives one sentence for each damaged candidate.
     """
     while True:
         candidate: OpenCheckpoint | None = None
@@ -227,11 +244,11 @@ def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skippe
 
 
 def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
-    """Do some work on every process, here alone without a world; returns the results in order of ranks.
+    """Run a function on every process, or here alone without a world; return the results in order of ranks.
 
     Raises:
-        ValueError: on every process, with the words of the lowest rank that met a ValueError or an OSError.
-        StoreError: on every process, if that is what it met: it says nothing of the checkpoint.
+        ValueError: On every process, with the text of the lowest rank that met a ValueError or an OSError.
+        StoreError: On every process, if that was the error: it does not mean that the checkpoint is damaged.
     """
     if world is None:
         return [work()]

@@ -1,8 +1,8 @@
-"""The parts of a checkpoint: which files hold a state, how they are written, and how they are read back.
+"""Parts of a checkpoint: the files of a state, how they are written, and how they are read.
 
-A part named ``state`` is ``state.json`` and, where it has tensors, ``state.safetensors``. A model is a flat dict of
-tensors and needs no JSON: ``model.safetensors`` is a file that any tool can load. Where tensors are sharded each
-process writes what it has of them, ``model-shard-00001.safetensors``; what is not sharded is in rank zero's.
+A part named ``state`` is ``state.json`` and, if it has tensors, ``state.safetensors``. A model is a flat dict of
+tensors and needs no JSON: ``model.safetensors`` is a file that any tool can load. If tensors are sharded, each process
+writes its shards, ``model-shard-00001.safetensors``; tensors that are not sharded are in rank zero's file.
 """
 
 from __future__ import annotations
@@ -33,36 +33,39 @@ _MAX_JSON_BYTES = 512 * 2**20  # far above any real state; bounds what a hostile
 
 
 class TensorFile(NamedTuple):
-    """What goes into a safetensors file."""
+    """Content of a safetensors file."""
 
     tensors: dict[str, Tensor]
     notes: dict[str, str]
 
 
 Files = dict[str, bytes | TensorFile]
-"""What goes into each file, by its name."""
+"""Content of each file, by its name."""
 
 
 def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] | None = None) -> Files:
-    """Turn a state into what this process is to write of it; tensors are not copied.
+    """Return the content of the files that this process writes for a state; tensors are not copied.
 
     Args:
-        name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors, any other for what `codec.encode` takes.
-        state: What to store, the same on all processes, but for their parts of sharded tensors. Tensors that are tied
-            to each other are stored once.
-        rank: This process's. Rank zero writes all that is not sharded.
+        name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors, any other for what `json_codec.encode`
+            accepts.
+        state: The state to store, the same on all processes, except for their shards of tensors. Tied tensors are
+            stored once.
+        rank: The rank of this process. Rank zero writes everything that is not sharded.
         notes: Text for the header of a model's file.
 
     Returns:
-        The content of each file; empty where this process has nothing to write.
+        The content of each file; empty if this process has nothing to write.
 
     Raises:
-        TypeError: The state holds something that isn't data.
-        ValueError: A name that can't be a file name, a state without an end, or too much of it beside tensors.
+        TypeError: If the state contains something that is not data.
+        ValueError: If the name is not a valid file name, or if the state contains itself or is too large without its
+            tensors.
     """
     if not _PART.fullmatch(name) or name == "manifest" or _SHARD.fullmatch(name):
         raise ValueError(
-            f"{name!r:.80} can't name a part: use letters, digits, '_', '-', '.', but not 'manifest' nor '-shard-1'."
+            f"{name!r:.80} is not a valid name of a part: use letters, digits, '_', '-', '.', but not 'manifest' or "
+            "'-shard-1'."
         )
     files: Files = {}
     header = {"format": "pt", **(notes or {})}
@@ -93,21 +96,29 @@ def _encode_json(name: str, document: Any) -> bytes:
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > _MAX_JSON_BYTES:
         raise ValueError(
-            f"part {name!r} has {len(text):,} bytes beside its tensors, and more than {_MAX_JSON_BYTES:,} are never "
-            "read back: keep long lists of numbers as tensors or numpy arrays."
+            f"part {name!r} has {len(text):,} bytes without its tensors, but at most {_MAX_JSON_BYTES:,} can be "
+            "loaded: store long lists of numbers as tensors or numpy arrays."
         )
     return text
 
 
 def estimate_size(content: bytes | TensorFile) -> int:
-    """About how many bytes a file will have; a header takes a little more."""
+    """Estimate the number of bytes of a file, without its header.
+
+    Args:
+        content: The content of the file.
+    """
     return len(content) if isinstance(content, bytes) else sum(t.nbytes for t in content.tensors.values())
 
 
 def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
-    """Write files into a directory, which is made if it is not there; return their entries once all are fsynced.
+    """Write files into a directory, which is created if necessary; return their entries once all are fsynced.
 
-    All are written before the first is fsynced, so that the disk is at work on the others while this one waits.
+    All are written before the first is fsynced, so that the disk works on the others while this process waits.
+
+    Args:
+        folder: The directory.
+        files: The content of each file.
     """
     entries = {}
     if files:
@@ -121,26 +132,41 @@ def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
 
 
 def write_file(path: Path, content: bytes | TensorFile) -> filesystem.Entry:
-    """Write one file of a checkpoint; returns its entry for a manifest."""
+    """Write one file of a checkpoint, and return its entry for a manifest.
+
+    Args:
+        path: The file.
+        content: Its content.
+    """
     if isinstance(content, bytes):
         return filesystem.write_bytes(path, content)
     return filesystem.write_tensors(path, content.tensors, content.notes)
 
 
 def serialize(content: bytes | TensorFile) -> tuple[int, Iterable[filesystem.Piece]]:
-    """Return the size of one file of a checkpoint in bytes, and its content, piece by piece."""
+    """Return the size of one file of a checkpoint in bytes, and its content in pieces."""
     if isinstance(content, bytes):
         return len(content), [content]
     return filesystem.serialize_tensors(content.tensors, content.notes)
 
 
 def has_part(files: Iterable[str], name: str) -> bool:
-    """Whether a part is among a checkpoint's files."""
+    """Return whether a part is among a checkpoint's files.
+
+    Args:
+        files: The names of the files.
+        name: The name of the part.
+    """
     return bool(list_part_files(name, files))
 
 
 def list_part_files(name: str, files: Iterable[str]) -> list[str]:
-    """Return the names of a part's files, the one that rank zero wrote first."""
+    """Return the names of a part's files, rank zero's first.
+
+    Args:
+        name: The name of the part.
+        files: The names of the checkpoint's files.
+    """
     part_files = []
     for file in files:
         stem = file.rpartition(".")[0]
@@ -152,15 +178,15 @@ def list_part_files(name: str, files: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a checkpoint whose files were opened: its document and headers are read, its tensors are not.
+    """One part of a checkpoint with opened files: its document and headers are read, its tensors are not.
 
     Attributes:
         path: The checkpoint.
-        name: As given to `encode_part`.
-        document: What its JSON file holds; None of a model, which is tensors only.
+        name: The name passed to `encode_part`.
+        document: The content of its JSON file; None for a model, which has only tensors.
         tensors: Its tensors by name.
         notes: The notes in the header of its file.
-        owner: What keeps its files.
+        owner: The object that keeps its files.
     """
 
     path: AnyPath
@@ -171,18 +197,18 @@ class Part:
     owner: object = None
 
     def unread(self) -> Any:
-        """Return the state, its tensors as `Stored`, whose values are read when they are asked for.
+        """Return the state, its tensors as `Stored`, whose values are read on demand.
 
         Raises:
-            ValueError: Its content is damaged.
+            ValueError: If its content is damaged.
         """
         return self._decode(self.tensors)
 
     def read(self) -> Any:
-        """Return the state with its tensors in memory; those that are tied are one object again.
+        """Return the state with its tensors in memory; tied ones are one object again.
 
         Raises:
-            ValueError: Its content is damaged.
+            ValueError: If its content is damaged.
         """
         values = {id(stored): stored.read() for stored in self.tensors.values()}
         return self._decode({key: values[id(stored)] for key, stored in self.tensors.items()})
@@ -210,17 +236,17 @@ def open_files(
     Args:
         path: The checkpoint, for messages.
         files: The manifest's entries.
-        name: As given to `encode_part`.
-        folder: Where its files are.
-        owner: What keeps the folder, as long as the part is used.
+        name: The name passed to `encode_part`.
+        folder: The folder with its files.
+        owner: The object that keeps the folder, as long as the part is used.
 
     Raises:
-        ValueError: The checkpoint has no such part, or its content is damaged.
+        ValueError: If the checkpoint has no such part, or its content is damaged.
     """
     names = list_part_files(name, files)
     flat = bool(_MODEL.fullmatch(name))
     if not names or (not flat and f"{name}.json" not in names):
-        raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
+        raise ValueError(f"{path} has no part {name!r}. Its files are {', '.join(sorted(files))}.")
     for file in names:
         filesystem.check_file(folder, file, files[file], digests=False)
     stored, notes = open_tensors(folder / file for file in names if file.endswith(".safetensors"))
@@ -236,20 +262,28 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
 
     Args:
         path: The checkpoint's directory.
-        name: As given to `encode_part`.
+        name: The name passed to `encode_part`.
 
     Returns:
         The state, its tensors unread, and the notes in the header of its file.
 
     Raises:
-        ValueError: The checkpoint has no such part, or its content is damaged; run `verify` first to know before.
+        ValueError: If the checkpoint has no such part, or its content is damaged; run `verify` first to detect damage.
     """
     part = _open_alone(Path(path), name)
     return part.unread(), part.notes
 
 
 def read_part(path: Path | str, name: str) -> Any:
-    """As `open_part`, with the tensors themselves, in memory; those that are tied are one object again."""
+    """Return one part of a committed checkpoint with its tensors in memory; tied ones are one object again.
+
+    Args:
+        path: The checkpoint's directory.
+        name: The name passed to `encode_part`.
+
+    Raises:
+        ValueError: See `open_part`.
+    """
     return _open_alone(Path(path), name).read()
 
 
@@ -259,15 +293,15 @@ def _open_alone(path: Path, name: str) -> Part:
 
 
 def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A model's tensors without the tied ones, and which name stands for which."""
+    """Return a model's tensors without tied ones, and the aliases of the latter."""
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"{part}: needs a flat dict of tensors, such as model.state_dict(), not {type(state).__name__}."
+            f"{part} is a {type(state).__name__}, but must be a flat dict of tensors, such as model.state_dict()."
         )
     for name, tensor in state.items():
         if type(name) is not str or name == "__metadata__":
-            raise ValueError(f"{part}: {name!r} can't be a tensor's name in a safetensors file; rename it.")
+            raise ValueError(f"{part}: {name!r} is not a valid name of a tensor in a safetensors file; rename it.")
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{part}.{name}: is a {type(tensor).__name__}, not a tensor; store it in another part.")
+            raise TypeError(f"{part}.{name} is a {type(tensor).__name__}, not a tensor; store it in another part.")
         check_tensor(tensor, f"{part}.{name}")
     return split_tied(state)

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, of which nothing is read until it is asked for, and nothing stays open."""
+"""Tensors in safetensors files: they are read on demand, and no file stays open."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ...common.tensor_bytes import view_bytes
 from .filesystem import DTYPES
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""The note in a file's header that says where its tensors begin in the whole ones.
+"""Note in a file's header with the offsets of its tensors in the full ones.
 
 JSON, ``{name: {"saved_offsets": [...]}}``: the form that ``torch.distributed.checkpoint.HuggingFaceStorageReader``
 reads, so torch alone can load a sharded model too.
 """
 
 ALIASES = "aliases"
-"""The note in a checkpoint's model that says which names stand for tied tensors: JSON, ``{alias: name}``."""
+"""Note in a checkpoint's model with the names of tied tensors: JSON, ``{alias: name}``."""
 
 _MAX_HEADER_BYTES = 64 * 2**20  # some 500,000 tensors in one file
 _ALIGNMENT = 64  # of torch's own memory
@@ -35,40 +35,48 @@ _MAPPED_FROM = 2**20  # mapping less costs more than reading it, and a process m
 
 @dataclass(frozen=True)
 class MemoryPiece:
-    """A tensor in main memory, or mapped by torch onto its file."""
+    """Tensor in main memory, or mapped by torch onto its file."""
 
     tensor: Tensor
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape."""
+        """Shape of the tensor."""
         return self.tensor.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """Dtype of the tensor."""
         return self.tensor.dtype
 
     def get(self, exact: bool = True) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself.
+
+        Args:
+            exact: Has no effect.
+        """
         return self.tensor
 
     def fill(self, out: Tensor) -> None:
-        """Copy it into ``out``."""
+        """Copy the tensor into ``out``.
+
+        Args:
+            out: The target.
+        """
         out.copy_(self.tensor)
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A tensor in a safetensors file, which is opened anew each time: nothing stays in memory or open.
+    """Tensor in a safetensors file, which is opened for each read: nothing stays in memory or open.
 
     Attributes:
         path: The file.
-        mark: Its size, time and number when it was looked at; a file that is no longer the same is an error.
+        mark: Its size, time and inode number; a file that has changed since is an error.
         dtype: The tensor's dtype.
         shape: The tensor's shape.
         start: Its first byte in the file.
-        nbytes: Its length.
+        nbytes: Its length in bytes.
     """
 
     path: Path
@@ -79,11 +87,14 @@ class FilePiece:
     nbytes: int
 
     def get(self, exact: bool = True) -> Tensor:
-        """The tensor, mapped onto the file where that is as good as a copy.
+        """Return the tensor, mapped onto the file if that is equivalent to a copy.
 
         Args:
-            exact: It will be computed with on the CPU. Kernels add up in another order where memory isn't aligned as
-                torch aligns it, so the last bits would depend on the place in the file: a copy is made then.
+            exact: The tensor will be used in computations on the CPU. Kernels add up in another order if memory is not
+                aligned as torch aligns it, so the last bits would depend on the place in the file: a copy is made then.
+
+        Raises:
+            ValueError: If the file is missing or has changed.
         """
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
@@ -95,12 +106,19 @@ class FilePiece:
             return out
         skip = self.start % mmap.ALLOCATIONGRANULARITY
         with self._open() as file:
-            # Private: whoever writes to the tensor writes to memory, never to the file.
+            # A private mapping: writes to the tensor change memory, never the file.
             view = mmap.mmap(file.fileno(), skip + self.nbytes, access=mmap.ACCESS_COPY, offset=self.start - skip)
         return torch.frombuffer(view, dtype=torch.uint8, offset=skip).view(self.dtype).view(self.shape)
 
     def fill(self, out: Tensor) -> None:
-        """Read it into ``out``: at once where that is plain CPU memory, so that there is no second copy."""
+        """Read the tensor into ``out``, directly if that is plain CPU memory, without a second copy.
+
+        Args:
+            out: The target.
+
+        Raises:
+            ValueError: If the file is missing, has changed or is too short.
+        """
         if out.device.type != "cpu" or out.dtype != self.dtype or not out.is_contiguous():
             out.copy_(self.get(exact=False))
             return
@@ -110,43 +128,57 @@ class FilePiece:
             while left:  # one call reads 2 GB at most
                 count = file.readinto(left)
                 if not count:
-                    raise ValueError(f"{self.path}: ends before the tensor at byte {self.start} does.")
+                    raise ValueError(f"{self.path} ends within the tensor at byte {self.start}. Use another file.")
                 left = left[count:]
 
     def _open(self) -> Any:
         try:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
-            raise ValueError(f"{self.path}: weights lie in it, and it can't be opened: {error.strerror}.") from error
+            raise ValueError(
+                f"{self.path} contains weights of the model, but can't be opened: {error.strerror}."
+            ) from error
         if read_mark(file.fileno()) != self.mark:
             file.close()
-            raise ValueError(f"{self.path}: was changed after the model was loaded from it. Load the model again.")
+            raise ValueError(f"{self.path} was changed after the model was loaded from it. Load the model again.")
         return file
 
 
 class Piece(Protocol):
-    """A tensor that may be anywhere."""
+    """Tensor in memory or in a file."""
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape."""
+        """Shape of the tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """Dtype of the tensor."""
 
     def get(self, exact: bool = True) -> Tensor:
-        """The tensor, mapped onto a file where that is as good as a copy; see `FilePiece.get`."""
+        """Return the tensor, mapped onto a file if that is equivalent to a copy; see `FilePiece.get`.
+
+        Args:
+            exact: See `FilePiece.get`.
+        """
 
     def fill(self, out: Tensor) -> None:
-        """Copy it into ``out``."""
+        """Copy the tensor into ``out``.
+
+        Args:
+            out: The target.
+        """
 
 
 Weights = dict[str, Piece]
 
 
 def read_tensor(piece: Piece) -> Tensor:
-    """A piece's tensor to copy from: mapped onto its file if it is long, else read."""
+    """Return a piece's tensor to copy from: mapped onto its file if it is long, else read.
+
+    Args:
+        piece: The piece.
+    """
     length = piece.shape.numel() * piece.dtype.itemsize
     if isinstance(piece, MemoryPiece) or length > _MAPPED_FROM:
         return piece.get(exact=False)
@@ -156,29 +188,32 @@ def read_tensor(piece: Piece) -> Tensor:
 
 
 def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
-    """The tensors of one safetensors file, unread, and the text in its header.
+    """Return the tensors of one safetensors file, unread, and the notes in its header.
+
+    Args:
+        path: The file.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: If it is damaged.
     """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
         if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header has {length:,} bytes, more than the {_MAX_HEADER_BYTES:,} allowed")
+            raise ValueError(f"its header has {length:,} bytes, but at most {_MAX_HEADER_BYTES:,} are allowed")
         with safe_open(path, framework="pt") as checked:  # it checks the header: every offset lies in the file
             notes = dict(checked.metadata() or {})
         with path.open("rb") as file:
             mark = read_mark(file.fileno())
             header = json.loads(file.read(8 + length)[8:])
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not a whole safetensors file: {error}.") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}.") from error
     weights: Weights = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which torch can't hold.")
+            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which torch does not support.")
         first, last = entry["data_offsets"]
         dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
         weights[name] = FilePiece(path.absolute(), mark, dtype, shape, 8 + length + first, last - first)
@@ -186,53 +221,68 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
 
 
 def read_whole_model(path: Path) -> Weights:
-    """The tensors of a file that is a model by itself, also under the names of those they are tied to.
+    """Return the tensors of a file that is a complete model, including the names of tied tensors.
+
+    Args:
+        path: The file.
 
     Raises:
-        ValueError: It is damaged, or holds one process's part of a sharded model.
+        ValueError: If it is damaged, or contains one process's shards.
     """
     weights, notes = read_safetensors(path)
     if OFFSETS in notes:
-        raise ValueError(f"{path}: holds the shards of one process. Name the folder, or export it to one file first.")
+        raise ValueError(f"{path} contains the shards of one process. Pass the folder, or export it to one file first.")
     try:
         return add_aliases(weights, notes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: its note of tied weights is damaged: {error!r}.") from error
+        raise ValueError(f"{path}: the list of tied weights is damaged: {error!r}.") from error
 
 
 def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any]:
-    """Tensors, also under the names of those they are tied to, as the header of their file notes them.
+    """Return tensors with the additional names of tied ones from the notes of their file.
+
+    Args:
+        tensors: The tensors by name.
+        notes: The notes in the header.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError, RecursionError: for a note that is damaged.
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: If the note is damaged.
     """
     return {**tensors, **{alias: tensors[name] for alias, name in json.loads(notes.get(ALIASES, "{}")).items()}}
 
 
 def read_mark(descriptor: int) -> tuple[int, ...]:
-    """What changes when an open file does: its size, time and number."""
+    """Return size, time and inode number of an open file, which reveal a change.
+
+    Args:
+        descriptor: The file descriptor.
+    """
     status = os.fstat(descriptor)
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def abbreviate(names: list[str]) -> str:
-    """The first names of a list, and how many more there are."""
+    """Return the first names of a list, and the number of the others, as text.
+
+    Args:
+        names: The names.
+    """
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 SHAPES = "shapes"
-"""The note that says how large the whole tensors are: JSON, ``{name: [...]}``."""
+"""Note with the shapes of the full tensors: JSON, ``{name: [...]}``."""
 Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
 
 
 class Stored:
-    """One tensor, which may lie in several files, each with a part of it.
+    """Tensor that may be stored in several files, each with a shard of it.
 
-    ``stored[...]`` reads it, and so does ``stored[2:4, :]`` with the rows it needs: slices without a step.
+    ``stored[...]`` reads all of it, ``stored[2:4, :]`` only the rows that it needs: slices without a step.
 
     Attributes:
-        shape: of the whole.
-        dtype: of its elements.
+        shape: Shape of the full tensor.
+        dtype: Its dtype.
     """
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -242,7 +292,7 @@ class Stored:
         self._pieces: list[tuple[FilePiece, Box]] = []
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The values, in memory that may be mapped onto the file: copy what is to be kept."""
+        """Return the values, in memory that may be mapped onto the file: copy what is to be kept."""
         cuts = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
         slices = [slice(*cut.indices(size)) for cut, size in zip(cuts, self.shape, strict=False)]
         slices += [slice(0, size) for size in self.shape[len(slices) :]]
@@ -258,48 +308,64 @@ class Stored:
         return out
 
     def get(self, exact: bool = True) -> Tensor:
-        """All of it; see `FilePiece.get`."""
+        """Return the full tensor; see `FilePiece.get`.
+
+        Args:
+            exact: See `FilePiece.get`.
+        """
         return self._pieces[0][0].get(exact) if len(self._pieces) == 1 else self[...]
 
     def fill(self, out: Tensor) -> None:
-        """Copy it into ``out``."""
+        """Copy the full tensor into ``out``.
+
+        Args:
+            out: The target.
+        """
         if len(self._pieces) == 1:
             self._pieces[0][0].fill(out)
         else:
             out.copy_(self[...])
 
     def read(self) -> Tensor:
-        """All of it, in memory of its own."""
+        """Return the full tensor, in new memory."""
         out = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.fill(out)
         return out
 
     def add(self, piece: FilePiece, offset: Iterable[int]) -> None:
-        """Say that a part of it is in a file, and where that begins in the whole.
+        """Add a shard in a file.
+
+        Args:
+            piece: The shard.
+            offset: Its offset in the full tensor, per dimension.
 
         Raises:
-            ValueError: if it sticks out.
+            ValueError: If it lies outside of the tensor.
         """
         box = tuple((begin, begin + size) for begin, size in zip(offset, piece.shape, strict=True))
         if len(box) != len(self.shape) or not all(
             0 <= begin <= end <= size for (begin, end), size in zip(box, self.shape, strict=True)
         ):
-            raise ValueError(f"a part of tensor {self.name!r} lies outside of it")
+            raise ValueError(f"a shard of tensor {self.name!r} lies outside of it")
         self._pieces.append((piece, box))
 
     def check_complete(self) -> None:
-        """Raise ValueError if parts are missing, or elements there twice."""
+        """Check that every element exists exactly once.
+
+        Raises:
+            ValueError: If shards are missing or overlap.
+        """
         boxes = sorted(box for _, box in self._pieces if all(begin < end for begin, end in box))
         element_count = sum(math.prod(end - begin for begin, end in box) for box in boxes)
         twice = _has_overlap(boxes)
         if element_count != self.shape.numel() or twice:
-            problem = f"{element_count} of {self.shape.numel()} elements of tensor {self.name!r} are there"
+            problem = f"{element_count} of {self.shape.numel()} elements of tensor {self.name!r} exist"
             problem += ", some of them twice" if twice else ""
             raise ValueError(f"{self._pieces[0][0].path.parent}: {problem}. Use another checkpoint.")
 
 
 def _has_overlap(boxes: list[Box]) -> bool:
-    """Whether two of the boxes, which are sorted and not empty, have an element in common."""
+    """Return whether two of the boxes, which are sorted and not empty, have an element in common."""
     for number, box in enumerate(boxes):
         for at in range(number + 1, len(boxes)):
             other = boxes[at]
@@ -315,16 +381,16 @@ def _to_relative_slices(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def open_tensors(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Find the tensors that lie in some files.
+    """Open the tensors in some files, without reading them.
 
     Args:
-        paths: safetensors files, those of sharded tensors with their notes.
+        paths: Safetensors files; those of sharded tensors have notes.
 
     Returns:
         The tensors by name, and the notes of the first file.
 
     Raises:
-        ValueError: if a file is damaged, or a tensor is not there as a whole.
+        ValueError: If a file is damaged, or a tensor is not complete.
     """
     tensors: dict[str, Stored] = {}
     first: dict[str, str] | None = None
@@ -346,5 +412,5 @@ def _add_all(tensors: dict[str, Stored], pieces: dict[str, Any], notes: dict[str
         whole = torch.Size(shapes[name]) if name in shapes else piece.shape
         stored = tensors.setdefault(name, Stored(name, whole, piece.dtype))
         if (stored.dtype, stored.shape) != (piece.dtype, whole):
-            raise ValueError(f"tensor {name!r} has another form than in another file")
+            raise ValueError(f"tensor {name!r} has another dtype or shape in another file")
         stored.add(piece, offsets[name]["saved_offsets"] if name in offsets else [0] * len(piece.shape))

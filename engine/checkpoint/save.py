@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the state of everything an Accelerator has prepared."""
+"""Content of a checkpoint: the state of everything that an Accelerator has prepared."""
 
 from __future__ import annotations
 
@@ -43,11 +43,16 @@ if TYPE_CHECKING:
     from ..data import Loader
 
 _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
-"""The names of parts that are the engine's own, see `train_state`, and of single files."""
+"""Names of the engine's own parts, see `train_state`, and of single files."""
 
 
 class Counts:
-    """What a metric object has counted on each process: its own ``state_dict`` has that only where it is told to."""
+    """State of a metric object on each process; its own ``state_dict`` contains it only if the metric is configured so.
+
+    Args:
+        metric: The metric object.
+        world: The processes.
+    """
 
     def __init__(self, metric: nn.Module, world: World) -> None:
         self.metric = metric
@@ -55,20 +60,30 @@ class Counts:
         self._world = world
 
     def state_dict(self) -> dict[str, Any]:
-        """All processes must ask."""
+        """Return the state of all processes. All must call it."""
         return metric_state.collect_states(self._objects, set(), self._world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back, on any number of processes."""
+        """Restore the state, with any world size.
+
+        Args:
+            state_dict: A state of `state_dict`.
+        """
         metric_state.load(self._objects, state_dict, self._world)
 
 
 def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any], world: World) -> None:
     """Add objects to those that are saved, by name or by order.
 
+    Args:
+        registered: The objects so far, by name; it is changed.
+        objects: Objects that are matched by their order.
+        named: Objects that are matched by name.
+        world: The processes.
+
     Raises:
-        TypeError: for an object without ``state_dict`` and ``load_state_dict``.
-        ValueError: for a name that another object has.
+        TypeError: If an object has no ``state_dict`` or no ``load_state_dict``.
+        ValueError: If another object has the name.
     """
     for number, value in enumerate(objects, start=len(registered)):
         while (name := f"{type(value).__name__}_{number}") in registered or name in named:
@@ -78,8 +93,8 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
         holder = registered.get(name)
         if holder is not None and value is not (holder.metric if isinstance(holder, Counts) else holder):
             raise ValueError(
-                f"register_for_checkpointing({name}=...): another object has this name, and would not be saved any "
-                "more. Choose another one."
+                f"register_for_checkpointing({name}=...): another object is registered under this name. Choose another "
+                "name."
             )
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise TypeError(f"{name} ({type(value).__name__}) needs state_dict and load_state_dict to be saved.")
@@ -88,16 +103,22 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
 
 
 def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any], weights_only: bool) -> None:
-    """See before anything is written that it will find a place.
+    """Check before a save that it can be written.
+
+    Args:
+        accelerator: The Accelerator.
+        targets: The checkpoints.
+        parts: Further states, by name.
+        weights_only: Whether only weights are saved.
 
     Raises:
-        ValueError: for a name of a part that is taken, a directory that is somebody else's, or what is not finite.
+        ValueError: If a name of a part is reserved, a directory is foreign, or values are not finite.
     """
     for name in parts:
         if _RESERVED.fullmatch(name):
             raise ValueError(
-                f"save_state(parts=...): the name {name!r} is for a checkpoint's own files (model*, optimizer*, "
-                f"extra-*, rank-*, state, manifest, unfinished). Choose another one, such as 'my_{name}'."
+                f"save_state(parts=...): the name {name!r} is reserved for a checkpoint's own files (model*, "
+                f"optimizer*, extra-*, rank-*, state, manifest, unfinished). Choose another name, such as 'my_{name}'."
             )
     if accelerator.is_main_process:
         for target in targets:
@@ -106,7 +127,7 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
 
 
 def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: bool) -> None:
-    """Raise a ValueError if this process's share of weights or optimizer states could resume no run."""
+    """Raise a ValueError if this process's weights or optimizer states are not finite, so that no run could resume."""
     models = accelerator.unwrapped_models
     bad = [name for model in models for name in model_check.find_not_finite(model)]
     if not weights_only:
@@ -118,15 +139,20 @@ def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: 
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise ValueError(
-            f"{', '.join(bad[:3])}{more} hold NaN or infinity after optimizer step {accelerator.steps}, so {target} is "
-            "not saved; what was saved before stays. Go on from that with a lower learning rate or with clipped "
+            f"{', '.join(bad[:3])}{more} contain NaN or infinity after optimizer step {accelerator.steps}, so {target} "
+            "is not saved; earlier checkpoints stay. Resume from one with a lower learning rate or with clipped "
             "gradients."
         )
 
 
 @contextmanager
 def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[None]:
-    """Delete what a hook has written beside ``target`` if anything fails in this block."""
+    """Delete the files that a hook has written for ``target`` if the block fails.
+
+    Args:
+        accelerator: The Accelerator.
+        target: The checkpoint.
+    """
     try:
         yield
     except BaseException:
@@ -137,7 +163,7 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
 
 
 class Attempts:
-    """Pieces of work, ``with attempts: ...``, of which all are done though one fails: others may wait for the rest."""
+    """Blocks of work, ``with attempts: ...``, that all run even if one fails, since other processes may wait."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -151,7 +177,7 @@ class Attempts:
         return error is None or isinstance(error, Exception)
 
     def end(self) -> None:
-        """Raise what came first, if anything failed."""
+        """Raise the first error, if a block failed."""
         if self._error is not None:
             raise self._error
 
@@ -166,20 +192,20 @@ def collect(
     """Return the files of a checkpoint that this process writes; nothing is copied or written yet. Call it on all.
 
     Args:
-        accelerator: whose state it is.
-        target: where it will stand.
-        parts: further states, by name.
-        weights_only: leave out what only resuming needs.
-        frozen: of each model, the weights to leave out; see `Checkpointer.find_frozen`.
+        accelerator: The Accelerator.
+        target: The checkpoint.
+        parts: Further states, by name.
+        weights_only: Leave out what is needed only to resume.
+        frozen: For each model, the weights to leave out; see `Checkpointer.find_frozen`.
 
     Raises:
-        ValueError: inside a group of micro-batches.
-        TypeError: for what is not data.
+        ValueError: Inside a group of micro-batches.
+        TypeError: If a state is not data.
     """
     if accelerator.inside_group and not weights_only:
         raise ValueError(
-            "save_state inside a group of micro-batches, whose gradients are in no checkpoint. Save when "
-            "accelerator.sync_gradients is true, after the optimizer's step."
+            "save_state was called inside a group of micro-batches, whose gradients are not saved in a checkpoint. "
+            "Save when accelerator.sync_gradients is true, after the optimizer's step."
         )
     rank, files, attempts = accelerator.process_index, dict[str, Any](), Attempts()
     weights = _collect_weights(accelerator, target, attempts)
@@ -220,7 +246,11 @@ def _collect_model_files(
 
 
 def encode_optimizers(accelerator: Accelerator) -> Files:
-    """Return the files of the optimizers' states that this process writes. Call it on all processes."""
+    """Return the files of the optimizers' states that this process writes. Call it on all processes.
+
+    Args:
+        accelerator: The Accelerator.
+    """
     rank, strategy, attempts = accelerator.process_index, accelerator.strategy, Attempts()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
@@ -240,7 +270,7 @@ def encode_optimizers(accelerator: Accelerator) -> Files:
 
 
 def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
-    """Warn of parameters that an optimizer steps, and whose values are in no file."""
+    """Warn of parameters that an optimizer steps but that are not saved in any file."""
     models = accelerator.unwrapped_models
     optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
     unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
@@ -252,25 +282,37 @@ def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
     if shapes:
         more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
         warn(
-            f"an optimizer steps {len(shapes)} parameters that are in no prepared model, of shapes "
-            f"{', '.join(map(str, shapes[:5]))}{more}: what it knows of them is saved, their values are not, and a run "
-            "that goes on would begin with others. Give their module to prepare(), or to register_for_checkpointing()."
+            f"an optimizer steps {len(shapes)} parameters that are not in a prepared model, of shapes "
+            f"{', '.join(map(str, shapes[:5]))}{more}: their optimizer state is saved, but their values are not, so a "
+            "resumed run would start with other values. Pass their module to prepare() or register_for_checkpointing()."
         )
 
 
 def select_optimizer_files(files: Files) -> set[str]:
-    """Return the names of the ``files`` that hold an optimizer's state."""
+    """Return the names of the ``files`` that contain an optimizer's state.
+
+    Args:
+        files: The files of a checkpoint.
+    """
     return {name for name in files if name.startswith(optimizer_part(0))}
 
 
 def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
-    """Return the state of all that this process alone draws from: its generators, and its datasets' generators."""
+    """Return the RNG state of this process: its own generators, and those of its datasets.
+
+    Args:
+        accelerator: The Accelerator.
+    """
     readers = [loader.reading_state() for loader in sort_loaders(accelerator.loaders)]
     return cast(RandomState, {**random_state(), "loaders": readers})
 
 
 def sort_loaders(loaders: list[Loader]) -> list[Loader]:
-    """Return the loaders of training first, as others may come and go."""
+    """Return the loaders with those of training first, since others may come and go.
+
+    Args:
+        loaders: The loaders.
+    """
     return sorted(loaders, key=lambda loader: loader.evaluation)
 
 
@@ -278,15 +320,15 @@ def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Te
     """Return the files with the state that process ``rank`` does not share.
 
     Args:
-        rank: this process's.
-        random: its random state.
-        buffers: of each model, those that this process continues from.
+        rank: The rank of this process.
+        random: Its RNG state.
+        buffers: For each model, the buffers of this process.
     """
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
 
 def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
-    """Return each model's buffers that are saved, as this process has them."""
+    """Return each model's persistent buffers on this process."""
     states = [model.state_dict() for model in accelerator.unwrapped_models]
     return [
         {strip_compile_prefix(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
@@ -295,24 +337,27 @@ def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
 
 
 def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], others: bool = False) -> None:
-    """Write what `collect` returned, wait for all processes, and let the checkpoint appear in one move.
+    """Write the files of `collect`, wait for all processes, and put the checkpoint in place in one rename.
 
     Args:
-        world: the processes; all must call it.
-        target: where it is to stand.
-        files: this process's.
-        info: for the manifest.
-        others: see `checkpoint.commit`.
+        world: The processes; all must call it.
+        target: The checkpoint.
+        files: This process's files.
+        info: The metadata for the manifest.
+        others: See `store.commit`.
 
     Raises:
-        OSError: the disk refused. Nothing of the attempt is left then, and what stood there before still does.
+        OSError: If the disk refused. The files of the attempt are deleted, and an earlier checkpoint stays.
     """
     entries: dict[str, Any] = {}
     error: Exception | None = None
     save = DiskSave(target) if isinstance(target, Path) else Upload(target, world.broadcast(Upload.new_folder()))
     try:
         if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
-            raise ValueError(f"a save_state pre-hook wrote {clashing[0]}, which is a file of the checkpoint itself.")
+            raise ValueError(
+                f"a save_state pre-hook wrote {clashing[0]}, which is a file of the checkpoint itself; use another "
+                "name."
+            )
         entries = save.write(files)
     except Exception as caught:
         error = _explain_error(caught, target, files)
@@ -330,21 +375,21 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
 
 
 def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception:
-    """Return the error, that of a full disk with the free and the needed bytes."""
+    """Return the error; for a full disk, one with the free and the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"It needs {sum(estimate_size(content) for content in files.values()):,} bytes"
     folder = store.beside(target)
     with suppress(OSError):
         existing = next(parent for parent in folder.parents if os.path.exists(parent))
-        needed += f", {shutil.disk_usage(existing).free:,} are free"
+        needed += f", but only {shutil.disk_usage(existing).free:,} are free"
     if isinstance(target, RemotePath):
-        needed += f" in {folder.parent.parent}, where it is put together: set TMPDIR to a larger disk"
-    return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. What was saved stays.")
+        needed += f" in {folder.parent.parent}, where it is assembled: set TMPDIR to a larger disk"
+    return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. Earlier checkpoints stay.")
 
 
 def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
-    """Return each model's state as it lies on the processes; None for one that a hook saves."""
+    """Return each model's state, sharded as it is; None for a model that a hook saves."""
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
@@ -365,7 +410,7 @@ def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attemp
 
 
 def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a model's state, and what else modules keep there (``get_extra_state``)."""
+    """Return the tensors of a model's state, and other values in it (``get_extra_state``)."""
     extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     return {name: value for name, value in weights.items() if name not in extra}, extra
 
@@ -394,36 +439,52 @@ def _collect_shared_state(accelerator: Accelerator) -> TrainState:
 
 
 def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
-    """Return the names of the schedulers' classes, without modules: a script's may have another one next time."""
+    """Return the names of the schedulers' classes, without modules, which may change in a script.
+
+    Args:
+        schedulers: The schedulers.
+    """
     wrapped = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
     return [type(scheduler).__qualname__ for scheduler in wrapped]
 
 
 def list_reduction_orders(accelerator: Accelerator) -> list[list[int]]:
-    """Return each model's reduction order; see `Strategy.reduction_order`."""
+    """Return each model's reduction order; see `Strategy.reduction_order`.
+
+    Args:
+        accelerator: The Accelerator.
+    """
     return [accelerator.strategy.reduction_order(model) for model in accelerator.models]
 
 
 def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the manifest's notes: metadata of the run, and what the user adds.
+    """Return the metadata for the manifest: that of the run, and the user's additions.
+
+    Args:
+        accelerator: The Accelerator.
+        info: The user's additions.
 
     Raises:
-        ValueError: if ``info`` names what is known of the run already.
-        TypeError: if it holds tensors, or what is not data.
+        ValueError: If ``info`` uses a name of the run's own metadata.
+        TypeError: If it contains tensors, or something that is not data.
     """
     metadata = run_metadata(accelerator)
     if clashing := sorted(metadata.keys() & info.keys()):
-        raise ValueError(f"save_state(info=...) names {clashing[0]!r}, which is noted of every run: take another name.")
+        raise ValueError(f"save_state(info=...) names {clashing[0]!r}, which is always saved: choose another name.")
     document, tensors = encode(info, "info")
     if tensors:
-        raise TypeError(f"save_state(info=...) holds a tensor, {next(iter(tensors))}: pass its .item(), or use parts=.")
+        raise TypeError(f"save_state(info=...) has a tensor, {next(iter(tensors))}: pass its .item(), or use parts=.")
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
     counts = {"step": accelerator.steps, "epoch": 0 if training is None else training.epoch}
     return {**metadata, **counts, **decode(document, {})}
 
 
 def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the run's metadata for the manifest, which people and a resume read."""
+    """Return the run's metadata for the manifest, for users and for a resume.
+
+    Args:
+        accelerator: The Accelerator.
+    """
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
     accumulate = accelerator.gradient_accumulation_steps
     batch = None if training is None else training.total_batch_size

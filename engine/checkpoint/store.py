@@ -1,19 +1,20 @@
-"""The checkpoint store: what is on disk, and when it counts as complete. It knows neither states' meaning nor ranks.
+"""Checkpoint store: what is on disk, and when it counts as complete. It is independent of the state and of ranks.
 
 A checkpoint is a directory of parts (see `parts`) and a ``manifest.json``: ``model``, ``optimizer``, ``state``, and
 ``rank-00000`` for each process. Tensors are safetensors, the rest is JSON, nothing is pickled. Every process writes its
 own files, the caller waits for all of them, and one process calls `commit`. What is on disk at each moment of saving to
 ``last``:
 
-1. Parts go to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory's entries are fsynced. A
+1. Parts are written to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory is fsynced. A
    failure up to here leaves only ``.last.part``, which never counts.
 2. If ``last`` exists it is renamed to ``.last.old``. A failure here leaves two complete checkpoints under other names:
    `find` lists the old one, `recover` puts the new one in place, or the old one if the new one fails its digests.
-3. ``.last.part`` is renamed to ``last`` and the parent's entries are fsynced. This is the commit.
-4. What was in ``.last.old`` and is not in its manifest moves into ``last``.
+3. ``.last.part`` is renamed to ``last`` and the parent directory is fsynced. This is the commit.
+4. Files in ``.last.old`` that are not in its manifest move into ``last``.
 5. ``.last.old`` is deleted. A failure here leaves leftovers that don't count.
 
-Deleting a checkpoint starts with one rename too, to ``.last.gone``. `recover` clears all these names away. See `swap`.
+The deletion of a checkpoint starts with one rename too, to ``.last.gone``. `recover` removes all these directories. See
+`atomic_swap`.
 """
 
 import os
@@ -55,29 +56,32 @@ __all__ = [
 
 
 def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesystem.Entry]:
-    """Write one part of a checkpoint beside its target, durably. Processes may do so at once, each its own names.
+    """Write one part of a checkpoint beside its target, durably. Processes may do so at once, with different names.
 
     Args:
         target: Where the checkpoint will be committed.
         name: See `parts.encode_part`.
-        state: What to store. Tensors may be on any device; those tied to each other are stored once.
+        state: The state to store. Tensors may be on any device; tied ones are stored once.
 
     Returns:
         Size and digest by file name, for `commit`.
 
     Raises:
-        TypeError: The state holds something that isn't data; nothing is written then.
-        ValueError: A name that can't be a file name, or a state without an end.
-        OSError: The disk is full or not writable.
+        TypeError: If the state contains something that is not data; nothing is written then.
+        ValueError: If the name is not a valid file name, or if the state contains itself.
+        OSError: If the disk is full or not writable.
     """
     return write_files(beside(target), encode_part(name, state))
 
 
 def check_target(target: AnyPath) -> None:
-    """See that a checkpoint may be put here. Nothing is changed.
+    """Check that a checkpoint may be written here. Nothing is changed.
+
+    Args:
+        target: The checkpoint.
 
     Raises:
-        ValueError: something that is no checkpoint stands here, or beside it under a name that is needed.
+        ValueError: If something other than a checkpoint is here, or beside it under a name that is needed.
     """
     if isinstance(target, RemotePath):
         remote.check_target(target)
@@ -86,7 +90,11 @@ def check_target(target: AnyPath) -> None:
 
 
 def beside(target: AnyPath | str) -> Path:
-    """Where the parts of a checkpoint are until `commit` moves them all at once; of a URL, a folder of this process."""
+    """Return the directory of a checkpoint's parts until `commit`; for a URL, a folder of this process.
+
+    Args:
+        target: The checkpoint.
+    """
     target = as_path(target)
     if isinstance(target, RemotePath):
         return remote.open_staging(target)
@@ -98,23 +106,24 @@ def commit(
 ) -> Path:
     """Make the written parts a checkpoint, by one rename. One process calls it, after all have written their parts.
 
-    A checkpoint that already stands at the target is replaced; at every moment one of the two can be loaded.
+    An existing checkpoint at the target is replaced; at every moment one of the two can be loaded.
 
     Args:
-        target: Where the checkpoint is to stand. A directory there that is neither empty nor a checkpoint is refused.
+        target: The path of the checkpoint. An existing directory that is neither empty nor a checkpoint is refused.
         files: The entries of every `write_part`, of all processes, in one dict.
-        info: What the manifest notes: the counts ``step`` (optimizer steps done, default 0), ``epoch`` (0), ``samples``
-            (global samples seen, 0) and ``world_size`` (processes, 1), and anything else but tensors, such as a metric.
-        others: Keep what else was put `beside` since `begin`, as part of the checkpoint.
+        info: Metadata for the manifest: the counts ``step`` (optimizer steps, default 0), ``epoch`` (0), ``samples``
+            (samples seen over all processes, 0) and ``world_size`` (1), and any other values but tensors, such as a
+            metric.
+        others: Include other files that were put `beside` since `begin` in the checkpoint.
 
     Returns:
         The target, as an absolute path.
 
     Raises:
-        ValueError: A listed file is not there or of another size (do all processes write to one file system?), a
-            count is negative, or the target is somebody else's directory.
-        TypeError: ``info`` holds a tensor or something that isn't data.
-        OSError: The disk refused. The checkpoint that stood at the target stands there still, the parts are deleted.
+        ValueError: If a listed file is missing or has another size (do all processes write to one file system?), a
+            count is negative, or the target is a foreign directory.
+        TypeError: If ``info`` contains a tensor or something that is not data.
+        OSError: If the disk refused. An earlier checkpoint at the target stays, the parts are deleted.
     """
     target, source = Path(os.path.abspath(target)), beside(target)
     atomic_swap.check_target(target)
@@ -143,7 +152,7 @@ def commit(
 
 
 def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
-    """Bring to the disk what others wrote into a directory beside ``files``; returns its entries for a manifest."""
+    """Fsync what hooks wrote into a directory beside ``files``, and return its entries for a manifest."""
     entries = {}
     folders = {source}
     for name in filesystem.list_leaves(source):
@@ -152,7 +161,7 @@ def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
             continue
         mode = path.lstat().st_mode
         if name == MANIFEST or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-            problem = "the name of the checkpoint's own list" if name == MANIFEST else "no file"
+            problem = "the name of the checkpoint's manifest" if name == MANIFEST else "not a file"
             raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}, so it can't be saved.")
         if stat.S_ISREG(mode):
             filesystem.fsync(path)
@@ -164,7 +173,11 @@ def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
 
 
 def begin(target: AnyPath | str) -> Path:
-    """Make an empty directory `beside` a target, for what others write into it before `write_part`; returns it."""
+    """Create an empty directory `beside` a target, for files of hooks before `write_part`, and return it.
+
+    Args:
+        target: The checkpoint.
+    """
     discard(target)
     source = beside(target)
     filesystem.make_staging_directory(source)
@@ -176,10 +189,10 @@ def begin(target: AnyPath | str) -> Path:
 
 
 def discard(target: AnyPath | str) -> None:
-    """Remove what `write_part` wrote for a target that will not be committed. Nothing there is no error.
+    """Delete what `write_part` wrote for a target that will not be committed. It is not an error if nothing exists.
 
     Args:
-        target: As given to `write_part`. A checkpoint that stands there is not touched.
+        target: The argument of `write_part`. An existing checkpoint there is not changed.
     """
     target = as_path(target)
     if isinstance(target, RemotePath):
@@ -191,13 +204,13 @@ def discard(target: AnyPath | str) -> None:
 
 
 def find_again(path: AnyPath | str) -> None:
-    """See to it that a checkpoint stands under its name, if it was being replaced there, or one around it.
+    """Restore a checkpoint, or a directory that contains it, whose replacement was interrupted.
 
-    Between two renames there is none. A process that is at it now has a moment to finish; one that was killed there has
-    left both, and the better one is put in place, by whichever process comes first.
+    Between two renames no checkpoint exists at the path. A process that is replacing it has a moment to finish; a
+    killed one has left both, and the better one is put in place, by whichever process comes first.
 
     Args:
-        path: The checkpoint's directory. One that stands, or that nobody replaces, is left alone.
+        path: The checkpoint's directory. It is left alone if it exists, or if it is not being replaced.
     """
     target = absolute(path)
     if isinstance(target, RemotePath):  # where nothing is renamed
@@ -221,22 +234,21 @@ def find_again(path: AnyPath | str) -> None:
 
 
 def remove(path: AnyPath | str) -> None:
-    """Delete a committed checkpoint, whole: a failure half-way leaves nothing that counts as one.
+    """Delete a committed checkpoint completely: a failure half-way leaves nothing that counts as a checkpoint.
 
     Args:
         path: The checkpoint.
 
     Raises:
-        ValueError: It isn't a checkpoint, or a link to one, or holds what it was not saved with; nothing is touched
-            then.
-        OSError: The disk refused.
+        ValueError: If it is not a checkpoint, or a link to one, or contains foreign files; nothing is changed then.
+        OSError: If the disk refused.
     """
     path = absolute(path)
     if isinstance(path, RemotePath):
         remote.remove(path)
         return
     if path.is_symlink():
-        raise ValueError(f"{path} is a link, not a checkpoint; remove what it points to, or unlink it yourself.")
+        raise ValueError(f"{path} is a link, not a checkpoint; remove its target, or unlink it yourself.")
     atomic_swap.take_away(path)
 
 
@@ -244,25 +256,39 @@ class DiskSave:
     """One save to a directory. Every process writes its own files; one of them commits. See also `remote.Upload`.
 
     Args:
-        target: Where the checkpoint is to stand.
+        target: The checkpoint.
 
     Attributes:
-        staging: Where its files are until then.
+        staging: The directory of its files until then.
     """
 
     def __init__(self, target: Path) -> None:
         self._target, self.staging = target, beside(target)
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
-        """Write this process's files; returns their entries for the manifest."""
+        """Write this process's files, and return their entries for the manifest.
+
+        Args:
+            files: The content of each file.
+        """
         return write_files(self.staging, files)
 
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
-        """See `commit`."""
+        """Commit the checkpoint; see `commit`.
+
+        Args:
+            files: The entries of all processes.
+            info: Metadata for the manifest.
+            others: Include files that hooks wrote.
+        """
         commit(self._target, files, info, others)
 
     def discard(self, is_main: bool) -> None:
-        """Remove what is there of a save that was not committed; ``is_main`` says whether that is for this process."""
+        """Delete the files of a save that was not committed.
+
+        Args:
+            is_main: Whether this process deletes them.
+        """
         if is_main:
             discard(self._target)
         else:
@@ -270,24 +296,33 @@ class DiskSave:
 
 
 class CheckpointStore:
-    """The checkpoints in one directory, or below one URL.
+    """Checkpoints in one directory, or below one URL.
 
     Args:
-        directory: Where they stand, each a directory of its own. It need not exist yet.
+        directory: The directory; each checkpoint is a subdirectory. It need not exist yet.
+
+    Example:
+        >>> import treadle
+        >>> from treadle.engine import CheckpointStore
+        >>> accelerator = treadle.Accelerator(cpu=True)
+        >>> path = accelerator.save_state("checkpoints/first")
+        >>> latest, skipped = CheckpointStore("checkpoints").latest()
+        >>> latest.name, skipped
+        ('first', [])
     """
 
     def __init__(self, directory: AnyPath | str) -> None:
         self.directory = absolute(directory)
 
     def find(self) -> list[AnyPath]:
-        """The committed checkpoints, the newest last: by step, then by order of commit, never by clock.
+        """Return the committed checkpoints, the latest last: by step, then by order of commit, never by clock.
 
         One whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
         """
         return [path for _, path in self.scan()[0]]
 
     def scan(self) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-        """As `find`, each with its manifest; and one sentence for each checkpoint whose manifest can't be read."""
+        """Return the checkpoints of `find` with their manifests, and a sentence for each unreadable manifest."""
         directory = self.directory
         if isinstance(directory, RemotePath):
             checkpoints, problems = remote.find_checkpoints(directory)
@@ -295,13 +330,13 @@ class CheckpointStore:
         return _scan(directory)
 
     def latest(self, verify: bool = True) -> tuple[AnyPath | None, list[str]]:
-        """The newest checkpoint that is intact.
+        """Return the latest intact checkpoint.
 
         Args:
             verify: Compare digests, not only names and sizes.
 
         Returns:
-            Its path, or ``None``; and one sentence for each checkpoint that had to be skipped, with the reason.
+            Its path, or ``None``; and one sentence for each checkpoint that was skipped, with the reason.
         """
         checkpoints, skipped = self.scan()
         for manifest, path in reversed(checkpoints):
@@ -319,13 +354,13 @@ class CheckpointStore:
         return None, skipped
 
     def probe(self, nbytes: int = 0) -> None:
-        """Find out before a run whether it can save here, by making the directory and writing a file.
+        """Check before a run that it can save here, by creating the directory and writing a file.
 
         Args:
-            nbytes: What one checkpoint needs, in bytes.
+            nbytes: The size of one checkpoint in bytes.
 
         Raises:
-            OSError: The directory can't be made or written to, or has less than ``nbytes`` free.
+            OSError: If the directory can't be created or written to, or has less than ``nbytes`` free.
         """
         if isinstance(self.directory, Path):
             filesystem.probe(self.directory, nbytes)
@@ -333,7 +368,7 @@ class CheckpointStore:
             remote.check_writable(self.directory)
 
     def recover(self) -> list[str]:
-        """Finish or roll back what a killed process left, and clear leftovers away.
+        """Complete or roll back what a killed process left, and delete leftovers.
 
         Call it once at start, in the one process that commits here, before anything is saved here.
 
@@ -348,7 +383,7 @@ class CheckpointStore:
 
 
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-    """The readable manifests, the newest last, and what is wrong with the others."""
+    """Return the readable manifests, the latest last, and the problems of the others."""
     checkpoints: list[tuple[Manifest, AnyPath]] = []
     problems = []
     for path in _iterate_checkpoints(directory):
@@ -360,7 +395,7 @@ def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
 
 
 def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
-    """The directories that are checkpoints, damaged ones too."""
+    """Yield the directories that are checkpoints, including damaged ones."""
     for name in filesystem.list_names(directory):
         path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
         if name.startswith(".") and not (match and match[2] == "old"):
@@ -396,7 +431,7 @@ def _find_next_sequence(directory: Path) -> int:
 # each time took longer than the save itself. Deleted checkpoints are forgotten, or a long run would remember them all.
 @lru_cache(maxsize=8)
 def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return what was read in a directory so far: by checkpoint, the version of its manifest and the sequence in it."""
+    """Return what was read in a directory so far: by checkpoint, the version of its manifest and its sequence."""
     return {}
 
 

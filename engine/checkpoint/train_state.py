@@ -1,21 +1,21 @@
-"""The keys of a saved run, once: the parts of a checkpoint and what is in each, for those who write and who read them.
+"""Keys of a saved run: the parts of a checkpoint and their content, for code that writes and reads them.
 
 A checkpoint holds these parts (see `parts` for their files):
 
 =================================  ==================================================================================
 ``model``, ``model-1``, ...        tensors of each prepared model
-``extra-model``, ...               what ``get_extra_state`` keeps beside them
+``extra-model``, ...               the results of ``get_extra_state``
 ``optimizer``, ``optimizer-1``     `OptimizerState` of each optimizer
-``optimizer-rank-00001``, ...      the same, of what that rank alone keeps (``DDP(zero=True)``)
-``state``                          `TrainState`: what all ranks share
-``rank-00000``, ...                `RankState`: what one rank alone has
+``optimizer-rank-00001``, ...      the same, for the state that only this rank keeps (``DDP(zero=True)``)
+``state``                          `TrainState`: the state that all ranks share
+``rank-00000``, ...                `RankState`: the state of one rank alone
 ``hparams``, ``datamodule_hparams``  hyperparameters of the task and of the data module
 ``config``                         the configuration file of the run
-``added``                          what ``on_save_checkpoint`` hooks add, in a checkpoint of weights only
+``added``                          additions of ``on_save_checkpoint`` hooks, in a checkpoint of weights only
 =================================  ==================================================================================
 
-Writers build these dicts by calling the class, so a type checker finds a key that is missing or unknown; readers get
-them from `check_form`, which finds a file that is whole and yet not ours.
+Writers create these dicts by calling the class, so a type checker finds a missing or unknown key; readers get them from
+`check_form`, which detects an intact file with other content.
 """
 
 # No postponed annotations here: to look at them would mean to evaluate text while a checkpoint is read.
@@ -32,30 +32,47 @@ STATE, HPARAMS, DATAMODULE_HPARAMS, CONFIG, ADDED = "state", "hparams", "datamod
 
 
 def rank_part(rank: int) -> str:
-    """Return the name of one rank's own part of a checkpoint."""
+    """Return the name of the part of one rank.
+
+    Args:
+        rank: The rank.
+    """
     return f"rank-{rank:05d}"
 
 
 def model_part(number: int) -> str:
-    """Return the name of the part that holds the ``number``-th prepared model."""
+    """Return the name of the part of a model.
+
+    Args:
+        number: The index of the prepared model.
+    """
     return "model" if number == 0 else f"model-{number}"
 
 
 def extra_part(number: int) -> str:
-    """Return the name of the part for what a model's state holds beside tensors."""
+    """Return the name of the part for values in a model's state that are not tensors.
+
+    Args:
+        number: The index of the prepared model.
+    """
     return f"extra-{model_part(number)}"
 
 
 def optimizer_part(number: int, rank: int = 0) -> str:
-    """Return the name of the part that holds the ``number``-th optimizer, or what ``rank`` alone keeps of it."""
+    """Return the name of the part of an optimizer.
+
+    Args:
+        number: The index of the prepared optimizer.
+        rank: The rank that keeps a share of its state alone; 0 for the shared part.
+    """
     name = "optimizer" if number == 0 else f"optimizer-{number}"
     return f"{name}-rank-{rank:05d}" if rank else name
 
 
 class TrainState(TypedDict):
-    """The part ``state``: what all ranks share. Lists are in the order in which things were prepared.
+    """The part ``state``: the state that all ranks share. Lists are in the order of preparation.
 
-    ``scheduler_advances`` and ``schedules_built`` came later: checkpoints of earlier versions lack them.
+    ``scheduler_advances`` and ``schedules_built`` are missing in older checkpoints.
     """
 
     schedulers: list[dict[str, Any]]
@@ -72,7 +89,7 @@ class TrainState(TypedDict):
 
 
 class TrainerStates(TypedDict):
-    """What the Trainer registers, in ``TrainState.registered`` beside the user's objects."""
+    """States that the Trainer registers, in ``TrainState.registered`` beside the user's objects."""
 
     progress: Any
     logged: Any
@@ -90,7 +107,7 @@ class CallbackStates(TypedDict):
 
 
 class RandomState(TypedDict):
-    """What one rank draws from: its generators (see `random_state`), and what the datasets it reads draw from."""
+    """RNG state of one rank: its generators (see `random_state`), and those of its datasets."""
 
     python: Any
     numpy: Any
@@ -102,7 +119,7 @@ class RandomState(TypedDict):
 
 
 class RankState(TypedDict):
-    """The part of one rank: what it draws from, and its buffers where these differ by rank."""
+    """The part of one rank: its RNG state, and its buffers if these differ by rank."""
 
     random: RandomState
     buffers: list[dict[str, Tensor]]
@@ -127,23 +144,29 @@ Form = TypeVar("Form", TrainState, RankState, OptimizerState, CallbackStates)
 
 
 def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
-    """Return ``value``, if it is a dict with a form's keys, each of its kind: a file may be whole and yet not ours.
+    """Return ``value`` if it is a dict with a form's keys and types: an intact file may have other content.
+
+    Args:
+        form: The form.
+        value: The value.
+        path: The checkpoint, for the error.
+        part: The name of the part, for the error.
 
     Raises:
-        ValueError: names the keys that are missing or of another kind.
+        ValueError: If keys are missing or have another type. The error lists them.
     """
     kinds = _collect_required_kinds(form)
     wrong = [
         name for name, kind in kinds.items() if not isinstance(value, dict) or not isinstance(value.get(name), kind)
     ]
     if wrong:
-        text = f"{path}: part {part!r} is damaged: {', '.join(wrong)} not there, or no {kinds[wrong[0]].__name__}"
+        text = f"{path}: part {part!r} is damaged: {', '.join(wrong)} missing, or not a {kinds[wrong[0]].__name__}"
         raise ValueError(f"{text}. Use another checkpoint.")
     return cast(Form, value)
 
 
 def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
-    """The keys that a form always has, with the class of each value; those that may be None are left out."""
+    """Return the required keys of a form with the class of each value; those that may be None are left out."""
     kinds: dict[str, type] = {}
     for name, hint in form.__annotations__.items():
         kind: Any = dict if is_typeddict(hint) else get_origin(hint) or hint
@@ -153,32 +176,41 @@ def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
 
 
 def open_train_state(opened: OpenCheckpoint) -> TrainState:
-    """Return what all ranks share, its tensors unread.
+    """Return the state that all ranks share, its tensors unread.
+
+    Args:
+        opened: The checkpoint.
 
     Raises:
-        ValueError: the checkpoint holds weights only, or the part is damaged.
+        ValueError: If the checkpoint contains weights only, or the part is damaged.
     """
     if not opened.has(STATE):
         raise ValueError(
-            f"{opened.path} holds weights only, so no run can go on from it: load them into a model before fit."
+            f"{opened.path} contains weights only, so no run can resume from it: load them into a model before fit."
         )
     return check_form(TrainState, opened.open_part(STATE), opened.path, STATE)
 
 
 def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the states of what was registered, their tensors unread; none of a checkpoint of weights only.
+    """Return the states of registered objects, their tensors unread; empty for a checkpoint of weights only.
+
+    Args:
+        opened: The checkpoint.
 
     Raises:
-        ValueError: the part is damaged.
+        ValueError: If the part is damaged.
     """
     return open_train_state(opened)["registered"] if opened.has(STATE) else {}
 
 
 def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
-    """Return the callbacks' states and what hooks added, tensors unread; both empty where there are none.
+    """Return the callbacks' states and what hooks added, tensors unread; both empty if there are none.
+
+    Args:
+        opened: The checkpoint.
 
     Raises:
-        ValueError: the part is damaged.
+        ValueError: If the part is damaged.
     """
     saved = open_registered(opened).get("callbacks", {})
     if isinstance(saved, dict):  # a script without a Trainer may register something else under this name
@@ -187,10 +219,13 @@ def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
 
 
 def open_added(opened: OpenCheckpoint) -> Mapping[str, Any]:
-    """Return what ``on_save_checkpoint`` hooks added to a checkpoint, of weights only or not, its tensors unread.
+    """Return what ``on_save_checkpoint`` hooks added to a checkpoint, its tensors unread.
+
+    Args:
+        opened: The checkpoint, of weights only or not.
 
     Raises:
-        ValueError: the part is damaged.
+        ValueError: If the part is damaged.
     """
     if opened.has(ADDED):
         return cast(Mapping[str, Any], opened.open_part(ADDED))

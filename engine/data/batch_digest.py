@@ -1,4 +1,4 @@
-"""A digest of a batch's values, to compare batches between ranks and between runs."""
+"""Digests of batches, to compare batches between ranks and between runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ...common.tensor_bytes import view_bytes
 def digest(value: Any) -> str:
     """Return a digest of all numbers, texts and bytes within ``value``.
 
-    Of an object of an unknown kind the attributes count; of one without attributes the class.
+    For an object of an unknown type, the digest covers its attributes; without attributes, only its class.
+
+    Args:
+        value: Any value, nested as you like.
     """
     hasher = xxhash.xxh3_128()
     _feed(hasher.update, value, set())

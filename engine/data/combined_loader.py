@@ -1,4 +1,4 @@
-"""Several loaders read as one: the modes, and what a user writes."""
+"""Several loaders read as one: the class that users create, and its modes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,29 @@ _ENDED = object()
 
 
 class CombinedLoader:
-    """Several loaders read as one; each batch has the form of ``iterables``, with a batch in the place of each loader.
+    """Several loaders read as one; each batch has the structure of ``iterables``, with one batch per loader.
 
-    Pass it to ``fit`` (a dict, list or tuple of loaders alone is read in mode ``"max_size_cycle"``), or to
-    `Accelerator.prepare`. Iterated by itself it yields ``(batch, batch_idx, dataloader_idx)``.
+    Pass it to ``fit`` or to `Accelerator.prepare`. In ``fit``, a plain dict, list or tuple of loaders is combined in
+    mode ``"max_size_cycle"``. Iterated by itself, it yields ``(batch, batch_idx, dataloader_idx)``.
 
-    A micro-batch weighs the samples in all of its parts together. So with several processes, or in a last, short group
-    of micro-batches, a loss that is the mean over all of these samples is exact.
+    A micro-batch is weighted by the samples in all of its parts together. With several processes, or in a short last
+    group of micro-batches, a loss that is the mean over all of these samples is therefore exact.
 
     Args:
-        iterables: loaders, or other iterables of batches, in dicts, lists and tuples that may be nested.
-        mode: ``"min_size"`` ends with the loader that ends first; ``"max_size_cycle"`` ends with the longest and begins
-            the others anew meanwhile; ``"max_size"`` has None in their places; ``"sequential"`` reads one after the
-            other, its batches being those of one loader.
+        iterables: Loaders, or other iterables of batches, in dicts, lists and tuples that may be nested.
+        mode: ``"min_size"`` ends with the shortest loader; ``"max_size_cycle"`` ends with the longest and restarts the
+            others; ``"max_size"`` ends with the longest and yields None for the others; ``"sequential"`` reads one
+            loader after the other, and its batches are those of one loader.
 
     Raises:
-        ValueError: for another mode, or without an iterable.
-        TypeError: for something that can't be iterated over.
+        ValueError: If the mode is unknown, or if there is no iterable.
+        TypeError: If an object is not iterable.
+
+    Example:
+        >>> from treadle.engine import CombinedLoader
+        >>> loader = CombinedLoader({"a": [1, 2, 3], "b": [4, 5]}, mode="max_size_cycle")
+        >>> [batch for batch, batch_idx, dataloader_idx in loader]
+        [{'a': 1, 'b': 4}, {'a': 2, 'b': 5}, {'a': 3, 'b': 4}]
     """
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
@@ -45,30 +51,30 @@ class CombinedLoader:
         self._running: Iterator[Any] | None = None
         leaves = list(_iter_leaves(iterables, True))
         if not leaves:
-            raise ValueError(f"CombinedLoader({iterables!r}) has no loader in it: give it at least one.")
+            raise ValueError(f"CombinedLoader({iterables!r}) contains no loader: pass at least one.")
         for leaf in leaves:
             if not isinstance(leaf, Iterable) and not hasattr(leaf, "__getitem__"):
                 raise TypeError(
-                    "a loader to combine must be a DataLoader or another iterable of batches, not "
-                    f"{type(leaf).__name__}: {leaf!r:.100}"
+                    f"CombinedLoader got {leaf!r:.100} ({type(leaf).__name__}), which is not a loader: pass a "
+                    "DataLoader or another iterable of batches."
                 )
         self._flattened = leaves
 
     @property
     def flattened(self) -> list[Any]:
-        """The iterables in order. Another list of as many may be set."""
+        """The iterables in order. It may be set to another list of the same length."""
         return self._flattened
 
     @flattened.setter
     def flattened(self, iterables: list[Any]) -> None:
         if len(iterables) != len(self._flattened):
-            raise ValueError(f"there are {len(self._flattened)} iterables, not {len(iterables)}.")
+            raise ValueError(f"flattened has {len(iterables)} iterables, but must have {len(self._flattened)}.")
         self.iterables = self.in_form(iterables)
         self._flattened = list(iterables)
 
     @property
     def limits(self) -> list[int | float] | None:
-        """The most batches to read in one pass of each iterable. May be set to one number for all."""
+        """Maximum number of batches per pass of each iterable. It may be set to one number for all."""
         return self._limits
 
     @limits.setter
@@ -76,25 +82,36 @@ class CombinedLoader:
         if isinstance(limits, int | float):
             limits = [limits] * len(self._flattened)
         if limits is not None and len(limits) != len(self._flattened):
-            raise ValueError(f"there are {len(self._flattened)} iterables, and {len(limits)} limits.")
+            raise ValueError(
+                f"limits has {len(limits)} values, but there are {len(self._flattened)} iterables; set one per "
+                "iterable."
+            )
         self._limits = limits
 
     @property
     def sampler(self) -> Any:
-        """The samplers, in the form of ``iterables``."""
+        """The samplers, in the structure of ``iterables``."""
         return self.in_form([getattr(loader, "sampler", None) for loader in self._flattened])
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch samplers, in the form of ``iterables``."""
+        """The batch samplers, in the structure of ``iterables``."""
         return self.in_form([getattr(loader, "batch_sampler", None) for loader in self._flattened])
 
     def in_form(self, values: Iterable[Any]) -> Any:
-        """One value for each iterable, in the form of ``iterables``."""
+        """Return ``values``, one for each iterable, in the structure of ``iterables``.
+
+        Args:
+            values: The values in order.
+        """
         return _fill_form(self.iterables, iter(values), True)
 
     def limit_of(self, number: int) -> int | None:
-        """The most batches to read in one pass of an iterable; None for all."""
+        """Return the maximum number of batches per pass of an iterable; None for all.
+
+        Args:
+            number: The index of the iterable.
+        """
         limit = None if self._limits is None else self._limits[number]
         return None if limit is None or limit == float("inf") else int(limit)
 
@@ -123,11 +140,11 @@ class CombinedLoader:
         limits = map(self.limit_of, range(len(lengths)))
         count = compute_joint_length(self.mode, [find_least(*pair) for pair in zip(lengths, limits, strict=True)])
         if count is None:
-            raise TypeError(f"CombinedLoader(mode={self.mode!r}) has an iterable without a length, so it has none.")
+            raise TypeError(f"CombinedLoader(mode={self.mode!r}) has no length: one of its iterables has none.")
         return count
 
     def reset(self) -> None:
-        """Forget where an iteration stands, and end persistent workers."""
+        """Discard the iteration in progress, and end persistent workers."""
         self._running = None
         for loader in self._flattened:
             if isinstance(loader, DataLoader):
@@ -135,7 +152,13 @@ class CombinedLoader:
 
 
 def is_collection(value: Any) -> bool:
-    """Whether it is a dict of loaders, or a list or tuple with one in it: a list of batches is a loader itself."""
+    """Return whether the value is a collection of loaders: a dict, or a list or tuple that contains a loader.
+
+    A list of batches is a loader itself.
+
+    Args:
+        value: Any value.
+    """
     return isinstance(value, Mapping) or (isinstance(value, list | tuple) and _holds_loaders(value))
 
 
@@ -168,11 +191,21 @@ def _fill_form(form: Any, values: Iterator[Any], outermost: bool = False) -> Any
 
 
 def find_least(*counts: int | None) -> int | None:
+    """Return the smallest of the counts that are not None; None without any.
+
+    Args:
+        counts: Numbers, or None where unknown.
+    """
     return min((count for count in counts if count is not None), default=None)
 
 
 def compute_joint_length(mode: str, lengths: list[int | None]) -> int | None:
-    """Batches of an epoch; None where a length that it follows from is not known."""
+    """Return the number of batches in an epoch; None if it depends on an unknown length.
+
+    Args:
+        mode: The mode of the combination.
+        lengths: The number of batches of each iterable; None if unknown.
+    """
     if mode == "min_size":
         return find_least(*lengths)
     defined_lengths = [length for length in lengths if length is not None]
@@ -187,13 +220,14 @@ def read_rows(
     """Read several iterables in one of the modes.
 
     Args:
-        mode: which one.
-        start: begins or resumes a pass of the iterable of a number; asked whether all begin together.
-        passes: how often each has ended in this epoch; kept up to date.
+        mode: The mode.
+        start: Starts or resumes a pass of the iterable with this index; the second argument tells whether all start
+            together.
+        passes: The number of passes that each has completed in this epoch; updated in place.
 
     Yields:
-        A batch of each (None where it has ended), and the numbers of those that were read; in mode ``"sequential"``
-        only the one batch.
+        A batch of each iterable (None if it has ended), and the indices of those that were read. In mode
+        ``"sequential"``, only the one batch.
     """
     if mode == "sequential":
         for number in range(len(passes)):
@@ -223,7 +257,7 @@ def read_rows(
             row[number] = next(again, _ENDED)
             if row[number] is _ENDED:
                 raise ValueError(
-                    f"loader {number} of those combined yields nothing in its pass {passes[number] + 1}, so it can't "
-                    "be cycled: give an iterable that can be run through again, or another mode."
+                    f"combined loader {number} yields nothing in its pass {passes[number] + 1}, so it can't be cycled: "
+                    "pass an iterable that can be iterated again, or choose another mode."
                 )
         yield [None if b is _ENDED else b for b in row], [n for n, b in enumerate(row) if b is not _ENDED]

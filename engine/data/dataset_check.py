@@ -1,6 +1,6 @@
-"""Whether the ranks' datasets hold the same samples, without reading a sample that is not in memory already.
+"""Check that the ranks' datasets hold the same samples, without reading samples that are not in memory.
 
-Samples are never read for it: a dataset that opens a file in this process would hand it on to its workers.
+Samples are never read for this check: a dataset that opens a file in this process would pass it on to its workers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _PLAIN = (bool, int, float, str, bytes, os.PathLike, np.generic)
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return a digest of a dataset's kind, and of an excerpt of what it holds in memory for each sample."""
+    """Return a digest of a dataset's class, and of an excerpt of what it holds in memory for each sample.
+
+    Args:
+        dataset: The dataset of this rank.
+    """
     parts: list[Any] = [type(dataset).__name__, get_length(dataset)]
     parts += map(_take_excerpt, _iter_columns(dataset))
     parts += [fingerprint(inner) for inner in _list_inner_datasets(dataset)]
@@ -35,13 +39,17 @@ def fingerprint(dataset: Any) -> str:
 
 
 def share_data(dataset: Any, world: World) -> bool:
-    """See whether all ranks hold one dataset, to be shared out. Call it on all ranks.
+    """Return whether all ranks hold the same dataset, which is then sharded. Call it on all ranks.
+
+    Args:
+        dataset: The dataset of this rank.
+        world: The ranks.
 
     Returns:
-        False if each rank holds samples that no other has: the data is split by rank already.
+        False if each rank holds samples that no other rank has: the data is already split by rank.
 
     Raises:
-        ValueError: on every rank, if their samples differ and some are on several ranks, or cannot be told apart.
+        ValueError: On every rank, if their samples differ and some are on several ranks, or cannot be distinguished.
     """
     identities = world.gather_objects((get_length(dataset), fingerprint(dataset)))
     if len(set(identities)) == 1:
@@ -49,9 +57,9 @@ def share_data(dataset: Any, world: World) -> bool:
     sketches = world.gather_objects(_sketch_samples(dataset))
     if all(sketch is not None for sketch in sketches) and _are_disjoint(sketches):
         announce(
-            f"{type(dataset).__name__} holds different samples on each rank and none on two, so it is split by rank "
-            "already: each rank trains on its own share. If all ranks were to hold the same random data, call "
-            "seed_everything(seed) before it is made."
+            f"{type(dataset).__name__} holds different samples on every rank, so it is already split by rank: each "
+            "rank trains on its own samples. If all ranks should hold the same random data, call seed_everything(seed) "
+            "before it is created."
         )
         return False
     lengths = [length for length, _ in identities]
@@ -59,25 +67,34 @@ def share_data(dataset: Any, world: World) -> bool:
     if len(set(lengths)) > 1:
         differ = "differ in length (" + ", ".join(f"rank {r}: {length}" for r, length in enumerate(lengths)) + ")"
     raise ValueError(
-        f"the ranks share out one dataset, but theirs {differ}: samples would be missed or seen twice. Build the same "
-        f"{type(dataset).__name__} on every rank: call seed_everything(seed) before random data is made or split, sort "
-        "what is listed from a directory or a set. If each rank holds its own share on purpose, pass "
-        "Trainer(use_distributed_sampler=False) or prepare_data_loader(..., shard=False)."
+        f"the datasets of the ranks {differ}, but one dataset is sharded over the ranks: samples would be missed or "
+        f"seen twice. Build the same {type(dataset).__name__} on every rank: call seed_everything(seed) before random "
+        "data is created or split, and sort what is listed from a directory or a set. If each rank should hold its own "
+        "share, pass Trainer(use_distributed_sampler=False) or prepare_data_loader(..., shard=False)."
     )
 
 
 def say_other_length(saved: int | None, current: int | None) -> None:
-    """Warn that an epoch which was begun with a dataset goes on with one of another length."""
+    """Warn if an epoch is resumed with a dataset of another length.
+
+    Args:
+        saved: The length in the checkpoint; None if unknown.
+        current: The length in this run; None if unknown.
+    """
     if saved is not None and current is not None and saved != current:
         warn(
-            f"the checkpoint was made within an epoch of {saved:,} samples, and the dataset has {current:,} now: the "
-            "rest of the epoch is not what it would have been, and a sample may be missing or seen twice. Resume from "
-            "an epoch's end to train on other data."
+            f"the checkpoint was saved within an epoch of {saved:,} samples, but the dataset now has {current:,}: the "
+            "rest of the epoch differs from the uninterrupted run, and samples may be missed or seen twice. To train "
+            "on other data, resume from the end of an epoch."
         )
 
 
 def get_length(value: Any) -> int | None:
-    """``len(value)``, or None where it has none."""
+    """Return ``len(value)``, or None if it has no length.
+
+    Args:
+        value: Any object.
+    """
     if not isinstance(value, Sized):
         return None
     try:
@@ -90,7 +107,7 @@ def get_length(value: Any) -> int | None:
 
 
 def _iter_columns(dataset: Any) -> Iterator[Any]:
-    """What a dataset holds in memory with one item for each sample: arrays, and lists of plain values."""
+    """Yield what a dataset holds in memory with one item per sample: arrays, and lists of plain values."""
     if isinstance(dataset, Subset):
         yield dataset.indices
         return
@@ -114,7 +131,7 @@ def _is_column(value: Any) -> bool:
 
 
 def _strip_common_folder(column: Any) -> list[Any]:
-    """Paths without the folder they share: the same data may lie in another folder on each machine."""
+    """Return paths relative to their common folder: the same data may lie in another folder on each machine."""
     rows = [row if isinstance(row, tuple) else (row,) for row in column]
     if not isinstance(rows[0][0], str | os.PathLike) or not os.path.isabs(os.fspath(rows[0][0])):
         return list(column)
@@ -131,7 +148,7 @@ def _list_inner_datasets(dataset: Any) -> Iterable[Any]:
 
 
 def _take_excerpt(column: Any) -> list[Any]:
-    """Some of a column's items, in little time whatever its length; of wider arrays the ends' first numbers."""
+    """Return some items of a column, in little time at any length; of wider arrays the first numbers at both ends."""
     if not len(column):
         return []
     if isinstance(column, Tensor | np.ndarray) and column.ndim > 1:
@@ -146,7 +163,7 @@ def _take_excerpt(column: Any) -> list[Any]:
 
 
 def _sketch_samples(dataset: Any) -> list[int] | None:
-    """The smallest of the keys that tell a dataset's samples apart; None where nothing tells them apart."""
+    """Return the smallest keys of a dataset's samples; None if the keys do not distinguish them."""
     keys = _hash_samples(dataset)
     if keys is None:
         return None
@@ -160,7 +177,7 @@ def _are_disjoint(sketches: list[list[int] | None]) -> bool:
 
 
 def _hash_samples(dataset: Any) -> np.ndarray | None:
-    """One number for each sample, evenly spread."""
+    """Return one evenly distributed number per sample."""
     if isinstance(dataset, Subset):
         inner, indices = _hash_samples(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64)
         return _hash_columns(indices) if inner is None else inner[indices]
@@ -203,7 +220,7 @@ def _read_table_indices(dataset: Any) -> np.ndarray:
 
 
 def _digest_table_ends(dataset: Any) -> list[Any]:
-    """The first and the last row, as they lie in the file."""
+    """Return digests of the first and the last row, in the order of the file."""
     table = dataset.data
     ends = [table.slice(0, 1), table.slice(max(0, len(table) - 1), 1)]
     return [digest(end.to_pydict()) for end in ends]

@@ -1,4 +1,4 @@
-"""Batches to the device."""
+"""Transfer of batches to the device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from ...strategies import Precision
 def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
     """Return ``batch`` with every tensor on ``device``.
 
-    Collections, dataclasses and anything else with a ``.to(device)`` are followed. The values can be read as soon as
-    this returns, also those of a copy to the host.
+    Collections, dataclasses and any object with a ``.to(device)`` method are moved. The values can be read as soon as
+    this function returns, even after a copy to the host.
+
+    Args:
+        batch: Tensors, nested as you like.
+        device: The target device.
 
     Raises:
-        TypeError: if something in the batch has a ``.to`` that does not take a device.
+        TypeError: If an object in the batch has a ``.to`` method that does not accept a device.
     """
     # A non-blocking copy to the host returns before its values are there, and one to MPS may read a host tensor that
     # was freed meanwhile (https://github.com/pytorch/pytorch/issues/83015).
@@ -40,8 +44,8 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
             moved = item.to(device)
         except TypeError as error:
             raise TypeError(
-                f"a {type(item).__name__} in the batch can not be moved to {device}: {error}. Give it a "
-                "`to(device)` method that returns it moved, or override `transfer_batch_to_device`."
+                f"a {type(item).__name__} in the batch cannot be moved to {device}: {error}. Give it a `to(device)` "
+                "method that returns the moved object, or override `transfer_batch_to_device`."
             ) from error
         return item if moved is None else moved
 
@@ -49,13 +53,13 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
 
 
 class _HostCopier:
-    """Copies a batch's tensors from the host to a GPU, and lets neither wait for the other.
+    """Copier of a batch's tensors from the host to a GPU while both continue to work.
 
-    Host memory is pinned, so that the copy goes on by itself. A large tensor is copied on a stream of its own, while
-    the device still computes the step before. The host gets at most two such batches ahead of the device: each that it
-    is ahead is memory there.
+    Host memory is pinned, so that the copy is asynchronous. A large tensor is copied on a separate stream, while the
+    device still computes the previous step. The host is at most two such batches ahead of the device, since each of
+    them takes memory there.
 
-    A batch is not read ahead of its step: datasets draw random numbers, and a checkpoint says what was read.
+    A batch is not read ahead of its step: datasets draw random numbers, and a checkpoint stores what was read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,12 +70,12 @@ class _HostCopier:
         self._is_first = True
 
     def begin_batch(self) -> _HostCopier:
-        """What is copied from here on is of another batch."""
+        """Start a new batch: tensors that are copied from now on belong to it."""
         self._is_first = True
         return self
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the device, to be used on the current stream."""
+        """Return the tensor on the device, for use on the current stream."""
         pinned = self._pin(tensor)
         if pinned is None:
             return tensor.to(self._device, non_blocking=True)
@@ -80,7 +84,7 @@ class _HostCopier:
         return self._copy_beside(pinned)
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return it in pinned memory; None where the system gives none, which a warning says once."""
+        """Return the tensor in pinned memory; None, after one warning, if the system provides none."""
         if not self._pins:
             return None
         try:
@@ -88,7 +92,7 @@ class _HostCopier:
         except RuntimeError as error:
             self._pins = False
             first_line = str(error).partition("\n")[0]
-            warn(f"batches are copied without pinned memory, and the host waits for each copy: {first_line}")
+            warn(f"pinned memory is not available, so the host waits for each copy of a batch: {first_line}")
             return None
 
     def _copy_beside(self, pinned: torch.Tensor) -> torch.Tensor:
@@ -108,7 +112,7 @@ class _HostCopier:
 
 
 def _can_pin(tensor: torch.Tensor) -> bool:
-    """Tell whether a copy in pinned memory is the same: in host memory, of this class and strides, in no graph."""
+    """Return whether a pinned copy is equivalent: in host memory, of this class and strides, and in no graph."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
@@ -133,16 +137,20 @@ def _begin_copies(device: torch.device) -> _HostCopier:
 
 @runtime_checkable
 class _Movable(Protocol):
-    """Whatever has a ``.to``."""
+    """Any object with a ``.to`` method."""
 
     def to(self, device: Any) -> Any:
-        """Return it on ``device``."""
+        """Return the object on ``device``."""
 
 
 def choose_mover(device: torch.device, precision: Precision) -> Callable[[Any], Any] | None:
-    """What to apply to each batch so that the model can take it; None where that is nothing.
+    """Return the function that prepares each batch for the model; None if nothing has to be done.
 
-    A CPU batch for a CPU model needs nothing, and then costs nothing.
+    A CPU batch for a CPU model needs no change, and then has no overhead.
+
+    Args:
+        device: The device of the model.
+        precision: Its storage dtype is applied to floating-point tensors.
     """
     if device.type == "cpu":
         return None if precision.storage is None else precision.cast

@@ -1,4 +1,4 @@
-"""Several loaders prepared as one: shared out, grouped into optimizer steps, and resumed where each of them stands."""
+"""Several loaders prepared as one: sharded, grouped into optimizer steps, and resumed, each at its own position."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .sampler_rng import read_states
 
 
 class JointBatches:
-    """Reads prepared loaders in one of the modes, in groups with exact weights.
+    """Reader of prepared loaders in one of the modes, in groups with exact weights.
 
     Args:
-        loaders: the prepared loaders; each of their batches is a group of its own.
-        source: the user's combination.
-        planner: groups and weights.
+        loaders: The prepared loaders; each of their batches is a group by itself.
+        source: The user's combination.
+        planner: Groups and weights.
 
     Attributes:
-        order: not None while an epoch runs.
-        passes: how often each loader has ended in it.
-        micros: the facts of the batches that were yielded and not yet taken by the loop.
+        order: Not None while an epoch runs.
+        passes: The number of passes that each loader has completed in the epoch.
+        micros: Metadata of batches that were yielded and that the loop has not processed yet.
     """
 
     def __init__(self, loaders: list[Loader], source: CombinedLoader, planner: GroupPlanner) -> None:
@@ -39,11 +39,15 @@ class JointBatches:
         self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
     def length(self, limit: int | None) -> int | None:
-        """Batches of an epoch, no more than ``limit``; None where that is not known."""
+        """Return the number of batches in an epoch, at most ``limit``; None if it is not known.
+
+        Args:
+            limit: The maximum; None for no limit.
+        """
         return find_least(compute_joint_length(self.mode, [loader.length for loader in self.loaders]), limit)
 
     def behind(self) -> int:
-        """Batches of this epoch that follow from where each loader stands."""
+        """Return the number of batches of this epoch that precede the current positions of the loaders."""
         firsts = [loader for loader, ended in zip(self.loaders, self.passes, strict=True) if not ended]
         lengths = [loader.length for loader in firsts]
         ahead = [None if n is None else n - loader.batches for n, loader in zip(lengths, firsts, strict=True)]
@@ -54,18 +58,21 @@ class JointBatches:
 
     @property
     def full(self) -> int:
-        """Samples in a full batch, over all processes."""
+        """Number of samples in a full batch, over all processes."""
         return (max if self.mode == "sequential" else sum)(loader.total_batch_size for loader in self.loaders)
 
     @property
     def left_out(self) -> int:
-        """Samples of each pass that ``drop_last`` leaves out."""
+        """Number of samples per pass that ``drop_last`` leaves out."""
         return sum(loader.left_out for loader in self.loaders)
 
     def batches(self, left: int | None) -> Iterator[Any]:
-        """Yield micro-batches, no more than ``left``; their facts are in ``micros``.
+        """Yield micro-batches, at most ``left``; their metadata is in ``micros``.
 
-        A group is read before its first batch is yielded, as its weights follow from all of it.
+        A group is read before its first batch is yielded, since its weights depend on the whole group.
+
+        Args:
+            left: The maximum; None for no limit.
         """
         self.micros.clear()
         read = self._read()
@@ -81,7 +88,7 @@ class JointBatches:
             left = None if left is None else left - len(group)
 
     def _read(self) -> Iterator[tuple[Any, tuple[int, int]]]:
-        """Batches, each with its samples of this process and of all."""
+        """Yield batches, each with the numbers of samples of this process and of all."""
         alone = self.planner.size == 1
 
         def start(number: int, together: bool) -> Iterator[Any]:
@@ -96,13 +103,23 @@ class JointBatches:
 
 
 class JointLoader(Loader):
-    """A `CombinedLoader` prepared for this process: every loader in it is shared out, seeded and resumed by itself.
+    """`CombinedLoader` prepared for this process: every loader in it is sharded, seeded and resumed by itself.
 
-    Each begins anew where an epoch begins, and counts its passes; those that torch's own samplers order, or none,
-    draw from one stream, as in a loop over ``zip``. A loader that draws while it is read has a stream of its own.
+    Each loader restarts at the beginning of an epoch and counts its passes. Loaders with torch's own samplers, or
+    without a sampler, draw from one stream, as in a loop over ``zip``. A loader that draws during the epoch has a
+    separate stream.
 
     Attributes:
-        loaders: the prepared loaders within.
+        loaders: The prepared loaders.
+
+    Example:
+        >>> import treadle
+        >>> from torch.utils.data import DataLoader
+        >>> from treadle.engine import CombinedLoader
+        >>> accelerator = treadle.Accelerator(cpu=True)
+        >>> loader = accelerator.prepare(CombinedLoader([DataLoader(range(2)), DataLoader(range(4))]))
+        >>> type(loader).__name__, len(loader), loader.mode
+        ('JointLoader', 2, 'min_size')
     """
 
     _plan: JointBatches  # type: ignore[assignment]
@@ -110,7 +127,7 @@ class JointLoader(Loader):
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
         if any(isinstance(dataloader, Loader) for dataloader in source.flattened):
             raise TypeError(
-                "CombinedLoader holds a prepared loader: combine the DataLoaders themselves, and prepare that."
+                "CombinedLoader contains a prepared loader: combine the DataLoaders themselves, and prepare the result."
             )
         # As in evaluation no process is left without a share of a last, short batch: its stand-in would be one part of
         # a batch whose others count.
@@ -137,7 +154,7 @@ class JointLoader(Loader):
 
     @property
     def mode(self) -> str:
-        """How the loaders are combined."""
+        """Mode of the combination."""
         return self._plan.mode
 
     def _refuse_shared_generators(self, loader: Loader) -> None:
@@ -145,8 +162,8 @@ class JointLoader(Loader):
         for other in self.loaders:
             if other is not loader and mine & set(map(id, other._plan.draws.private)):
                 raise ValueError(
-                    f"two combined loaders draw from one generator, and {type(loader.source).__name__} does so while "
-                    "it is read, so neither could be resumed: give each a generator of its own."
+                    f"two combined loaders draw from one generator, and {type(loader.source).__name__} does so during "
+                    "the epoch, so neither could be resumed: give each loader a separate generator."
                 )
 
     def _begin(self) -> Iterator[Any]:
@@ -162,7 +179,7 @@ class JointLoader(Loader):
         return self._pass_over(passing, batches) if passing else batches
 
     def end_epoch(self) -> None:
-        """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
+        """End the epoch, even if it was left early, and continue with the next one. A complete iteration calls it."""
         if self._plan.order is not None:
             self._plan.passes = [0] * len(self.loaders)
             for loader in self.loaders:
@@ -170,13 +187,17 @@ class JointLoader(Loader):
         super().end_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; for the loaders within it is the number of their coming pass."""
+        """Set the number of the next epoch; for the combined loaders it is the number of their next pass.
+
+        Args:
+            epoch: The number.
+        """
         super().set_epoch(epoch)
         for loader in self.loaders:
             loader.set_epoch(epoch)
 
     def keep_order(self) -> bool:
-        """See `Loader.keep_order`."""
+        """Yield every epoch in the same order; see `Loader.keep_order`."""
         shuffled = [loader.keep_order() for loader in self.loaders]
         return any(shuffled)
 
@@ -186,12 +207,16 @@ class JointLoader(Loader):
             loader.close()
 
     def agree(self, world: World) -> None:
-        """See `Loader.agree`."""
+        """Compare the data of the ranks; see `Loader.agree`.
+
+        Args:
+            world: The ranks.
+        """
         for loader in self.loaders:
             loader.agree(world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every loader stands, and how often it was read to its end in this epoch."""
+        """Return the position of every loader, and the number of passes that it has completed in this epoch."""
         self._refuse_inside_group()
         return {
             "mode": self._plan.mode,
@@ -205,10 +230,13 @@ class JointLoader(Loader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, on any number of processes.
+        """Continue from a saved position, with any world size.
+
+        Args:
+            state: A state of `state_dict`.
 
         Raises:
-            ValueError: see `check`.
+            ValueError: See `check`.
         """
         if self.evaluation and self._describe_difference(state):
             self.set_epoch(state["epoch"])
@@ -229,11 +257,15 @@ class JointLoader(Loader):
         self._resuming, self._micro = state["running"], None
 
     def reading_state(self) -> dict[str, Any]:
-        """See `Loader.reading_state`."""
+        """Return the state of this rank alone; see `Loader.reading_state`."""
         return {**super().reading_state(), "loaders": [loader.reading_state() for loader in self.loaders]}
 
     def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
-        """See `Loader.load_reading_state`."""
+        """Restore the state of this rank; see `Loader.load_reading_state`.
+
+        Args:
+            state: A state of `reading_state`.
+        """
         super().load_reading_state(state)
         within = state["loaders"] if isinstance(state, dict) else []
         for loader, loader_state in zip(self.loaders, within, strict=False):
@@ -242,13 +274,16 @@ class JointLoader(Loader):
             )  # which are put back already
 
     def check(self, state: dict[str, Any]) -> None:
-        """See that the same loaders were saved, in the same mode.
+        """Check that a state was saved with the same loaders, in the same mode.
+
+        Args:
+            state: A state of `state_dict`.
 
         Raises:
-            ValueError: if others were.
+            ValueError: If it was not.
         """
         if text := self._describe_difference(state):
-            raise ValueError(f"{text}: pass the same ones, or resume with weights only.")
+            raise ValueError(f"{text}: pass the same loaders, or resume with weights only.")
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
             loader.check(saved)
 
@@ -256,14 +291,14 @@ class JointLoader(Loader):
         count, mode = len(self.loaders), self._plan.mode
         saved_count = len(state["loaders"]) if "loaders" in state else 1
         if saved_count != count or "loaders" not in state:
-            return f"the checkpoint was saved with {saved_count} training loader(s), this run combines {count}"
+            return f"the checkpoint was saved with {saved_count} training loader(s), but this run combines {count}"
         if state["mode"] != mode:
-            return f"the checkpoint's loaders were combined in mode {state['mode']!r}, this run's are in {mode!r}"
+            return f"the checkpoint's loaders were combined in mode {state['mode']!r}, but this run uses {mode!r}"
         return ""
 
 
 def _derive_stream(stream: RandomStream, number: int) -> RandomStream:
-    """A stream that follows from another one, and from a loader's number."""
+    """Return a stream that depends on another stream and on a loader's index."""
     with isolated_random_state():
         seed_everything(seed_from(stream.get_state(), f"loader {number}") % 2**32)
         return RandomStream(random_state())

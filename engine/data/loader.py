@@ -1,4 +1,4 @@
-"""The user's loader, sharded exactly, grouped into optimizer steps, and able to say and resume where it is."""
+"""The user's loader, sharded exactly, grouped into optimizer steps, and resumable at any position."""
 
 from __future__ import annotations
 
@@ -35,22 +35,36 @@ _NO_MORE = object()
 
 
 class Loader:
-    """A loader prepared for this process.
+    """Loader prepared for this process.
 
-    The user's loader is never changed or rebuilt: a shallow copy of it (same class, same settings) runs with our batch
-    sampler, which replays theirs and keeps this process's part.
+    The user's loader is never changed or rebuilt: a shallow copy of it (same class, same settings) runs with Treadle's
+    batch sampler, which replays the user's sampler and keeps this process's share.
 
     Args:
-        source: a ``DataLoader`` (any subclass), or any iterable of batches.
-        world: the processes to share the data.
-        cursor: told of each micro-batch that is yielded.
-        stream: what the samplers draw from.
-        accumulate: micro-batches per optimizer step.
-        shard: False leaves each process with all that its own loader yields.
-        evaluation: no groups, and the tail is dealt so that every process takes part in every batch.
-        move: applied to each batch (device transfer), or None.
-        split: ``batch_size`` is that of the global batch.
-        on_begin: called before the first batch of each epoch.
+        source: A ``DataLoader`` (any subclass), or any iterable of batches.
+        world: The processes that share the data.
+        cursor: Updated with each micro-batch that is yielded.
+        stream: The stream that samplers draw from.
+        accumulate: Returns the number of micro-batches per optimizer step.
+        shard: False leaves each process with everything that its own loader yields.
+        evaluation: No groups; the last samples are distributed so that every process takes part in every batch.
+        move: Function applied to each batch (device transfer), or None.
+        split: Whether ``batch_size`` is that of the global batch.
+        on_begin: Called before the first batch of each epoch.
+
+    Raises:
+        TypeError: If the source is not iterable.
+        ValueError: If the loader cannot be resumed (``in_order=False``), or if ``split`` does not fit.
+
+    Example:
+        >>> import treadle
+        >>> from torch.utils.data import DataLoader
+        >>> accelerator = treadle.Accelerator(cpu=True)
+        >>> loader = accelerator.prepare(DataLoader(range(6), batch_size=4))
+        >>> for batch in loader:
+        ...     print(batch.tolist(), loader.end_of_dataloader)
+        [0, 1, 2, 3] False
+        [4, 5] True
     """
 
     def __init__(
@@ -69,7 +83,8 @@ class Loader:
     ) -> None:
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise TypeError(
-                f"a loader must be a DataLoader or another iterable of batches, not {type(source).__name__}: {source!r}"
+                f"{source!r} ({type(source).__name__}) is not a loader: pass a DataLoader or another iterable of "
+                "batches."
             )
         self.source = source
         self.move = move
@@ -90,7 +105,7 @@ class Loader:
         self._passing = 0  # batches that the coming epoch begins without
         self._ahead = 0  # items of the sampler that this epoch was further than `batches` of this width are
         self._reads: list[Any] = []  # generators of the dataset's own, where this process reads it
-        self._started = False  # the view's persistent workers, in this process or in the one it goes on from
+        self._started = False  # the view's persistent workers, in this process or in the one that it resumes
         self._repeats = False  # each epoch has the first one's order
         self._first: dict[str, Any] | None = None  # what that was drawn from
         self._plan: ShardedBatches | StreamedBatches
@@ -112,8 +127,8 @@ class Loader:
     def _prepare_view(self, source: DataLoader[Any], planner: GroupPlanner) -> None:
         if not getattr(source, "in_order", True):
             raise ValueError(
-                "DataLoader(in_order=False) yields batches in the order its workers finish, so no run could be "
-                "repeated or resumed. Use in_order=True."
+                "DataLoader(in_order=False) yields batches in the order in which its workers finish, so a run cannot "
+                "be reproduced or resumed. Use in_order=True."
             )
         view = self._view = copy.copy(source)
         settings = view.__dict__  # DataLoader forbids to set these by name once it is built
@@ -168,11 +183,11 @@ class Loader:
     # -- iteration -----------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this process's micro-batches of one epoch; each is announced to the cursor first."""
+        """Yield this process's micro-batches of one epoch, and update the cursor before each."""
         return self._run(None)
 
     def begun(self) -> Iterator[Any]:
-        """As ``iter``, but the epoch is begun now and not with its first batch, as torch's loaders begin it."""
+        """Return an iterator whose epoch begins at once and not with its first batch, as in torch's loaders."""
         return self._run(self._begin())
 
     def _run(self, batches: Iterator[Any] | None, *, end: bool = True) -> Iterator[Any]:
@@ -233,7 +248,10 @@ class Loader:
                 return
 
     def _begin(self) -> Iterator[Any]:
-        """Start the epoch's iterator; its order is drawn with the first batch. The plan has the facts of each batch."""
+        """Start the epoch's iterator; its order is drawn with the first batch.
+
+        The plan has the metadata of each batch.
+        """
         plan = self._plan
         self._leave_epoch()
         self._resuming = self._finished = False
@@ -252,7 +270,7 @@ class Loader:
         return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
 
     def _pass_over(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
-        """Count the batches that the epoch begins without; a stream has to read them."""
+        """Count the batches that the epoch skips; those of a stream have to be read."""
         plan = self._plan
         if not isinstance(plan, ShardedBatches):
             for _ in itertools.islice(batches, passing):
@@ -271,13 +289,16 @@ class Loader:
         yield from itertools.chain(first, batches)
 
     def start_at(self, batch: int) -> bool:
-        """Let the coming iteration begin at ``batch`` of the running epoch, wherever a resume has put it.
+        """Start the next iteration at ``batch`` of the current epoch, whatever position a resume has restored.
+
+        Args:
+            batch: The index of the batch, of this process, from 0.
 
         Returns:
-            False behind the last batch of an epoch that `finish_epoch` has ended: there is nothing to iterate.
+            False after the last batch of an epoch that `finish_epoch` has ended: there is nothing to iterate.
 
         Raises:
-            ValueError: for a stream that has passed it already.
+            ValueError: If a stream is already past this batch.
         """
         if self._finished and self.length is not None and batch >= self.length:
             self._finished = False
@@ -288,7 +309,10 @@ class Loader:
             self._resuming = False
         if not isinstance(self._plan, ShardedBatches):
             if batch < self.batches:
-                raise ValueError(f"batch {batch} of the stream has passed, {self.batches} were read; it can't go back.")
+                raise ValueError(
+                    f"cannot start at batch {batch} of the stream: {self.batches} batches were already read, and a "
+                    "stream cannot be rewound."
+                )
             self._passing = batch - self.batches
         else:
             self.samples = self.batches = self._ahead = 0
@@ -296,7 +320,7 @@ class Loader:
         return True
 
     def end_epoch(self) -> None:
-        """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
+        """End the epoch, even if it was left early, and continue with the next one. A complete iteration calls it."""
         if self._plan.order is not None:
             self.epoch += 1
             self.samples = self.batches = self._ahead = 0
@@ -304,10 +328,10 @@ class Loader:
             self._plan.order = self._micro = None
 
     def finish_epoch(self) -> bool:
-        """Begin with the next epoch where a resume stands behind the last batch of one.
+        """Start the next epoch if a resume has restored the position after the last batch of one.
 
         Returns:
-            Whether it did. Never for a stream whose length is not known.
+            Whether it did. Always False for a stream of unknown length.
         """
         if not self._resuming or self.length is None or self.batches < self.length:
             return False
@@ -317,7 +341,7 @@ class Loader:
         return True
 
     def _leave_epoch(self) -> None:
-        """End an epoch that was left early; the next one is the one that `set_epoch` has named since, if any."""
+        """End an epoch that was left early; the next one is the one that `set_epoch` has set since, if any."""
         named, self._named = self._named, False
         if self._resuming or self._plan.order is None:
             return
@@ -328,28 +352,28 @@ class Loader:
             self._named = False
 
     def keep_order(self) -> bool:
-        """Yield each epoch in one order: the dataset's, or of a sampler of the user's own the one that it draws first.
+        """Yield every epoch in the same order: the dataset's, or the first one that a user-defined sampler draws.
 
         Returns:
-            Whether it would have shuffled.
+            Whether the loader would have shuffled.
         """
         self._repeats = True
         return self._plan.unshuffle()
 
     def __len__(self) -> int:
-        """Micro-batches that this process yields in a whole epoch.
+        """Return the number of micro-batches that this process yields in a whole epoch.
 
         Raises:
-            TypeError: if the source has no length.
+            TypeError: If the source has no length.
         """
         count = self.length
         if count is None:
-            raise TypeError(f"{type(self.source).__name__} has no length")
+            raise TypeError(f"{type(self.source).__name__} has no length.")
         return count
 
     @property
     def length(self) -> int | None:
-        """As ``len``, or None where the source has no length."""
+        """Number of micro-batches in an epoch, or None if the source has no length."""
         return self._plan.length(self.limit)
 
     def __getattr__(self, name: str) -> Any:
@@ -360,42 +384,53 @@ class Loader:
 
     @property
     def total_batch_size(self) -> int:
-        """Samples in a full batch, over all processes."""
+        """Number of samples in a full batch, over all processes."""
         return self._plan.full
 
     @property
     def left_out(self) -> int:
-        """Samples of each epoch that ``drop_last`` leaves out: those of a last, short global batch."""
+        """Number of samples per epoch that ``drop_last`` leaves out: those of a short last global batch."""
         return self._plan.left_out
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the dataset."""
+        """Number of samples in the dataset."""
         return len(self.source.dataset)  # type: ignore[attr-defined]
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch that was yielded last is the epoch's last."""
+        """True if the last batch that was yielded is the last one of the epoch."""
         return bool(self.batches) and self.length is not None and self.batches >= self.length
 
     @property
     def micro(self) -> Micro:
-        """The facts of the batch that was yielded last, within its epoch."""
+        """Metadata of the last batch that was yielded, within its epoch."""
         assert self._micro is not None
         return self._micro
 
     def is_at(self, micro: Micro) -> bool:
-        """Whether ``micro`` is the batch that was yielded last."""
+        """Return whether ``micro`` is the last batch that was yielded.
+
+        Args:
+            micro: Metadata of a batch.
+        """
         return self._micro is micro
 
     def draw_from(self, stream: RandomStream) -> None:
-        """Draw the order from another stream, before anything is drawn."""
+        """Draw the order from another stream. Call it before anything is drawn.
+
+        Args:
+            stream: The stream.
+        """
         self._stream = self._plan.draws.stream = stream
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next, or runs: samplers and datasets with a ``set_epoch`` are told.
+        """Set the number of the next or current epoch, for samplers and datasets with a ``set_epoch`` method.
 
-        An epoch that a resume stands in goes on in its own order.
+        The epoch in which a run is resumed continues in its own order.
+
+        Args:
+            epoch: The number.
         """
         if self._resuming and epoch != self.epoch and self.length is not None and self.batches >= self.length:
             self.end_epoch()  # it was saved with its last batch
@@ -404,10 +439,10 @@ class Loader:
         self._named = True
 
     def close(self) -> None:
-        """End the workers, persistent ones and those of an epoch that an error has left.
+        """End the workers, persistent ones and those of an epoch that an error has interrupted.
 
-        The error's traceback keeps the epoch's iterator, and a notebook the error. The garbage collector would wait for
-        each persistent worker for five seconds.
+        The error's traceback refers to the epoch's iterator, and a notebook keeps the error. Garbage collection would
+        wait for each persistent worker for five seconds.
         """
         if isinstance(self.source, DataLoader):
             end_workers(self._view)
@@ -416,19 +451,22 @@ class Loader:
     # -- position ------------------------------------------------------------------------------------------------
 
     def agree(self, world: World) -> None:
-        """See what the ranks read: shares of the same data, drawn in one order, or data of their own.
+        """Compare what the ranks read: shares of the same data, drawn in one order, or each rank's own data.
+
+        Args:
+            world: The ranks.
 
         Raises:
-            ValueError: on every rank, if their data is neither the same nor shares of it.
+            ValueError: On every rank, if their data is neither.
         """
         if world.size > 1:
             self._plan.agree(world)
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the samples of it that were yielded (over all processes), and what its order was drawn from.
+        """Return the epoch, the number of samples yielded in it (over all processes), and the RNG state of its order.
 
         Raises:
-            ValueError: inside a group of micro-batches, whose gradients no state holds.
+            ValueError: Inside a group of micro-batches, whose gradients are not saved.
         """
         self._refuse_inside_group()
         plan = self._plan
@@ -456,15 +494,18 @@ class Loader:
     def _refuse_inside_group(self) -> None:
         if self._micro is not None and not self._micro.last:
             raise ValueError(
-                "the loader stands inside a group of micro-batches, whose gradients are in no checkpoint. Save when "
-                "accelerator.sync_gradients is true, after the optimizer's step."
+                "the loader is inside a group of micro-batches, whose gradients are not saved in a checkpoint. Save "
+                "when accelerator.sync_gradients is true, after the optimizer's step."
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the samples that `state_dict` counted, in the same order, on any number of processes.
+        """Continue after the samples that `state_dict` counted, in the same order, with any world size.
+
+        Args:
+            state: A state of `state_dict`.
 
         Raises:
-            ValueError: see `check`.
+            ValueError: See `check`.
         """
         plan = self._plan
         if self.evaluation and plan.draws.difference(state):
@@ -480,9 +521,9 @@ class Loader:
         if isinstance(plan, StreamedBatches):
             if state.get("own") and state["width"] != plan.full and state["order"] is not None:
                 warn(
-                    "the checkpoint was saved within an epoch in which each rank read a stream of its own, by another "
-                    f"number of ranks. Each rank passes over {plan.batches_of(state['items'])} batches: exact only "
-                    "where the stream is dealt to the ranks sample by sample."
+                    "the checkpoint was saved within an epoch in which each rank read its own stream, with another "
+                    f"world size. Each rank skips {plan.batches_of(state['items'])} batches, which is exact only if "
+                    "the stream is distributed over the ranks sample by sample."
                 )
             plan.load_state(state["source"], state.get("first_digest", ""))
             plan.workers = state.get("workers")
@@ -499,22 +540,29 @@ class Loader:
         self._started = state["started"]
 
     def check(self, state: dict[str, Any]) -> None:
-        """See that a loader with the same random sources was saved.
+        """Check that a state was saved by a loader with the same random sources.
+
+        Args:
+            state: A state of `state_dict`.
 
         Raises:
-            ValueError: if it had others.
+            ValueError: If it was not.
         """
         if text := self._plan.draws.difference(state):
             raise ValueError(f"{text}: pass the same kind of sampler, or resume with weights only.")
 
     def reading_state(self) -> dict[str, Any]:
-        """What this rank alone knows: its dataset's generators, and its place in data of its own."""
+        """Return the state of this rank alone: its dataset's generators, and its position in its own data."""
         planner = self._plan.planner
         rank_state = None if planner.shares is None else self.state_dict()
         return {"generators": read_states(self._reads), "own": rank_state, "ranks": planner.world_size}
 
     def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
-        """Resume from `reading_state`; generators of another dataset are left, which a warning says of training."""
+        """Restore a state of `reading_state`. Generators of another dataset are kept, with a warning in training.
+
+        Args:
+            state: A state of `reading_state`.
+        """
         if isinstance(state, list):  # of a checkpoint from before ranks had data of their own
             state = {"generators": state, "own": None}
         if state["own"] is not None and state["ranks"] == self._plan.planner.world_size:
@@ -526,15 +574,15 @@ class Loader:
 
 
 def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None:
-    """Return the indices of the samples in this process's latest batch, or in another one of that batch's group.
+    """Return the indices of the samples in this process's latest batch, or in another batch of the same group.
 
     Args:
-        loader: the loader.
-        number: the batch's place in its group, from 0. Default: the batch that was yielded last.
+        loader: The loader.
+        number: The batch's index in its group, from 0. Default: the last batch that was yielded.
 
     Returns:
-        What the sampler yielded; empty for a stand-in, whose sample is another process's; None for a stream, which has
-        no indices.
+        What the sampler yielded; empty for a stand-in, whose sample belongs to another process; None for a stream,
+        which has no indices.
     """
     micro, indices = loader._micro, loader._indices
     if micro is None or indices is None:

@@ -1,4 +1,4 @@
-"""Where a loop is, for all who take part in it."""
+"""Position of a loop in its micro-batches, and the groups that form optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .stream_end import Outlook
 
 
 class Cursor:
-    """Where the loop is. Shared by an Accelerator and its loaders.
+    """Position of the loop, shared by an Accelerator and its loaders.
 
     Attributes:
-        micro: the micro-batch that was yielded last.
-        waited: seconds in which this process has waited for batches.
-        read: batches that this process has read.
-        number: what ``read`` was with the current batch, which tells it from others with the same facts.
-        around: makes the context to work on a batch in, told whether it is a short one that ends an epoch; or None.
-        outlook: what the votes of the current group are to tell of a coming one; or None.
+        micro: The last micro-batch that was yielded.
+        waited: Seconds that this process has waited for batches.
+        read: Number of batches that this process has read.
+        number: The value of ``read`` at the current batch, which distinguishes it from others with the same metadata.
+        around: Returns the context in which a batch is processed, given whether it is a short last one; or None.
+        outlook: The coming group that the votes of the current group describe; or None.
     """
 
     __slots__ = ("around", "micro", "number", "outlook", "read", "waited")
@@ -38,16 +38,16 @@ _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 @dataclass(slots=True, frozen=True)
 class Micro:
-    """The facts of one micro-batch that the loop needs.
+    """Metadata of one micro-batch.
 
     Attributes:
-        samples: how many samples of it are this process's own; 0 for a stand-in that only keeps the processes in step.
-        scale: what its mean loss is multiplied by, so that the step's gradient is the mean over the whole group.
-        last: whether it ends its group, so that gradients are reduced and the optimizer steps.
-        group_samples: samples of its whole group, over all processes.
-        everyone: samples of it, over all processes.
-        number: its place in its group, from 0.
-        group_scale: the sum of ``scale`` over its group, in order.
+        samples: Samples that belong to this process; 0 for a stand-in that only keeps the processes in step.
+        scale: Factor of its mean loss, so that the gradient of the step is the mean over the whole group.
+        last: Whether it is the last of its group, so that gradients are reduced and the optimizer steps.
+        group_samples: Samples of its whole group, over all processes.
+        everyone: Samples of the micro-batch, over all processes.
+        number: Its index in its group, from 0.
+        group_scale: The sum of ``scale`` over its group, in order.
     """
 
     samples: int
@@ -60,17 +60,28 @@ class Micro:
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """Process ``rank``'s part of ``count`` samples: contiguous, sizes differ by at most one, rank zero's never less."""
+    """Return the share of ``count`` samples of process ``rank``.
+
+    Shares are contiguous, their sizes differ by at most one, and rank zero's is never smaller than the others.
+
+    Args:
+        count: The number of samples.
+        rank: The rank.
+        size: The world size.
+    """
     base, extra = divmod(count, size)
     start = rank * base + min(rank, extra)
     return slice(start, start + base + (rank < extra))
 
 
 def avoid_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator over the same items that ``iter`` leaves as it is.
+    """Return an iterator over the same items on which ``iter`` has no effect.
 
-    ``itertools.islice``, ``zip`` and ``for`` call ``iter`` on what they are given. A user-defined iterator whose
-    ``__iter__`` rewinds it would begin anew with each call. Iterators written in C and generators don't.
+    ``itertools.islice``, ``zip`` and ``for`` call ``iter`` on their argument. A user-defined iterator whose
+    ``__iter__`` rewinds it would start again with each call. Iterators written in C and generators do not.
+
+    Args:
+        iterator: The iterator.
     """
     return _iter_without_rewind(iterator) if type(iterator).__flags__ & _DEFINED_IN_PYTHON else iterator
 
@@ -85,16 +96,16 @@ def _iter_without_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class GroupPlanner:
-    """Cuts a stream of batches into groups that form one optimizer step each, with exact weights.
+    """Splitter of a stream of batches into groups that form one optimizer step each, with exact weights.
 
     Args:
-        rank: this process.
-        size: world size.
-        accumulate: returns how many micro-batches form a group; asked anew for each group.
-        presharded: each rank reads data of its own, so that nothing is dealt.
+        rank: The rank of this process.
+        size: The world size.
+        accumulate: Returns the number of micro-batches per group; called for each group.
+        presharded: Each rank reads its own data, so that nothing is sharded.
 
     Attributes:
-        shares: what all ranks hold, where each reads data of its own; else None.
+        shares: What all ranks hold, if each reads its own data; else None.
     """
 
     def __init__(self, rank: int, size: int, accumulate: Callable[[], int], presharded: bool = False) -> None:
@@ -107,15 +118,15 @@ class GroupPlanner:
             self.disable_sharding()
 
     def disable_sharding(self) -> None:
-        """Deal nothing: each rank reads data of its own."""
+        """Disable sharding: each rank reads its own data."""
         self.rank, self.size = 0, 1
         self.shares = RankShares(self.world_size)
 
     def plan(self, sizes: list[tuple[int, int]]) -> list[Micro]:
-        """Return the facts of one group's micro-batches.
+        """Return the metadata of the micro-batches of one group.
 
         Args:
-            sizes: per micro-batch, (samples of this process, samples of all processes).
+            sizes: For each micro-batch, (samples of this process, samples of all processes).
         """
         total = 0
         for _, everyone in sizes:

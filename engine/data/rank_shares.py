@@ -1,4 +1,4 @@
-"""What all ranks hold together, where each rank reads data of its own."""
+"""Samples over all ranks, if each rank reads its own data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .stream_end import Outlook
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """How long one rank's data is.
+    """Length of one rank's data.
 
     Attributes:
-        samples: samples in an epoch, where each batch's size follows from them; None where it does not.
-        batch_size: samples in a full batch.
-        batches: batches in an epoch; None where that is not known.
-        may_read_ahead: whether the data may be read ahead of the loop.
+        samples: Samples in an epoch, if they determine the size of each batch; else None.
+        batch_size: Samples in a full batch.
+        batches: Batches in an epoch; None if unknown.
+        may_read_ahead: Whether the data may be read ahead of the loop.
     """
 
     samples: int | None
@@ -30,21 +30,21 @@ class Share:
 
 
 class RankShares:
-    """The samples of each micro-batch over all ranks, where every rank reads data of its own.
+    """Samples of each micro-batch over all ranks, if every rank reads its own data.
 
-    All ranks stay in step until the last one has read its data: a rank without a batch takes part with weight zero.
-    So no rank waits for another that has left, and no sample is dropped.
+    All ranks stay in step until the last one has read its data: a rank without a batch takes part with weight zero. So
+    no rank waits for another that has left, and no sample is dropped.
 
-    Where each rank's batches follow from the length of its data, the lengths are exchanged once. Of a stream that may
-    be read ahead the ranks vote on the group to come beside the gradients; see `Outlook`. In all other cases (the first
-    group, a group that some rank can fill in part only, streams that may not be read ahead, batch samplers) one sum is
+    If each rank's batches follow from the length of its data, the lengths are exchanged once. If a stream may be read
+    ahead, the ranks vote on the coming group beside the gradients; see `Outlook`. In all other cases (the first group,
+    a group that some rank can fill only partly, streams that may not be read ahead, batch samplers) one sum is
     exchanged on the host before the group.
 
     Args:
-        size: the world size.
+        size: The world size.
 
     Attributes:
-        depth: how many groups of micro-batches every rank reads ahead of the loop; 0 where none are.
+        depth: Number of groups of micro-batches that every rank reads ahead of the loop; 0 if none.
     """
 
     def __init__(self, size: int) -> None:
@@ -60,12 +60,12 @@ class RankShares:
         """Exchange the lengths. Call it on all ranks.
 
         Args:
-            share: this rank's.
-            world: the ranks.
-            source: what to call the loader in an error.
+            share: The length of this rank's data.
+            world: The ranks.
+            source: The name of the loader, for errors.
 
         Raises:
-            ValueError: on every rank, if some rank has no data and others have.
+            ValueError: On every rank, if some rank has no data and others have.
         """
         shares = world.gather_objects(share)
         self._world = world
@@ -80,11 +80,11 @@ class RankShares:
         defined_counts = [count for count in counts if count is not None]
         if len(defined_counts) == self.size and len(set(defined_counts)) > 1:
             by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-            self._announce(f"the ranks read data of their own, of different length (batches of {by_rank})")
+            self._announce(f"each rank reads its own data, of different length (batches of {by_rank})")
 
     @property
     def batches(self) -> int | None:
-        """Batches of an epoch: those of the rank that has most; None where one's are not known."""
+        """Number of batches in an epoch, on the rank that has most; None if one is unknown."""
         if self._shares is None:
             return None
         counts = [share.batches for share in self._shares]
@@ -94,17 +94,17 @@ class RankShares:
     def totals(
         self, first: int, local_samples: list[int], width: int, source: str, outlook: Outlook | None = None
     ) -> list[int]:
-        """Return the samples of the next micro-batches, over all ranks; none once all ranks have read their data.
+        """Return the samples of the next micro-batches, over all ranks; empty once all ranks have read their data.
 
         Args:
-            first: micro-batches of the epoch so far.
-            local_samples: samples of this rank's next micro-batches; fewer than ``width`` at the end of its data.
-            width: micro-batches in a full group.
-            source: what to call the loader in an error.
-            outlook: what the ranks voted on these micro-batches; None where they did not.
+            first: Micro-batches of the epoch so far.
+            local_samples: Samples of this rank's next micro-batches; fewer than ``width`` at the end of its data.
+            width: Micro-batches in a full group.
+            source: The name of the loader, for errors.
+            outlook: The votes of the ranks on these micro-batches; None if there were none.
 
         Raises:
-            ValueError: on every rank, if some rank has no data and others have.
+            ValueError: On every rank, if some rank has no data and others have.
         """
         if self._world is None:  # nobody was asked
             return [self.size * samples for samples in local_samples]
@@ -129,7 +129,7 @@ class RankShares:
 
     @staticmethod
     def _exchange(local_samples: list[int], width: int, world: World) -> tuple[list[int], int]:
-        """Return the samples of ``width`` micro-batches over all ranks, and how many ranks have some."""
+        """Return the samples of ``width`` micro-batches over all ranks, and the number of ranks that have some."""
         packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)], device="cpu")
         *sums, active = world.all_reduce(packed).tolist()
         return sums, active
@@ -137,23 +137,25 @@ class RankShares:
     def _announce(self, event: str) -> None:
         if not self._announced:
             self._announced = True
-            announce(f"{event}: those that are done take part with weight 0 until all are, so that no sample is lost.")
+            announce(
+                f"{event}: ranks without data take part with weight 0 until all ranks are done; no sample is lost."
+            )
 
 
 def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bool:
-    """Compare what a source yields first over the ranks; log it if each rank's is another. All ranks must ask.
+    """Compare what a source yields first over the ranks, and log it if every rank's differs. Call it on all ranks.
 
     Args:
-        first: a digest of it, unlike any other where there is nothing.
-        source: what to call the source.
-        kind: what it yields.
-        world: the ranks.
+        first: A digest of it; a unique value if there is nothing.
+        source: The name of the source.
+        kind: The name of what it yields.
+        world: The ranks.
 
     Returns:
         False if it differs on every rank.
 
     Raises:
-        ValueError: on every rank, if some ranks have the same and others do not.
+        ValueError: On every rank, if some ranks have the same and others do not.
     """
     marks = world.gather_objects(first)
     if len(set(marks)) == 1:
@@ -161,13 +163,13 @@ def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bo
     if len(set(marks)) < world.size:
         rank_groups = [[rank for rank, mark in enumerate(marks) if mark == common] for common in dict.fromkeys(marks)]
         raise ValueError(
-            f"{source} yields the same {kind} on some ranks and other ones on others (the same on ranks "
-            f"{'; '.join(', '.join(map(str, ranks)) for ranks in rank_groups)}), so it can be neither shared out nor "
-            f"taken as it is. Split it over all {world.size} ranks, or not at all."
+            f"{source} yields the same {kind} on some ranks and different {kind} on others (the same on ranks "
+            f"{'; '.join(', '.join(map(str, ranks)) for ranks in rank_groups)}), so it can neither be sharded nor used "
+            f"as each rank's own data. Split it over all {world.size} ranks, or not at all."
         )
     announce(
-        f"{source} yields different {kind} on each rank, so it is taken as split by rank: each rank trains on all that "
-        "its own yields. If all ranks were to have the same, seed what it draws from: then it is shared out."
+        f"{source} yields different {kind} on each rank, so it is treated as already split by rank: each rank trains "
+        "on everything that its own yields. If all ranks should have the same, seed its generator: then it is sharded."
     )
     return False
 
@@ -180,6 +182,6 @@ def _count_samples(share: Share, batch: int) -> int:
 def _make_empty_error(ranks: list[int], source: str) -> ValueError:
     names = ", ".join(map(str, ranks))
     return ValueError(
-        f"{source} yields no batch on rank {names}, and batches on the others: a rank without data cannot take part. "
+        f"{source} yields no batch on rank {names}, but batches on other ranks: a rank without data cannot take part. "
         "Split the data so that every rank gets some, or use fewer processes."
     )

@@ -1,4 +1,4 @@
-"""What a loader's order is drawn from: the run's stream, and what the user's samplers and datasets draw from."""
+"""Random sources of a loader's order: the run's stream, and generators of the user's samplers and datasets."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 
 class Draws:
-    """The random sources of one loader, read and put back together.
+    """The random sources of one loader, read and restored together.
 
     Args:
-        stream: what is drawn from wherever the user gave no generator.
-        source: the user's loader.
-        samplers: its samplers. Those they hold are found too.
-        dataset: the dataset, where what it draws belongs to the order too. Those it holds are found too.
+        stream: The stream to draw from if the user gave no generator.
+        source: The user's loader.
+        samplers: Its samplers. Samplers inside them are found too.
+        dataset: The dataset, if its draws are part of the order. Datasets inside it are found too.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Draws:
         self._last: list[dict[str, int]] = []
 
     def state(self) -> dict[str, Any]:
-        """Where all of them are now."""
+        """Return the current state of all sources."""
         return {
             "stream": self.stream.get_state(),
             "generators": self.private_states(),
@@ -62,54 +62,82 @@ class Draws:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go back to a `state`."""
+        """Restore a state of `state`.
+
+        Args:
+            state: The state.
+        """
         self.rewind(state)
         self.load_samplers(state)
 
     def rewind(self, state: dict[str, Any]) -> None:
-        """As `load`, where no sampler has been asked for anything since."""
+        """Restore a state of `state`, if no sampler has been used since.
+
+        Args:
+            state: The state.
+        """
         self.stream.go_to(state["stream"])
         self.load_private(state["generators"])
         self.load_epochs(state)
 
     def epochs(self) -> list[int]:
-        """The epochs that datasets count by themselves."""
+        """Return the epochs that datasets count by themselves."""
         return [dataset.epoch for dataset in self.counting_epochs]
 
     def load_epochs(self, state: dict[str, Any]) -> None:
-        """Put back the epochs that datasets count by themselves; checkpoints from before they were noted have none."""
+        """Restore the epochs that datasets count by themselves; older checkpoints do not have them.
+
+        Args:
+            state: The state.
+        """
         for dataset, epoch in zip(self.counting_epochs, state.get("epochs", ()), strict=False):
             dataset.epoch = epoch
 
     def private_states(self) -> list[Any]:
-        """Where the private generators are now."""
+        """Return the states of the private generators."""
         return read_states(self.private)
 
     def load_private(self, states: list[Any]) -> None:
-        """Put the private generators back."""
+        """Restore the private generators.
+
+        Args:
+            states: Their states.
+        """
         load_states(self.private, states)
 
     def agree(self, world: World) -> None:
-        """Take rank zero's private generators, so that all ranks draw one order. All ranks must ask."""
+        """Use rank zero's private generators, so that all ranks draw one order. Call it on all ranks.
+
+        Args:
+            world: The ranks.
+        """
         if self.private:
             self.load_private(world.broadcast(self.private_states()))
 
     def sampler_states(self) -> list[Any]:
-        """What the samplers that have a state say of it."""
+        """Return the states of the samplers that have a ``state_dict``."""
         return [copy.deepcopy(sampler.state_dict()) for sampler in self.stateful]
 
     def load_samplers(self, state: dict[str, Any]) -> None:
-        """Put the samplers' own states back; checkpoints from before they were asked have none."""
+        """Restore the samplers' own states; older checkpoints do not have them.
+
+        Args:
+            state: The state.
+        """
         for sampler, saved in zip(self.stateful, state.get("samplers", ()), strict=False):
             sampler.load_state_dict(copy.deepcopy(saved))
 
     def read_host_state(self) -> dict[str, Any]:
-        """As `state`, inside of `RandomStream.drawing`, whichever stream it is of."""
+        """Return the state inside of `RandomStream.drawing`, for any stream."""
         return {"stream": host_state(), "generators": self.private_states()}
 
     @contextmanager
     def replay_from(self, state: dict[str, Any] | None) -> Iterator[None]:
-        """Inside, what is drawn is drawn from where `read_host_state` was, and leaves no trace."""
+        """Draw from an earlier state inside the context, and restore the current state afterwards.
+
+        Args:
+            state: A state of `read_host_state`; None draws from the current state.
+        """
         before = self.read_host_state()
         try:
             if state is not None:
@@ -121,32 +149,38 @@ class Draws:
             self.load_private(before["generators"])
 
     def difference(self, state: dict[str, Any]) -> str:
-        """Why a saved `state` is not one of these sources; "" if it is."""
+        """Return why a saved state does not fit these sources; "" if it fits.
+
+        Args:
+            state: A state of the loader.
+        """
         if "loaders" in state:
-            return f"the checkpoint was saved with {len(state['loaders'])} combined loaders, this is a single one"
+            return (
+                f"the checkpoint was saved with {len(state['loaders'])} combined loaders, but this run has a single one"
+            )
         saved, samplers = state["generators"], state.get("samplers")
         if not match_generators(self.private, saved):
             other = " of other kinds" if len(saved) == len(self.private) else ""
-            text = f"the checkpoint's loader drew from {len(saved)} generators of its own"
-            return f"{text}, this one has {len(self.private)}{other}"
+            text = f"the checkpoint's loader had {len(saved)} separate generators"
+            return f"{text}, but this one has {len(self.private)}{other}"
         if samplers is not None and len(samplers) != len(self.stateful):
             text = f"the checkpoint's loader had {len(samplers)} samplers with a state_dict"
-            return f"{text}, this one has {len(self.stateful)}"
+            return f"{text}, but this one has {len(self.stateful)}"
         return ""
 
     # -- what is in no checkpoint --------------------------------------------------------------------------------
 
     def note_counts(self) -> None:
-        """An epoch's order is about to be drawn for the first time."""
+        """Note the counters of samplers before an epoch's order is drawn for the first time."""
         self._last = self._read_counts()
         if self._first is None:
             self._first = self._last
 
     def warn_of_counts(self, inside: bool) -> None:
-        """Say so if a sampler counts by itself, of which nothing is saved.
+        """Warn if a sampler counts by itself, so that its counter is not saved.
 
         Args:
-            inside: an epoch is running, and a resume would begin it anew.
+            inside: Whether an epoch is running, which a resume would start again.
         """
         if self._first is None or not self._counting:
             return
@@ -157,9 +191,9 @@ class Draws:
             if changed:
                 name = type(sampler).__name__
                 warn(
-                    f"{name}.{changed[0]} changed from one epoch to the next, and is in no checkpoint: if the order "
-                    f"follows from it, a resumed run has another. Give {name} state_dict and load_state_dict, or "
-                    "set_epoch(epoch)."
+                    f"{name}.{changed[0]} changed from one epoch to the next, but is not saved in a checkpoint: if the "
+                    f"order depends on it, a resumed run has another order. Give {name} state_dict and "
+                    "load_state_dict, or set_epoch(epoch)."
                 )
                 self._counting = []
                 return
@@ -170,7 +204,11 @@ class Draws:
 
 @contextmanager
 def preserve_loader_state(loader: Any) -> Iterator[None]:
-    """Whatever is read from ``loader`` inside leaves no trace in its generators, its samplers and its datasets."""
+    """Restore the generators, samplers and datasets of ``loader`` when the context ends.
+
+    Args:
+        loader: The loader.
+    """
     batches = getattr(loader, "batch_sampler", None)
     samplers = _find_nested([getattr(loader, "sampler", None), batches], Sampler, ("sampler", "batch_sampler"))
     owners = [*samplers, *_find_nested([getattr(loader, "dataset", None)], Dataset)]
@@ -190,7 +228,11 @@ def preserve_loader_state(loader: Any) -> Iterator[None]:
 
 
 def get_stateful(value: Any) -> Any:
-    """``value``, if it can say and take back where it is; else None."""
+    """Return ``value`` if its state can be saved and loaded; else None.
+
+    Args:
+        value: Any object.
+    """
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         return None
     try:
@@ -203,7 +245,7 @@ def get_stateful(value: Any) -> Any:
 
 
 def _counts_epochs(dataset: Any) -> bool:
-    """Whether a stream, or a part of one, counts its epochs in a plain ``epoch``, and cannot be told them."""
+    """Return whether a stream, or a part of one, counts its epochs in a plain ``epoch`` without a way to set it."""
     return (
         not (isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset))
         and type(getattr(dataset, "__dict__", {}).get("epoch")) is int
@@ -213,12 +255,20 @@ def _counts_epochs(dataset: Any) -> bool:
 
 
 def find_generators(dataset: Any) -> list[Any]:
-    """The generators among the attributes of a dataset, and of the datasets that it holds."""
+    """Return the generators among the attributes of a dataset, and of the datasets inside it.
+
+    Args:
+        dataset: The dataset.
+    """
     return collect_generators(_find_nested([dataset], Dataset))
 
 
 def collect_generators(owners: Iterable[Any]) -> list[Any]:
-    """The generators among the attributes of ``owners``, each once."""
+    """Return the generators among the attributes of ``owners``, each once.
+
+    Args:
+        owners: Any objects.
+    """
     generators: dict[int, Any] = {}
     for owner in owners:
         for _, value in _iter_attributes(owner):
@@ -228,7 +278,7 @@ def collect_generators(owners: Iterable[Any]) -> list[Any]:
 
 
 def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) -> list[Any]:
-    """``roots`` and, from them on, every attribute that is a ``kind`` or has one of these names; each once."""
+    """Return ``roots`` and, recursively, every attribute that is a ``kind`` or has one of these names; each once."""
     reached: dict[int, Any] = {}
     waiting = [root for root in roots if root is not None]
     for owner in waiting:  # which grows
@@ -239,7 +289,7 @@ def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) 
 
 
 def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
-    """Attributes by name; those of a list or dict that begins with an object of its own one by one."""
+    """Yield attributes by name; the items of a list or dict whose first item is a known kind are yielded one by one."""
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
         if isinstance(next(iter(items), None), (*_KINDS, Sampler, Dataset)):
@@ -249,26 +299,46 @@ def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
 
 
 def read_states(generators: list[Any]) -> list[Any]:
-    """Where generators are now."""
+    """Return the states of generators.
+
+    Args:
+        generators: The generators.
+    """
     return [_read_state(generator) for generator in generators]
 
 
 def load_states(generators: list[Any], states: list[Any]) -> None:
-    """Put generators back to what `read_states` returned."""
+    """Restore generators.
+
+    Args:
+        generators: The generators.
+        states: States of `read_states`.
+    """
     for generator, state in zip(generators, states, strict=True):
         _restore_state(generator, state)
 
 
 def match_generators(generators: list[Any], states: list[Any]) -> bool:
-    """Whether ``states`` are those of as many generators, of the same kinds."""
+    """Return whether ``states`` belong to the same number of generators, of the same kinds.
+
+    Args:
+        generators: The generators.
+        states: States of `read_states`.
+    """
     return len(generators) == len(states) and all(map(_accepts_state, generators, states))
 
 
 def say_begin_anew(owner: Any, generators: list[Any], states: list[Any]) -> None:
-    """Warn that a checkpoint's states are those of other generators than ``owner`` has."""
+    """Warn that the states in a checkpoint belong to other generators than ``owner`` has.
+
+    Args:
+        owner: The dataset.
+        generators: Its generators.
+        states: The states in the checkpoint.
+    """
     warn(
-        f"{type(owner).__name__} has {len(generators)} generators of its own, in the checkpoint are {len(states)}: "
-        "they begin anew."
+        f"{type(owner).__name__} has {len(generators)} separate generators, but the checkpoint has {len(states)}, so "
+        "they are not restored."
     )
 
 

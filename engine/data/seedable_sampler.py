@@ -1,4 +1,4 @@
-"""The random sampler of ``DataLoaderConfiguration(use_seedable_sampler=True)``."""
+"""Random sampler of ``DataLoaderConfiguration(use_seedable_sampler=True)``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader, RandomSampler
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Random sampler whose order in an epoch follows from a seed and the epoch's number alone, as in Accelerate.
+    """Random sampler whose order in an epoch depends only on a seed and the epoch's number, as in Accelerate.
 
     Args:
-        sampler: the user's; its dataset, ``replacement`` and ``num_samples`` are taken over, its generator is not.
-        seed: added to the epoch's number, it seeds the generator of that epoch.
+        sampler: The user's sampler; its dataset, ``replacement`` and ``num_samples`` are used, its generator is not.
+        seed: The seed; the generator of an epoch is seeded with it plus the epoch's number.
 
     Attributes:
-        epoch: the epoch to draw.
+        epoch: The epoch to draw.
     """
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
@@ -32,7 +32,11 @@ class SeedableRandomSampler(RandomSampler):
         yield from super().__iter__()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch to draw."""
+        """Set the epoch to draw.
+
+        Args:
+            epoch: The number.
+        """
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -40,7 +44,11 @@ class SeedableRandomSampler(RandomSampler):
         return {"seed": self.seed, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned: a resumed run keeps its seed."""
+        """Restore a state of `state_dict`, so that a resumed run keeps its seed.
+
+        Args:
+            state_dict: The state.
+        """
         self.seed, self.epoch = state_dict["seed"], state_dict["epoch"]
 
 
@@ -48,8 +56,8 @@ def replace_random_sampler(loader: Any, seed: int) -> Any:
     """Return a shallow copy of a loader in which `SeedableRandomSampler` replaces torch's ``RandomSampler``.
 
     Args:
-        loader: a ``DataLoader``; anything else is returned as it is.
-        seed: for the sampler.
+        loader: A ``DataLoader``; any other object is returned as it is.
+        seed: The seed of the sampler.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -62,12 +70,12 @@ def replace_random_sampler(loader: Any, seed: int) -> Any:
 
 
 def _replace_sampler(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
-    """Return ``sampler``, or a copy with the seedable one in it.
+    """Return ``sampler``, or a copy that contains the seedable one.
 
     Args:
-        sampler: a sampler, a batch sampler, or None.
-        seed: for the seedable one.
-        replaced: those made so far, by the id of what they replace.
+        sampler: A sampler, a batch sampler, or None.
+        seed: The seed of the sampler.
+        replaced: Samplers created so far, by the id of the one they replace.
     """
     # A subclass with an order of its own keeps it.
     if isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:

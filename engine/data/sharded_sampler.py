@@ -1,4 +1,4 @@
-"""Which samples, in which order, and which of them are this process's."""
+"""Order of samples: the user's own sampler, replayed, of which each process keeps its share."""
 
 from __future__ import annotations
 
@@ -34,39 +34,45 @@ _COMPARED = 64  # indices
 
 
 class GroupIndices(NamedTuple):
-    """The indices that the micro-batches of one group were dealt.
+    """Indices of the micro-batches of one group.
 
     Attributes:
-        global_batches: of all processes; with the sizes of the user's own batches where those are kept.
-        slices: this process's share of each.
+        global_batches: The indices of all processes, with the sizes of the user's own batches if those are kept.
+        slices: This process's share of each.
     """
 
     global_batches: list[tuple[list[Any], list[int] | None]]
     slices: list[slice]
 
     def of(self, number: int) -> list[Any]:
-        """Return this process's indices in one micro-batch; none for a stand-in."""
+        """Return this process's indices in one micro-batch; none for a stand-in.
+
+        Args:
+            number: The index of the micro-batch in the group.
+        """
         return self.global_batches[number][0][self.slices[number]]
 
 
 class ShardedBatches:
-    """A batch sampler that replays the user's own sampler and keeps this process's part of each global batch.
+    """Batch sampler that replays the user's own sampler and keeps this process's share of each global batch.
 
     A global batch is the next ``batch_size * size`` indices of the user's sampler, or the next ``size`` batches of a
-    batch sampler of the user's own. The last, short one is shared out as it is: nothing is padded or repeated.
+    custom batch sampler. The short last one is sharded as it is: nothing is padded or repeated.
 
     Args:
-        loader: the user's loader; only its samplers are used.
-        planner: groups and weights.
-        stream: what the samplers draw from where they have no generator of their own.
-        merge_tail: evaluation only: where the last global batch has fewer samples than there are processes, add them
-            to the one before, so that every process takes part in every batch.
-        positions: yield ``(epoch seed, position, index)`` triples, for workers that seed each sample.
+        loader: The user's loader; only its samplers are used.
+        planner: Groups and weights.
+        stream: The stream that samplers without their own generator draw from.
+        merge_tail: Evaluation only: if the last global batch has fewer samples than there are processes, add them to
+            the one before, so that every process takes part in every batch.
+        positions: Yield ``(epoch seed, position, index)`` triples, for workers that seed each sample.
 
     Attributes:
-        order: what the epoch's order was drawn from; where it is set before the epoch begins, that epoch comes again.
-        micros: of the batches that were yielded and not yet taken by the loop: the facts, what was drawn for them from
-            a copy of the stream (None where the epoch's order was drawn at once), and the indices of their group.
+        order: The RNG state that the epoch's order was drawn from; if it is set before the epoch begins, that epoch is
+            repeated.
+        micros: For each batch that was yielded and that the loop has not processed yet: its metadata, what was drawn
+            for it from a copy of the stream (None if the epoch's order was drawn at once), and the indices of its
+            group.
     """
 
     def __init__(
@@ -94,14 +100,14 @@ class ShardedBatches:
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0, passed: int = 0) -> None:
-        """Set what the next iteration is.
+        """Set up the next iteration.
 
         Args:
-            epoch: its number.
-            skip: samples of it that were yielded before, over all ranks.
-            limit: the most batches to yield.
-            done: batches of this rank that these samples were in.
-            passed: batches to pass over beyond these.
+            epoch: Its number.
+            skip: Samples of it that were yielded before, over all ranks.
+            limit: The maximum number of batches to yield.
+            done: Batches of this rank that contained these samples.
+            passed: Further batches to skip.
         """
         self.epoch, self.skip, self.limit = epoch, skip, limit
         self.done = done
@@ -109,30 +115,30 @@ class ShardedBatches:
         self.micros: deque[tuple[Micro, Draw | None, GroupIndices]] = deque()
 
     def split(self) -> None:
-        """Take ``batch_size`` for that of the global batch.
+        """Interpret ``batch_size`` as that of the global batch.
 
         Raises:
-            ValueError: if the processes can not share it evenly, or there is none.
+            ValueError: If it is not divisible by the number of processes, or if the loader has no ``batch_size``.
         """
         size = self.planner.size
         if not self.plain or self.batch_size % size:
-            actual = f"batch_size={self.batch_size}" if self.plain else "a batch sampler of its own"
+            actual = f"batch_size={self.batch_size}" if self.plain else "a custom batch sampler"
             raise ValueError(
-                f"split_batches=True shares each batch out to {size} processes, so DataLoader(batch_size=) must be a "
+                f"split_batches=True splits each batch over {size} processes, so DataLoader(batch_size=) must be a "
                 f"multiple of {size}; this loader has {actual}."
             )
         self.batch_size //= size
 
     @property
     def draws_later(self) -> bool:
-        """Whether the order is drawn as the epoch goes, and not all of it at its beginning."""
+        """True if the order is drawn during the epoch, and not completely at its beginning."""
         return not self.draws_at_once
 
     def unshuffle(self) -> bool:
-        """Take the dataset's order where torch's own samplers shuffle it.
+        """Use the dataset's order in place of torch's own random samplers.
 
         Returns:
-            Whether there is, or was, a shuffle.
+            Whether the loader shuffles, or did.
         """
         sampler = self.sampler
         if isinstance(sampler, RandomSampler):
@@ -148,8 +154,8 @@ class ShardedBatches:
         """Start the loader's iterator; the seed that it draws for its workers comes from the stream.
 
         Args:
-            get_iterator: starts it.
-            silently: as if it had drawn no seed, as in a run that goes on and had drawn it already.
+            get_iterator: Starts it.
+            silently: Undo the draw of the seed, for a resumed run that had drawn it already.
         """
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():
@@ -167,10 +173,13 @@ class ShardedBatches:
         yield from self._open()
 
     def total(self, limit: int | None) -> int:
-        """Batches this process yields in a whole epoch, no more than ``limit``.
+        """Return the number of batches that this process yields in a whole epoch, at most ``limit``.
+
+        Args:
+            limit: The maximum; None for no limit.
 
         Raises:
-            TypeError: if the user's sampler has no length.
+            TypeError: If the user's sampler has no length.
         """
         shares = self.planner.shares
         if shares is not None and shares.batches is not None:
@@ -178,10 +187,13 @@ class ShardedBatches:
         return self._count_batches(self._count_items(len), limit)
 
     def agree(self, world: World) -> None:
-        """Find out whether the ranks share out one dataset in one order, or each reads its own. All ranks must ask.
+        """Determine whether the ranks share one dataset in one order, or each reads its own. Call it on all ranks.
+
+        Args:
+            world: The ranks.
 
         Raises:
-            ValueError: on every rank, if it is neither.
+            ValueError: On every rank, if it is neither.
         """
         if self.planner.shares is None and not share_data(self.dataset, world):
             self.planner.disable_sharding()
@@ -193,10 +205,10 @@ class ShardedBatches:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
     def _has_common_order(self, world: World) -> bool:
-        """Whether the user's sampler yields the same on all ranks; one that looks at the rank does not.
+        """Return whether the user's sampler yields the same on all ranks; one that depends on the rank does not.
 
         Raises:
-            ValueError: on every rank, if some ranks' samplers agree and others do not.
+            ValueError: On every rank, if some ranks' samplers agree and others do not.
         """
         if type(self.sampler).__module__ == Sampler.__module__:  # torch's own know of no rank
             return True
@@ -207,7 +219,7 @@ class ShardedBatches:
         return compare_across_ranks(digest(first), type(self.sampler).__name__, "indices", world)
 
     def share(self) -> Share:
-        """How long this rank's own data is."""
+        """Return the length of this rank's own data."""
         count = self._count_items(get_length)
         if count is None:
             return Share(None, self.batch_size, None)
@@ -215,7 +227,7 @@ class ShardedBatches:
         return Share(samples if self.plain or not self.batched else None, self.batch_size, self._count_batches(count))
 
     def _count_items(self, count: Callable[[Any], Any]) -> Any:
-        """The length of the user's sampler, whatever it draws to know it: nobody asks as often as a plain loop does."""
+        """Return the length of the user's sampler, without a trace of what it draws to compute it."""
         if not self._counting_draws:
             return count(self.sampler)
         before = host_state()
@@ -225,7 +237,7 @@ class ShardedBatches:
         return items
 
     def _count_batches(self, items: int, limit: int | None = None) -> int:
-        """Batches this process makes of so many of the user's sampler's last items, no more than ``limit``."""
+        """Return the number of batches that this process forms of the last ``items`` of the user's sampler."""
         size = self.planner.size
         count, rest = divmod(items, self.width)
         count += bool(rest) and not self.drop_last
@@ -235,31 +247,46 @@ class ShardedBatches:
         return count - merged
 
     def length(self, limit: int | None) -> int | None:
-        """As `total`; without a length the limit, if there is one."""
+        """Return the number of batches in an epoch; for a sampler without a length, the limit or None.
+
+        Args:
+            limit: The maximum; None for no limit.
+        """
         return limit if self._count_items(get_length) is None else self.total(limit)
 
     @property
     def width(self) -> int:
-        """Items of the user's sampler in a full batch, over all the ranks that share it out."""
+        """Number of items of the user's sampler in a full batch, over all ranks that share it."""
         return self.batch_size * self.planner.size
 
     @property
     def full(self) -> int:
-        """Samples in a full batch, over all ranks; batches, where a batch sampler of the user's own cuts them."""
+        """Number of samples in a full batch, over all ranks; batches, if a custom batch sampler forms them."""
         return self.batch_size * self.planner.world_size
 
     @property
     def left_out(self) -> int:
-        """Samples of each epoch that ``drop_last`` leaves out: those of a last, short global batch."""
+        """Number of samples per epoch that ``drop_last`` leaves out: those of a short last global batch."""
         count = self._count_items(get_length)
         return count % self.width if self.drop_last and count is not None else 0
 
     def items(self, samples: int, batches: int) -> int:
-        """Items of the ranks' samplers in this epoch's first ``batches``, which hold ``samples``."""
+        """Return the number of items of the ranks' samplers in the first batches of this epoch.
+
+        Args:
+            samples: The samples in these batches.
+            batches: The number of batches.
+        """
         return batches * self.full if self.batched and not self.plain else samples
 
     def batches_of(self, items: int) -> int:
-        """Batches of this process that ``items`` of the user's sampler stand for: with those to come, an epoch's."""
+        """Return the number of this process's batches that ``items`` of the user's sampler correspond to.
+
+        Together with the remaining batches, they are those of an epoch.
+
+        Args:
+            items: The number of items.
+        """
         count = self._count_items(get_length)
         if count is None or self.planner.shares is not None:
             return -(-items // self.full)
@@ -273,7 +300,7 @@ class ShardedBatches:
             self.take_drawn()
 
     def take_drawn(self) -> Draw | None:
-        """Return what was drawn from a copy of the stream since the last call; None where it was drawn at once."""
+        """Return what was drawn from a copy of the stream since the last call; None if it was drawn at once."""
         if self._rest is None:
             return None
         before, self._taken = self._taken, self._rest.state
@@ -283,7 +310,7 @@ class ShardedBatches:
     # -- order ---------------------------------------------------------------------------------------------------
 
     def _open(self) -> Iterator[Any]:
-        """Draw the epoch's order now, or draw it once more."""
+        """Draw the epoch's order, or draw it again in a resumed epoch."""
         draws = self.draws
         with draws.stream.drawing():
             self._rewind()
@@ -308,18 +335,18 @@ class ShardedBatches:
         return itertools.chain(first, batches)
 
     def _name_seed_purpose(self) -> int | str:
-        """What the seed of the epoch's workers is for: ranks with data of their own draw numbers of their own."""
+        """Return the purpose of the seed of the epoch's workers; ranks with their own data use different seeds."""
         rank = 0 if self.planner.shares is None else self.planner.world_rank
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
 
     def _keep_in_step(self, before: dict[str, Any]) -> None:
-        """Let the run's stream follow from what all ranks know: each has drawn an order of its own length."""
+        """Advance the run's stream equally on all ranks, since each has drawn an order of its own length."""
         stream = self.draws.stream
         stream.go_to(before["stream"])
         stream.advance()
 
     def _pull(self, block: int) -> Iterator[Any]:
-        """The user's sampler, item by item, drawing from the stream and not from the process's own state."""
+        """Return the items of the user's sampler, drawn from the stream and not from the process's own state."""
         self._rest = None
         if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
             # It draws once more at its end, which workers reach at another time than the loop does.
@@ -334,7 +361,7 @@ class ShardedBatches:
         return _draw_in_blocks(self._rest, source, block)
 
     def _read_global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
-        """Global batches as flat indices; with the sizes of the user's own batches where those must be kept."""
+        """Yield global batches as flat indices, with the sizes of the user's own batches if those must be kept."""
         size, width = self.planner.size, self.width
         skip = self.skip if self.planner.shares is None else 0  # of data of its own a rank passes over batches
         items = self._pull(width)
@@ -358,7 +385,7 @@ class ShardedBatches:
                 yield list(itertools.chain.from_iterable(batches)), None
 
     def _read_groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
-        """Groups of global batches, each with the samples of its batches."""
+        """Yield groups of global batches, each with the numbers of samples in its batches."""
         batches: Iterator[Any] = itertools.islice(self._read_global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, self.planner.size)
@@ -370,7 +397,7 @@ class ShardedBatches:
     def _read_rank_groups(
         self, shares: RankShares
     ) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
-        """As `_read_groups`, where each rank reads data of its own: until the last rank has read it."""
+        """Yield groups if each rank reads its own data, until the last rank has read it; see `_read_groups`."""
         batches, stand_in = self._read_global_batches(), list[Any]()
         for indices, _ in itertools.islice(batches, self.done):
             stand_in = indices[:1]
@@ -448,7 +475,11 @@ def _merge_tail(batches: Iterator[Any], size: int) -> Iterator[Any]:
 
 
 def shards_itself(loader: Any) -> bool:
-    """Whether a loader's sampler gives each process a part of its own, as a ``DistributedSampler`` does."""
+    """Return whether a loader's sampler gives each process its own share, as a ``DistributedSampler`` does.
+
+    Args:
+        loader: The loader.
+    """
     batches = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     return any(
@@ -459,7 +490,12 @@ def shards_itself(loader: Any) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the dataset and the samplers of ``loader`` that have a ``set_epoch`` which epoch begins."""
+    """Call ``set_epoch`` of the dataset and the samplers of ``loader`` that have this method.
+
+    Args:
+        loader: The loader.
+        epoch: The number of the epoch that begins.
+    """
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     owners = (
         getattr(loader, "dataset", None),

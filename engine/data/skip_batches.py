@@ -1,4 +1,4 @@
-"""Going on in the middle of an epoch, for loops that count their batches themselves."""
+"""Resume in the middle of an epoch, for loops that count their batches themselves."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .loader import Loader
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Return what iterates ``dataloader`` from batch ``num_batches`` of its running epoch on, once.
+    """Return an iterable that starts at batch ``num_batches`` of the current epoch of ``dataloader``, once.
 
-    The batches are those of an epoch that was not interrupted; after it, iterate ``dataloader`` itself. A prepared
-    loader that `Accelerator.load_state` has put back knows already where it stood, and skips nothing twice.
+    The batches are those of an uninterrupted epoch; for the following epochs, iterate ``dataloader`` itself. A prepared
+    loader that `Accelerator.load_state` has restored knows its position, and does not skip twice.
 
     Args:
-        dataloader: a prepared loader, a ``DataLoader`` or any iterable of batches.
-        num_batches: batches, of one process, that were trained on.
+        dataloader: A prepared loader, a ``DataLoader`` or any iterable of batches.
+        num_batches: Number of batches, of one process, that were already trained on.
 
     Raises:
-        ValueError: for a negative number.
+        ValueError: If the number is negative.
     """
     count = check_int("num_batches", num_batches, 0)
     if hasattr(type(dataloader), "skip_first_batches"):  # a loader without an Accelerator that iterates its own way
@@ -33,11 +33,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 class SkippedLoader:
-    """One epoch of a loader without its first batches; everything else is the loader's own.
+    """One epoch of a loader without its first batches; all other attributes are those of the loader.
 
     Args:
-        loader: the loader.
-        skipped: how many.
+        loader: The loader.
+        skipped: The number of batches to skip.
     """
 
     def __init__(self, loader: Any, skipped: int) -> None:
@@ -70,7 +70,7 @@ def _skip_batches(loader: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 class _Tail:
-    """A batch sampler without its first batches, whose indices are drawn all the same."""
+    """Batch sampler without its first batches, whose indices are still drawn."""
 
     def __init__(self, batches: Any, count: int) -> None:
         self.batches = batches

@@ -1,4 +1,4 @@
-"""What other libraries' streams say of themselves: Hugging Face datasets, WebDataset, MosaicML. None is imported."""
+"""Properties of other libraries' streams: Hugging Face datasets, WebDataset, MosaicML. None is imported."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ _MAPPED = "MappedExamplesIterable"
 
 
 def split_over(dataset: Any) -> int:
-    """The number of ranks that a Hugging Face stream was split over by ``split_dataset_by_node``; 0 for any other."""
+    """Return the number of ranks that ``split_dataset_by_node`` split a Hugging Face stream over; 0 for any other.
+
+    Args:
+        dataset: The stream.
+    """
     distributed = getattr(dataset, "_distributed", None) if _name_library(dataset) == "datasets" else None
     return int(getattr(distributed, "world_size", 0))
 
 
 def explain_split(dataset: Any, ranks: int) -> str:
-    """Say in one sentence how to split a stream that is the same on all ranks, so that each reads only its share.
+    """Return a sentence on how to split a stream that is the same on all ranks, so that each reads only its share.
 
     Args:
-        dataset: the stream.
-        ranks: how many read it.
+        dataset: The stream.
+        ranks: The number of ranks that read it.
     """
     library = _name_library(dataset)
     if library == "datasets":
@@ -29,26 +33,29 @@ def explain_split(dataset: Any, ranks: int) -> str:
         if shards % ranks == 0:
             return f"Pass {split}: then each rank reads {shards // ranks} of its {shards} shards."
         return (
-            f"Its {shards} shards cannot be shared out evenly: make it of a multiple of {ranks} files or shards, and "
+            f"Its {shards} shards cannot be divided evenly: create it from a multiple of {ranks} files or shards, and "
             f"pass {split}."
         )
     if library == "webdataset":
         if type(dataset).__name__ == "WebDataset":
-            return "Pass nodesplitter=webdataset.split_by_node to WebDataset: then each rank reads shards of its own."
-        return "Put webdataset.split_by_node behind the list of shards: then each rank reads shards of its own."
+            return "Pass nodesplitter=webdataset.split_by_node to WebDataset: then each rank reads its own shards."
+        return "Put webdataset.split_by_node after the list of shards: then each rank reads its own shards."
     return f"Let its __iter__ read only this rank's share, such as files[rank::{ranks}]."
 
 
 def explain_state_gap(dataset: Any) -> str:
-    """Why the state of a stream, which it has, does not say where it is; "" where it does.
+    """Return why the state of a stream does not contain its exact position; "" if it does.
 
-    Hugging Face: ``IterableDataset.state_dict`` names both cases.
+    The documentation of Hugging Face's ``IterableDataset.state_dict`` names both cases.
+
+    Args:
+        dataset: The stream.
     """
     if _name_library(dataset) != "datasets":
         return ""
     names = {type(part).__name__: part for part in iter_parts(dataset)}
     if _SHUFFLE_BUFFER in names:
-        return f"the state of {type(dataset).__name__} leaves out what its shuffle buffer holds"
+        return f"the state of {type(dataset).__name__} does not contain its shuffle buffer"
     formatting = getattr(dataset, "_formatting", None)
     if getattr(names.get(_MAPPED), "batched", False) and getattr(formatting, "is_table", False):
         return f"the state of {type(dataset).__name__} skips a batch after a batched map of tables"
@@ -56,15 +63,22 @@ def explain_state_gap(dataset: Any) -> str:
 
 
 def copies_state(owner: Any) -> bool:
-    """Whether an object's ``state_dict`` is a library's own: quick to ask for, and unchanged after.
+    """Return whether an object's ``state_dict`` is a library's own: fast, and a copy that does not change afterwards.
 
     Measured: Hugging Face datasets 16-70 us, torchdata 0.3 us with workers and 0.1 ms without.
+
+    Args:
+        owner: An object with ``state_dict``.
     """
     return type(owner).state_dict.__module__.partition(".")[0] in ("datasets", "torchdata", "streaming")
 
 
 def explain_not_repeatable(dataset: Any) -> str:
-    """Why a stream without a state yields other samples when it is read again; "" where that is not known."""
+    """Return why a stream without a state yields other samples when it is read again; "" if no reason is known.
+
+    Args:
+        dataset: The stream.
+    """
     if any(kind.__module__.partition(".")[0] == "streaming" for kind in type(dataset).__mro__):
         return "StreamingDataset counts its epochs by itself; read it through streaming.StreamingDataLoader"
     if _name_library(dataset) != "webdataset":
@@ -81,7 +95,11 @@ def explain_not_repeatable(dataset: Any) -> str:
 
 
 def iter_parts(dataset: Any) -> Iterator[Any]:
-    """The objects of the dataset's own library that it is made of, itself first; of another library none."""
+    """Yield the dataset and the objects of its library that it is made of; nothing for other libraries.
+
+    Args:
+        dataset: The stream.
+    """
     library, visited, waiting = _name_library(dataset), set[int](), [dataset]
     for part in waiting if library in ("datasets", "webdataset") else ():  # which grows
         if id(part) in visited:

@@ -1,4 +1,4 @@
-"""Batches from a source that can not be indexed: an IterableDataset, a generator, any iterable of batches."""
+"""Batches from a source that cannot be indexed: an IterableDataset, a generator, any iterable of batches."""
 
 from __future__ import annotations
 
@@ -26,36 +26,45 @@ from .workers import TORCH_SEEDED, SeededStream, note_workers, seed_epoch
 
 
 class Counted:
-    """A collate function that also says how many samples it was given. Works in worker processes."""
+    """Collate function that also returns the number of samples. It works in worker processes."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> tuple[int, Any]:
+        """Return the number of samples and the collated batch."""
         return len(samples), self.collate(samples)
 
 
 def format_ordinal(number: int) -> str:
-    """Return ``"2nd"``, ``"3rd"``, ``"4th"`` ..."""
+    """Return ``"2nd"``, ``"3rd"``, ``"4th"`` ...
+
+    Args:
+        number: A positive number.
+    """
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def make_batches_error(source: Any) -> ValueError:
-    """What is wrong with a loader whose own ``__iter__`` yields fewer or more batches than it was given."""
+    """Return the error for a loader whose own ``__iter__`` yields fewer or more batches than it reads.
+
+    Args:
+        source: The loader.
+    """
     return ValueError(
-        f"{type(source).__name__} does not yield one batch for each that is read for it, so it can be neither sharded "
-        "nor resumed. Let its __iter__ yield what super().__iter__() yields, one for one, or pass an iterable of "
-        "batches: prepare_data_loader(iter(loader))."
+        f"{type(source).__name__} does not yield one batch for each batch that it reads, so it can be neither sharded "
+        "nor resumed. Let its __iter__ yield one batch for each of super().__iter__(), or pass an iterable of batches: "
+        "prepare_data_loader(iter(loader))."
     )
 
 
 class Unwrapped:
-    """A loader's iterator without the sizes that `Counted` adds, which it notes: a subclass sees plain batches.
+    """Iterator that removes the sizes that `Counted` adds and records them, so that a subclass sees plain batches.
 
     Args:
-        iterator: yields ``(samples, batch)``.
-        sizes: where to note the samples.
+        iterator: Yields ``(samples, batch)``.
+        sizes: Receives the numbers of samples.
     """
 
     def __init__(self, iterator: Iterator[Any], sizes: deque[int]) -> None:
@@ -78,13 +87,13 @@ class Unwrapped:
 
 @dataclass(slots=True, frozen=True)
 class BatchAhead:
-    """A batch that was read ahead of the loop.
+    """Batch that was read ahead of the loop.
 
     Attributes:
-        size: its samples.
-        batch: what the source yielded.
-        state: where the source was before it was read; None of a source that cannot say.
-        drawn: what was drawn to read it; None where this process draws nothing.
+        size: Its number of samples.
+        batch: What the source yielded.
+        state: The state of the source before the batch was read; None if the source has no state.
+        drawn: What was drawn to read it; None if this process draws nothing.
     """
 
     size: int
@@ -94,37 +103,38 @@ class BatchAhead:
 
 
 class StreamedBatches:
-    """Reads the batches of a stream, in groups with exact weights.
+    """Reader of the batches of a stream, in groups with exact weights.
 
-    A stream that splits itself by rank (it looks at the rank, or a library has split it) is read as it is: each rank
-    trains on what its own stream yields. One stream that is the same on all ranks is dealt: every rank reads all of it
-    and the r-th of each ``size`` batches is rank r's. Which of the two it is, the first batches tell: they are compared
-    over the ranks.
+    A stream that splits itself by rank (it depends on the rank, or a library has split it) is read as it is: each rank
+    trains on what its own stream yields. A stream that is the same on all ranks is distributed: every rank reads all of
+    it, and batch r of each ``size`` batches belongs to rank r. The first batches are compared over the ranks to find
+    out which of the two it is.
 
     A rank without a batch in a round takes part with weight zero.
 
-    A stream that splits itself by rank may be read ahead of the loop by a group of micro-batches or two, so that the
+    A stream that splits itself by rank may be read ahead of the loop by one or two groups of micro-batches, so that the
     ranks can vote on its end beside their gradients; see `RankShares`.
 
     Args:
-        source: the user's loader or iterable.
-        counted: the samples of a full batch, where ``sizes`` has those of each; None where batches weigh the same.
-        planner: groups and weights.
-        draws: what the source may draw from.
-        lent: whether this process reads the source itself, so that the stream has to be lent to it: then what it
-            draws is the same on every rank, and the same again after a resume.
-        stateful: an object with ``state_dict`` and ``load_state_dict`` that knows where the source is, or None.
-        gap: why a state that the source has is not asked for, or "".
-        cursor: where to say what the votes of a group of micro-batches are to tell of a coming one; None of a stream
-            that may not be read ahead of the loop.
+        source: The user's loader or iterable.
+        counted: The samples of a full batch, if ``sizes`` has those of each batch; None if all batches weigh the same.
+        planner: Groups and weights.
+        draws: What the source may draw from.
+        lent: Whether this process reads the source itself, so that the stream must be lent to it: then what it draws is
+            the same on every rank, and the same again after a resume.
+        stateful: An object with ``state_dict`` and ``load_state_dict`` that contains the position of the source, or
+            None.
+        gap: Why the state of the source is not used, or "".
+        cursor: Receives the coming group that the votes describe; None if the stream may not be read ahead.
 
     Attributes:
-        order: what the epoch was drawn from; where it is set before the epoch begins, that epoch comes again.
-        micros: the facts of the batches that were yielded and not yet taken by the loop.
-        sizes: the samples in batches that the source has made and not yet yielded.
-        compare: the ranks whose first batches are still to be compared, or None.
-        first_digest: of the running epoch's first batch, to see that a resume reads the same ones; "" where it is not
-            read again.
+        order: The RNG state that the epoch was drawn from; if it is set before the epoch begins, that epoch is
+            repeated.
+        micros: Metadata of batches that were yielded and that the loop has not processed yet.
+        sizes: The samples in batches that the source has created and not yet yielded.
+        compare: The ranks whose first batches are still to be compared, or None.
+        first_digest: Digest of the current epoch's first batch, to check that a resume reads the same ones; "" if the
+            epoch is not read again.
     """
 
     def __init__(
@@ -165,7 +175,14 @@ class StreamedBatches:
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0) -> None:
-        """Set what the next iteration is; see `ShardedBatches.begin`."""
+        """Set up the next iteration; see `ShardedBatches.begin`.
+
+        Args:
+            epoch: Its number.
+            skip: Samples of it that were yielded before, over all ranks.
+            limit: The maximum number of batches to yield.
+            done: Batches of this rank that contained these samples.
+        """
         self.epoch, self.skip, self.limit, self.done = epoch, skip, limit, done
         self.sizes.clear()
         self._pushed.clear()
@@ -177,13 +194,17 @@ class StreamedBatches:
 
     @property
     def full(self) -> int:
-        """Samples in a full batch, over all ranks; batches, where their samples are not known."""
+        """Number of samples in a full batch, over all ranks; batches, if their samples are not known."""
         return (self.counted or 1) * self.planner.world_size
 
     left_out = 0
 
     def length(self, limit: int | None) -> int | None:
-        """Batches this process yields in a whole epoch, no more than ``limit``; None where that is not known."""
+        """Return the number of batches that this process yields in a whole epoch, at most ``limit``; None if unknown.
+
+        Args:
+            limit: The maximum; None for no limit.
+        """
         shares = self.planner.shares
         if shares is not None:
             count = shares.batches
@@ -193,11 +214,15 @@ class StreamedBatches:
         return count if limit is None else limit if count is None else min(limit, count)
 
     def share(self) -> Share:
-        """How long this rank's own data is; where batches hold unknown numbers of samples, batches weigh the same."""
+        """Return the length of this rank's own data; batches of unknown size weigh the same."""
         return Share(None, self.counted or 1, get_length(self.source), self.cursor is not None)
 
     def agree(self, world: World) -> None:
-        """Find out what the ranks read, as far as that is known before the first batch. All ranks must ask."""
+        """Determine what the ranks read, as far as it is known before the first batch. Call it on all ranks.
+
+        Args:
+            world: The ranks.
+        """
         if self.planner.shares is not None:
             self.planner.shares.agree(self.share(), world, self._name)
             return
@@ -212,7 +237,11 @@ class StreamedBatches:
             self.compare = world
 
     def disable_sharding(self, world: World) -> None:
-        """Deal nothing: the stream is split by rank already. All ranks must ask."""
+        """Disable sharding, since the stream is already split by rank. Call it on all ranks.
+
+        Args:
+            world: The ranks.
+        """
         self.compare = None
         self.planner.disable_sharding()
         self.planner.shares.agree(self.share(), world, self._name)  # type: ignore[union-attr]
@@ -222,11 +251,22 @@ class StreamedBatches:
         return type(getattr(self.source, "dataset", self.source)).__name__
 
     def items(self, samples: int, batches: int) -> int:
-        """See `ShardedBatches.items`; here samples are all that counts."""
+        """Return the number of items; for a stream, the number of samples. See `ShardedBatches.items`.
+
+        Args:
+            samples: The samples in the first batches of the epoch.
+            batches: The number of batches.
+        """
         return samples
 
     def batches_of(self, items: int) -> int:
-        """Batches of this process that ``items`` stand for: with those to come, an epoch's."""
+        """Return the number of this process's batches that ``items`` correspond to.
+
+        Together with the remaining batches, they are those of an epoch.
+
+        Args:
+            items: The number of items.
+        """
         size, read, count = self.planner.size, -(-items // (self.counted or 1)), get_length(self.source)
         if count is None or size < self.planner.world_size:
             return -(-read // self.planner.world_size)
@@ -234,26 +274,31 @@ class StreamedBatches:
 
     @property
     def draws_later(self) -> bool:
-        """See `ShardedBatches.draws_later`."""
+        """True if the order is drawn during the epoch; see `ShardedBatches.draws_later`."""
         return self.lent
 
     def unshuffle(self) -> bool:
-        """Nothing is known of how a stream comes by its order. See `ShardedBatches.unshuffle`."""
+        """Return False: the order of a stream cannot be changed. See `ShardedBatches.unshuffle`."""
         return False
 
     def split(self) -> None:
-        """Refused: what a stream yields is dealt whole.
+        """Raise, since the batches of a stream are not split.
 
         Raises:
-            ValueError: always.
+            ValueError: Always.
         """
         raise ValueError(
-            "split_batches=True needs a dataset that can be indexed: the batches of a stream are dealt whole, one to "
-            "each process. Divide batch_size by the number of processes instead."
+            "split_batches=True needs a dataset that can be indexed: the batches of a stream are not split, each goes "
+            "to one process. Divide batch_size by the world size instead."
         )
 
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
-        """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`."""
+        """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`.
+
+        Args:
+            get_iterator: Starts it.
+            silently: A resumed run had started persistent workers already.
+        """
         draws = self.draws
         start_state = draws.state()
         again = self._again = self.order is not None
@@ -282,9 +327,12 @@ class StreamedBatches:
 
     @contextmanager
     def starting(self, persistent: bool) -> Iterator[None]:
-        """Around the start of the iterator, with which workers are started too.
+        """Return the context in which the iterator, and its workers, are started.
 
-        Those that persist draw their seed once in a run, and have it again where a run goes on.
+        Persistent workers draw their seed once per run, and get the same seed again in a resumed run.
+
+        Args:
+            persistent: Whether the workers persist.
         """
         if not persistent:
             yield
@@ -296,18 +344,25 @@ class StreamedBatches:
                 yield
 
     def started(self) -> None:
-        """The loader's own iterator is made, which draws; where a subclass makes it with the first batch, only now."""
+        """Note that the loader's own iterator exists, whose creation draws.
+
+        A subclass may create it with the first batch.
+        """
         if self._reader is not None and self._late is not None:
             self._reader.go_to(self._late)
             self._taken = self._late
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        """Yield this process's micro-batches; their facts are in ``micros``."""
+        """Yield this process's micro-batches; their metadata is in ``micros``.
+
+        Args:
+            source: The iterator of `start`.
+        """
         source = avoid_rewind(source)
         stands, self._stands = self._stands, None
         self._ended = False
         has_ended = stands is not None and stands["ended"]
-        # A source that was saved at its end may begin anew: what it yields now is the next epoch's.
+        # A source that was saved at its end may start over: it then yields the next epoch's samples.
         if self.compare is not None and not has_ended:
             self._compare_ranks(source, self.compare)
         if self.planner.shares is not None and not self._again:
@@ -325,7 +380,7 @@ class StreamedBatches:
         )
 
     def _deal_batches(self, source: Iterator[Any], left: int | None) -> Iterator[Any]:
-        """One stream, which all ranks read."""
+        """Yield this process's share of one stream, which all ranks read."""
         micros = self.micros
         rank, size = self.planner.rank, self.planner.size
         while left is None or left > 0:
@@ -345,7 +400,7 @@ class StreamedBatches:
     def _read_rank_batches(
         self, source: Iterator[Any], left: int | None, shares: RankShares, stand_in: Any
     ) -> Iterator[Any]:
-        """A stream of this rank's own, until all ranks have read theirs."""
+        """Yield the batches of this rank's own stream, until all ranks have read theirs."""
         first = self.done
         while left is None or left > 0:
             width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
@@ -371,7 +426,7 @@ class StreamedBatches:
     def _take_group(
         self, source: Iterator[Any], width: int, shares: RankShares
     ) -> tuple[list[tuple[int, Any]], Draw | None]:
-        """Return the next group of micro-batches, fewer where the stream ends, and what was drawn to read them."""
+        """Return the next group of micro-batches, shorter at the end of the stream, and what was drawn to read it."""
         if shares.depth:
             self._read_ahead(source, width)
         taken = [self._ahead.popleft() for _ in range(min(width, len(self._ahead)))]
@@ -384,7 +439,7 @@ class StreamedBatches:
         return group, drawn
 
     def _read_ahead(self, source: Iterator[Any], count: int) -> None:
-        """Read until ``count`` batches lie ahead of the loop, or the stream ends."""
+        """Read until ``count`` batches are ahead of the loop, or the stream ends."""
         while len(self._ahead) < count and not (self._ended or self._is_exhausted):
             state = None if self.stateful is None else self.stateful.state_dict()
             if not (read := self._read(source, 1)):
@@ -393,7 +448,7 @@ class StreamedBatches:
             self._ahead.append(BatchAhead(*read[0], state, self._take_drawn()))
 
     def _look_ahead(self, source: Iterator[Any], left: int | None, shares: RankShares) -> None:
-        """Read the group that the votes of the current one are to tell of, and say what this rank knows of it."""
+        """Read the group that the votes of the current one describe, and set this rank's votes."""
         begin, width = 0, 0
         for _ in range(shares.depth):
             begin += width
@@ -408,10 +463,10 @@ class StreamedBatches:
         self.cursor.outlook = outlook
 
     def _pop_outlook(self, shares: RankShares, width: int) -> Outlook | None:
-        """Return what the ranks voted on the group that comes next; None where they did not.
+        """Return the votes on the next group; None if there are none.
 
-        A loop whose backward carries no votes answers none. Then reading ahead is given up, on all ranks alike.
-        Where the group is wider or narrower than was expected, it and those after it are other ones than were voted on.
+        A loop whose backward carries no votes leaves them unanswered. Then reading ahead is disabled, on all ranks. If
+        the group is wider or narrower than expected, it and those after it differ from the groups that were voted on.
         """
         if self.cursor is not None:
             self.cursor.outlook = None
@@ -427,10 +482,10 @@ class StreamedBatches:
         return outlook
 
     def _compare_ranks(self, source: Iterator[Any], world: World) -> None:
-        """Find out whether the ranks read one stream, or each one of its own: compare their first batches.
+        """Compare the first batches to determine whether the ranks read one stream or each its own.
 
         Raises:
-            ValueError: on every rank, if some ranks read the same stream and others another one.
+            ValueError: On every rank, if some ranks read the same stream and others another one.
         """
         self.compare = None
         self._pushed.extend(self._read(source, 1))
@@ -442,12 +497,12 @@ class StreamedBatches:
             self.disable_sharding(world)
         elif isinstance(self.source, DataLoader):
             announce(
-                f"all {world.size} ranks read the whole of {self._name} and keep every {format_ordinal(world.size)} "
-                f"batch. {explain_split(self.source.dataset, world.size)}"
+                f"each of the {world.size} ranks reads all of {self._name} and keeps every "
+                f"{format_ordinal(world.size)} batch. {explain_split(self.source.dataset, world.size)}"
             )
 
     def _compare_first(self, source: Iterator[Any]) -> None:
-        """Note what the epoch begins with; warn if a resumed epoch does not begin with it again."""
+        """Record the first batch of the epoch; warn if a resumed epoch begins with another one."""
         expected, self._expected = self._expected, ""
         self.first_digest = ""
         if isinstance(self.source, list | tuple) or (self.limit == 0 and not self.skip):
@@ -459,19 +514,25 @@ class StreamedBatches:
         self.first_digest = digest(self._pushed[0][1]) if self._pushed else ""
         if expected and self.first_digest != expected:
             warn(
-                f"{self._name} does not begin with the batches that the checkpoint's epoch began with, so this resume "
-                "is not exact: samples may be lost or repeated. Seed what the stream draws from (shuffle(seed=...)), "
-                "give it state_dict and load_state_dict, or resume from the end of an epoch."
+                f"{self._name} does not begin with the same batches as the checkpoint's epoch, so this resume is not "
+                "exact: samples may be lost or repeated. Seed the stream (shuffle(seed=...)), give it state_dict and "
+                "load_state_dict, or resume from the end of an epoch."
             )
 
     def state(self, drawn: Draw | None) -> dict[str, Any] | None:
-        """Where the source stands, if it can say: between two groups nothing has been read ahead of the loop."""
+        """Return the position of the source, if it has a state.
+
+        Between two groups nothing has been read ahead of the loop.
+
+        Args:
+            drawn: What was drawn for the last batch; None for the current state of the stream.
+        """
         if self._stands is not None:  # loaded, and not begun since
             return self._stands
         if self.stateful is None or (self._ended and self.planner.shares is not None):
             return None  # a rank whose own stream has ended needs a batch of it to stay in step
         stream = None if self.order is None else self.draws.stream.get_state() if drawn is None else drawn.after
-        # A source whose end was met may say already that it begins anew.
+        # The state of a source at its end may already be that of the next epoch.
         ended = self.order is not None and self._ended
         if self._ahead:
             source_state = self._ahead[0].state
@@ -480,17 +541,17 @@ class StreamedBatches:
         return {"source": source_state, "stream": stream, "ended": ended}
 
     def load_state(self, state: dict[str, Any] | None, first_digest: str = "") -> None:
-        """Let the next iteration begin where `state` was taken; None leaves it to reading and passing over.
+        """Start the next iteration at a state of `state`.
 
         Args:
-            state: of the source, or None.
-            first_digest: of the first batch of the epoch that is resumed, where it is known.
+            state: The state; None reads the epoch again and skips batches.
+            first_digest: Digest of the first batch of the epoch that is resumed, if known.
         """
         self._stands = state if self.stateful is not None else None
         self._expected = first_digest
 
     def _take_drawn(self) -> Draw | None:
-        """Return what the reader drew since the last call; None where this process draws nothing."""
+        """Return what the reader drew since the last call; None if this process draws nothing."""
         if not self.lent or self._reader is None:
             return None
         before, self._taken = self._taken, self._reader.state
@@ -516,20 +577,20 @@ class StreamedBatches:
         if self.gap:
             return self.gap
         if get_stateful(dataset) is None:
-            return "the stream has no state of its own"
+            return "the stream has no state_dict"
         if self.stateful is None:
-            return f"the state of {type(dataset).__name__} is in its workers, where it can't be asked for"
+            return f"the state of {type(dataset).__name__} is in its workers, where it can't be read"
         return "the checkpoint has no state of the stream"
 
     def _fast_forward(self, source: Iterator[Any]) -> Any:
-        """Read up to where the run stopped; returns the last batch, or None."""
+        """Read up to the position where the run stopped; return the last batch, or None."""
         presharded = self.planner.shares is not None
         passed, batches, batch = 0, 0, None
         if self.skip and not isinstance(self.source, list | tuple):
             warn(
-                f"{self._explain_rereading()}, so {self.skip} samples are read again and passed over to resume where "
-                "the run stopped. A dataset with state_dict and load_state_dict resumes at once without workers, and "
-                "with them in torchdata's StatefulDataLoader."
+                f"{self._explain_rereading()}, so {self.skip} samples are read again and skipped to resume where the "
+                "run stopped. A dataset with state_dict and load_state_dict resumes at once without workers, and with "
+                "workers in torchdata's StatefulDataLoader."
             )
         with self._lend():
             while (batches < self.done if presharded else passed < self.skip) and (read := self._read(source, 1)):
@@ -541,7 +602,12 @@ class StreamedBatches:
 
 
 def follow_iterator(view: DataLoader[Any], plan: StreamedBatches) -> None:
-    """Be there when ``view``'s own ``__iter__`` makes its iterator, and let end there the sizes that `Counted` adds."""
+    """Note when ``view``'s own ``__iter__`` creates its iterator, and remove the sizes that `Counted` adds.
+
+    Args:
+        view: The copy of the user's loader.
+        plan: The reader of its batches.
+    """
     weak = weakref.ref(view)  # a cycle would keep persistent workers alive
 
     def get_iterator() -> Any:

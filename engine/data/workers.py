@@ -1,4 +1,4 @@
-"""How samples are read: in workers, each from a random state of its own, or in this process; how long workers live."""
+"""Reading of samples: in workers, each sample with its own seed, or in this process; and the lifetime of workers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 TORCH_SEEDED = -1
-"""The seed of an epoch whose workers have just been started, and seeded by torch."""
+"""Marks an epoch whose workers have just been started, and seeded by torch."""
 
 
 class _StandIn:
-    """A dataset in another's place, to which everything else goes."""
+    """Dataset that wraps another one and forwards everything else to it."""
 
     dataset: Any
 
@@ -39,10 +39,10 @@ class _StandIn:
 
 
 class SeededStream(_StandIn, IterableDataset[Any]):
-    """A stream whose workers persist, and draw in each epoch what workers that were just started would.
+    """Stream whose persistent workers draw in each epoch what newly started workers would draw.
 
-    Else what they draw would follow from all epochs before, of which a run that goes on has only the last one.
-    The first epoch is that of a plain loop: torch has seeded the workers, from what the loader drew.
+    Without it, their draws would depend on all previous epochs, of which a resumed run has only the last one. The first
+    epoch is that of a plain loop: torch has seeded the workers, from what the loader drew.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -58,15 +58,20 @@ class SeededStream(_StandIn, IterableDataset[Any]):
 
 
 def seed_epoch(stream: SeededStream, seed: int) -> None:
-    """Say what the workers are to be seeded from when the next epoch begins. No method: all names are the dataset's."""
+    """Set the seed of the workers for the next epoch. It is not a method, since all names belong to the dataset.
+
+    Args:
+        stream: The stream.
+        seed: The seed, or `TORCH_SEEDED`.
+    """
     stream.__dict__["_epoch_seed"][0] = seed
 
 
 class SeededSamples(_StandIn):
-    """A dataset whose every sample is drawn from a random state of its own. Used inside loader workers only.
+    """Dataset that seeds the generators before each sample. Used only inside loader workers.
 
-    The seed follows from the epoch and the sample's position in it, so a resume, or another number of workers or
-    processes, sees the same augmentations; and a sample drawn twice in an epoch is augmented in two ways.
+    The seed depends on the epoch and the sample's position in it, so a resume, or another number of workers or
+    processes, gives the same augmentations, and a sample drawn twice in an epoch is augmented in two ways.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -102,9 +107,12 @@ def _reads_in_bulk(dataset: Any) -> bool:
 
 
 def iterate_in_process(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What torch's iterator yields without workers, for less: it marks each batch for the profiler, asked for or not.
+    """Return an iterator equivalent to torch's without workers, without its profiler marks around each batch.
 
-    The step of `benchmarks/overhead.py` goes from 1.08 to 1.03 of the raw loop's time with it.
+    It reduces the step of `benchmarks/overhead.py` from 1.08 to 1.03 of the raw loop's time.
+
+    Args:
+        loader: The loader, with ``num_workers=0``.
     """
     # The seed for workers that are not there: torch draws it all the same, and so do we, or the order would differ.
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
@@ -123,25 +131,25 @@ def _generate_batches(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class LiveWithRank:
-    """A ``worker_init_fn`` that ties the worker's life to that of its rank, and calls the user's.
+    """``worker_init_fn`` that ties the worker's life to that of its rank, and calls the user's.
 
-    Launchers and terminals signal whole process groups. A rank that gets SIGTERM completes its step and saves, for
-    which it needs its workers, and torch's end with SIGTERM; so they are a process group of their own. Ctrl-C that is
-    sent to each process by itself is ignored.
+    Launchers and terminals signal whole process groups. A rank that receives SIGTERM completes its step and saves, for
+    which it needs its workers, but torch's workers end with SIGTERM; so they form a separate process group. Ctrl-C that
+    is sent to each process individually is ignored.
 
-    When the rank is gone they end at once: torch's own look for their parent every 5 s. A thread that waits for the
-    parent's end takes no time and works on every system, and unlike Linux's death signal it doesn't fire when only
-    the thread that started the worker has ended.
+    When the rank ends they end at once: torch's own check for their parent runs every 5 s. A thread that waits for the
+    parent's end takes no time and works on every system. Unlike Linux's death signal, it does not fire when only the
+    thread that started the worker has ended.
 
     Args:
-        init: the user's ``worker_init_fn``, or None.
+        init: The user's ``worker_init_fn``, or None.
     """
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:
         self._init = init
 
     def __call__(self, worker_id: int) -> None:
-        """Prepare the worker; runs in it."""
+        """Prepare the worker; called inside it."""
         if hasattr(os, "setpgid"):
             os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -159,14 +167,26 @@ def _end_with(sentinel: Any) -> None:
 
 
 def note_workers(view: DataLoader[Any], iterator: Any) -> Any:
-    """Remember an iterator that has workers, for `end_workers`; returns it."""
+    """Store a reference to an iterator that has workers, for `end_workers`.
+
+    Args:
+        view: The loader.
+        iterator: Its iterator.
+
+    Returns:
+        The iterator.
+    """
     if hasattr(iterator, "_shutdown_workers"):
         view.__dict__["_treadle_iterator"] = weakref.ref(iterator)
     return iterator
 
 
 def end_workers(view: DataLoader[Any]) -> None:
-    """End the workers of the loader's latest iterator, whoever still refers to that."""
+    """End the workers of the loader's latest iterator, even if other references to it exist.
+
+    Args:
+        view: The loader.
+    """
     iterator = view.__dict__.pop("_treadle_iterator", lambda: None)()
     if iterator is not None:
         iterator._shutdown_workers()  # private, as is its `__del__`'s call; in torch 2.6 to 2.13

@@ -1,4 +1,4 @@
-"""Numbers that are read from a GPU without waiting for it."""
+"""Asynchronous read of numbers from a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .logged_values import stack_numbers
 
 
 class LateNumbers:
-    """Reads numbers that a GPU may still compute: returns those that were asked for before, as soon as they are there.
+    """Reader of numbers that a GPU may still compute: returns those of an earlier call once they are available.
 
-    To read the newest ones would wait for all that is queued, at each refresh of a progress bar.
+    Reading the latest ones would wait for all queued work at each refresh of a progress bar.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,11 @@ class LateNumbers:
         self._coming: tuple[list[str], Tensor, torch.cuda.Event] | None = None
 
     def read(self, values: dict[str, Any]) -> dict[str, float]:
-        """Return the numbers under their names; of numbers on a GPU those of a call before, where there are any."""
+        """Return the numbers under their names; numbers on a GPU are those of an earlier call, if there are any.
+
+        Args:
+            values: Numbers or 0-d tensors by name.
+        """
         if not any(isinstance(value, Tensor) and value.is_cuda for value in values.values()):
             return {name: float(value) for name, value in values.items()}
         if self._coming is not None and self._coming[2].query():

@@ -1,7 +1,7 @@
-"""Logged values: taken as they come, reduced over steps and processes in bulk.
+"""Logged values: recorded without waiting, and reduced in bulk over steps and processes.
 
-`Metrics.log` appends; it never waits for the device and never talks to another process. Every ``log_every_n_steps``,
-and when an epoch ends, everything is packed into one vector, exchanged once and read once.
+`Metrics.log` appends; it never waits for the device and never communicates. Every ``log_every_n_steps``, and when an
+epoch ends, all values are packed into one vector, exchanged once and read once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,27 @@ _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 class Metrics:
-    """Everything that is logged in one stage.
+    """All logged values of one stage.
 
     Args:
-        training: decides the defaults: steps of training log the step's value, everything else the epoch's mean.
+        training: Decides the defaults: training steps log the step's value, all else the epoch's mean.
+        copies: Whether values must be copied, since CUDA graphs overwrite their results.
 
     Attributes:
-        weight: samples of the batch that is being worked on; a value weighs that much in its epoch mean.
-        suffix: added to names while several evaluation loaders are worked through.
-        place: the batch of an evaluation that is being worked on.
-        evaluation: what is logged in an evaluation within this stage, while it runs.
+        weight: Samples of the current batch; the weight of a value in its epoch mean.
+        suffix: Added to names if there are several evaluation loaders.
+        place: The current batch of an evaluation.
+        evaluation: The values that an evaluation within this stage logs, while it runs.
+
+    Example:
+        >>> import treadle
+        >>> from treadle.engine import Metrics
+        >>> world = treadle.PartialState(cpu=True).world
+        >>> metrics = Metrics(training=True)
+        >>> for loss in (1.0, 3.0):
+        ...     metrics.log("loss", loss, False, None, None, True, "mean", None)
+        >>> [(entry.label("epoch"), value) for entry, value in metrics.epoch_values(world)]
+        [('loss_epoch', 2.0)]
     """
 
     def __init__(self, training: bool, copies: bool = False) -> None:
@@ -49,17 +60,26 @@ class Metrics:
         self._entries = self._in_step
 
     def between_batches(self, yes: bool) -> None:
-        """Say whether the hooks that run now belong to the epoch rather than to a batch."""
+        """Set whether the hooks that run now belong to the epoch rather than to a batch.
+
+        Args:
+            yes: They belong to the epoch.
+        """
         self._entries = self._in_epoch if yes else self._in_step
         if yes:
             self.weight = 1.0  # a process's value, not a batch's
 
     def counted(self, batches: Iterable[Any], cursor: Cursor, owner: nn.Module) -> Iterator[Any]:
-        """Yield batches; ``owner``'s metric objects do not count the stand-ins among them.
+        """Yield batches; metric objects of ``owner`` do not count the stand-ins among them.
 
-        A stand-in is another process's sample, which an empty share of the last global batch is filled with so that
-        the collectives match. In an evaluation it leaves no trace in ``owner``'s own lists, sums and counts either. In
-        training it does: what counts steps there has to stay the same on all processes.
+        A stand-in is another process's sample, which fills an empty share of the last global batch so that the
+        collectives match. In an evaluation it does not change ``owner``'s own lists, sums and counts either. In
+        training it does: step counts there must stay the same on all processes.
+
+        Args:
+            batches: The batches of a prepared loader.
+            cursor: The position in the loader.
+            owner: The task.
         """
         for batch in batches:
             if cursor.micro is None or cursor.micro.samples:
@@ -73,7 +93,7 @@ class Metrics:
 
     @property
     def entries(self) -> list[Entry]:
-        """All entries, in the order they were first logged."""
+        """All entries, in the order in which they were first logged."""
         return [*self._in_step.values(), *self._in_epoch.values()]
 
     def log(
@@ -88,7 +108,23 @@ class Metrics:
         batch_size: float | None,
         add_suffix: bool = True,
     ) -> None:
-        """Take one value; see ``TaskModule.log``."""
+        """Record one value; see ``TaskModule.log``.
+
+        Args:
+            name: The name.
+            value: A number, a tensor with one element or a metric object.
+            prog_bar: Show it in the progress bar.
+            logger: Send it to loggers. Default: True.
+            on_step: Log the value of each step. Default: in training steps.
+            on_epoch: Log the value over the epoch. Default: outside of training steps.
+            reduce_fx: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a function of torch with one of these names.
+            batch_size: The weight of the value in a mean. Default: the samples of the batch.
+            add_suffix: Add the suffix of the evaluation loader.
+
+        Raises:
+            ValueError: If the arguments contradict each other or those of an earlier call.
+            TypeError: If the name is not a str or the value not a number.
+        """
         if self.suffix and add_suffix:
             name += self.suffix
         entry = self._entries.get(name)
@@ -101,11 +137,7 @@ class Metrics:
             if value.is_cpu:
                 value = value.item()  # nothing to wait for, and a fifth of what detaching costs
             else:
-                # A parameter, or a tensor the user counts in, changes later; what an operation has just made does not.
-                # A view would keep all that it is a part of, such as the logits of a batch.
-                # What a CUDA graph has made, the next replay overwrites.
-                lasts = value.grad_fn is not None and not value._is_view() and not self.copies
-                value = value.detach() if lasts else value.detach().clone()
+                value = self._detach(value)
         elif entry.metric is not None and isinstance(value, type(entry.metric)):
             if value is not entry.metric:
                 entry.replace_metric(value)
@@ -116,8 +148,7 @@ class Metrics:
             value = _to_number(name, value)
         # A stand-in that only keeps the processes in step weighs nothing, whatever size the user says it has.
         weight = batch_size if batch_size is not None and self.weight else self.weight
-        entry.last = value
-        entry.last_weight = weight
+        entry.last, entry.last_weight = value, weight
         if entry.batches is not None and value is not None:
             entry.batches.add(self.place, value, weight)
         if entry.on_epoch and entry.metric is None:
@@ -126,24 +157,34 @@ class Metrics:
             if len(entry.values) >= FOLD:
                 entry.fold()
 
+    def _detach(self, value: Tensor) -> Tensor:
+        """Return a value on an accelerator without its graph, copied if it could change later."""
+        # A parameter, or a tensor the user counts in, changes later; the result of an operation does not.
+        # A view would keep all that it is a part of, such as the logits of a batch.
+        # The next replay of a CUDA graph overwrites its results.
+        lasts = value.grad_fn is not None and not value._is_view() and not self.copies
+        return value.detach() if lasts else value.detach().clone()
+
     def _register(self, name: str, value: Any, spec: tuple[Any, ...], suffix: str) -> Entry:
         previous = self._entries.get(name)
         if previous is not None and previous.spec is not None:
             raise ValueError(
-                f"{name!r} was logged twice in one stage with different arguments; give one of them another name."
+                f"{name!r} was logged twice in one stage with different arguments; use another name for one of them."
             )
         if not isinstance(name, str):
-            raise TypeError(f"self.log takes a name and a value; the name {name!r} is a {type(name).__name__}.")
+            raise TypeError(f"the name {name!r} in self.log is a {type(name).__name__}, but must be a str.")
         prog_bar, logger, on_step, on_epoch, reduce_fx = spec
         per_step = self.training and self._entries is self._in_step
         on_step = per_step if on_step is None else on_step
         on_epoch = not per_step if on_epoch is None else on_epoch
         if self._entries is self._in_epoch and on_step:
-            raise ValueError(f"{name!r} is logged between batches, where there is no step: leave on_step out.")
+            raise ValueError(
+                f"{name!r} is logged with on_step=True outside of a batch, so it has no step: omit on_step."
+            )
         if not (on_step or on_epoch):
             raise ValueError(
-                f"{name!r} is logged with on_step=False and on_epoch=False, so its value would go nowhere. Set "
-                "on_epoch=True, or leave on_step out."
+                f"{name!r} is logged with on_step=False and on_epoch=False, so its value would be lost. Set "
+                "on_epoch=True, or omit on_step."
             )
         entry = Entry(
             name,
@@ -161,8 +202,8 @@ class Metrics:
             entry.metric = value
             if on_step and getattr(value, "_forward_cache", None) is None:
                 warn(
-                    f"{name!r} is logged with on_step=True, but {type(value).__name__}.update() leaves no value of the "
-                    "step to log. Call the metric itself, metric(...), or log with on_step=False, on_epoch=True."
+                    f"{name!r} is logged with on_step=True, but {type(value).__name__}.update() does not compute a "
+                    "value for the step. Call the metric itself, metric(...), or log with on_step=False, on_epoch=True."
                 )
         if previous is not None:  # restored from a checkpoint
             entry.total, entry.total_weight = previous.total, previous.total_weight
@@ -173,12 +214,20 @@ class Metrics:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def step_values(self, world: World) -> list[tuple[Entry, float]]:
-        """The latest step's values over all processes; one exchange. All processes must ask."""
+        """Return the values of the latest step over all processes; one exchange. All processes must call it.
+
+        Args:
+            world: The processes.
+        """
         entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
         return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world)
 
     def epoch_values(self, world: World) -> list[tuple[Entry, float]]:
-        """The values of the epoch over all batches and processes; one exchange. All processes must ask."""
+        """Return the values of the epoch over all batches and processes; one exchange. All processes must call it.
+
+        Args:
+            world: The processes.
+        """
         entries = [entry for entry in self.entries if entry.on_epoch]
         plain = [entry for entry in entries if entry.metric is None]
         # Metric objects and the values of batches are exchanged apart: the same ones on all processes, or they hang.
@@ -190,12 +239,15 @@ class Metrics:
         return [(entry, values[entry]) for entry in entries if entry in values]
 
     def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:
-        """Return what each batch of this evaluation logged with ``on_step=True``, over all processes.
+        """Return what each batch of this evaluation logged with ``on_step=True``, over all processes; one exchange.
 
-        One exchange. All processes must ask, after `epoch_values`, which sees that they have logged the same names.
+        All processes must call it, after `epoch_values`, which checks that they have logged the same names.
+
+        Args:
+            world: The processes.
 
         Returns:
-            For each loader's batches in order: (loader, batch) and the values by entry.
+            For the batches of each loader in order: (loader, batch) and the values by entry.
         """
         entries = [entry for entry in self._in_step.values() if entry.batches is not None]
         if not entries:
@@ -213,7 +265,7 @@ class Metrics:
         return sorted(rows.items())
 
     def bar_values(self) -> dict[str, Any]:
-        """This process's latest values of what the progress bar shows, still on the device."""
+        """Return this process's latest values for the progress bar, still on the device."""
         return {
             entry.label("step"): entry.last
             for entry in self._in_step.values()
@@ -221,7 +273,7 @@ class Metrics:
         }
 
     def latest(self) -> dict[str, Any]:
-        """This process's latest step values, still on the device."""
+        """Return this process's latest step values, still on the device."""
         return {
             entry.label("step"): entry.last
             for entry in self._in_step.values()
@@ -229,19 +281,23 @@ class Metrics:
         }
 
     def latest_of_both(self) -> dict[str, Any]:
-        """Return the step values of what is logged by step and by epoch, under the bare names."""
+        """Return the latest step values of entries that are logged by step and by epoch, under their plain names."""
         entries = self._in_step.values()
         return {
             entry.name: entry.last for entry in entries if entry.on_step and entry.on_epoch and entry.last is not None
         }
 
     def step_label(self, name: str) -> str:
-        """Return the name under which the step's value of ``name`` is shown; ``name`` itself if it was not logged."""
+        """Return the label of the step value of ``name``; ``name`` itself if it was not logged.
+
+        Args:
+            name: The logged name.
+        """
         entry = self._in_step.get(name)
         return name if entry is None else entry.label("step")
 
     def reset(self) -> None:
-        """Forget everything: another epoch begins."""
+        """Discard all values at the start of an epoch."""
         for entry in self.entries:
             if entry.metric is not None:
                 entry.metric.reset()
@@ -277,15 +333,15 @@ class Metrics:
     def state_dict(
         self, world: World, owner: nn.Module | None = None, over: bool = False, *, read: bool = True
     ) -> dict[str, Any]:
-        """The epoch's sums and the latest step's values, how each is shown, and what ``owner``'s metrics have counted.
+        """Return the epoch's sums, the latest step values, their display settings, and the state of metric objects.
 
-        All processes must ask.
+        All processes must call it.
 
         Args:
-            world: the processes.
-            owner: whose metric objects are meant.
-            over: the epoch is at its end: the next one has logged nothing yet.
-            read: wait for the device. Else numbers are left on it, for `read_numbers`.
+            world: The processes.
+            owner: The task whose metric objects are included.
+            over: The epoch is at its end: the next one has logged nothing yet.
+            read: Wait for the device. If False, numbers are left on it, for `read_numbers`.
         """
         objects = {} if owner is None else metric_state.find(owner)
         done = [e.metric for e in self.entries] if over else []
@@ -313,7 +369,13 @@ class Metrics:
         }
 
     def load_state_dict(self, state: dict[str, Any], world: World, owner: nn.Module | None = None) -> None:
-        """Go on from what `state_dict` returned; on another number of processes rank zero goes on from all sums."""
+        """Restore a state of `state_dict`; with another world size, rank zero continues from all sums.
+
+        Args:
+            state: The state.
+            world: The processes.
+            owner: The task whose metric objects are restored.
+        """
         self._in_step.clear()
         self._in_epoch.clear()
         self.evaluation = None
@@ -331,26 +393,26 @@ class Metrics:
 
 
 class MutedMetrics(Metrics):
-    """Takes everything and keeps nothing."""
+    """`Metrics` that discards all values."""
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+        """Discard the value."""
 
 
 def _select_parts(parts: list[Any], world: World) -> list[Any]:
-    """What this process goes on from: its own part, or where there were more or fewer, all of them on rank zero."""
+    """Return this process's own state; with another world size, all states on rank zero and none elsewhere."""
     mine = parts[world.rank : world.rank + 1] if len(parts) == world.size else parts if world.is_main else []
     return [part for part in mine if part]
 
 
 def _resolve_reduction(name: str, reduce_fx: Any) -> str:
-    """Return the name of a reduction, given by its name or as a function."""
+    """Return the name of a reduction, given as a name or a function."""
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
     reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
     if reduction not in _REDUCTIONS:
         raise ValueError(
             f"reduce_fx={reduce_fx!r} of {name!r} is not one of {', '.join(_REDUCTIONS)}."
-            f"{nearest(str(reduction), _REDUCTIONS)} Anything else is a torchmetrics.Metric's business."
+            f"{nearest(str(reduction), _REDUCTIONS)} For any other reduction, log a torchmetrics.Metric."
         )
     return reduction
 
@@ -360,15 +422,15 @@ def _to_number(name: str, value: Any) -> Any:
         if value.numel() == 1:
             return value.reshape(())
         raise ValueError(
-            f"self.log({name!r}) takes one number, but the tensor has shape {tuple(value.shape)}: log its mean, or "
+            f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}, but logs one number: log its mean, or "
             "another reduction of it."
         )
     try:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(
-            f"self.log({name!r}) takes a number, a tensor with one element or a torchmetrics.Metric, not "
-            f"{type(value).__name__}: {value!r}."
+            f"self.log({name!r}) got {value!r} ({type(value).__name__}): log a number, a tensor with one element or a "
+            "torchmetrics.Metric."
         ) from None
 
 
@@ -381,13 +443,13 @@ def _compute_number(entry: Entry) -> float:
             f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         )
         raise TypeError(
-            f"{entry.name!r} was logged as a {type(entry.metric).__name__}, whose compute() returned {returned}: log "
-            "takes one number. Call compute() in the epoch's last hook and log its parts."
+            f"{entry.name!r} was logged as a {type(entry.metric).__name__}, whose compute() returned {returned}, but "
+            "log needs one number. Call compute() in the epoch's last hook and log its items."
         ) from None
 
 
 def _check_names_match(names: list[str], world: World) -> None:
-    """Raise on every process if they log different names; vectors of different length would hang or mix them up."""
+    """Raise on every process if they log different names: vectors of different length would hang or be mixed up."""
     digest = hashlib.sha256("\0".join(names).encode()).digest()
     mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
     if len(set(torch.cat(world.all_gather(mark)).tolist())) == 1:
@@ -398,13 +460,13 @@ def _check_names_match(names: list[str], world: World) -> None:
         f"rank {rank} alone: {', '.join(sorted(set(part) - common)) or '(nothing)'}" for rank, part in enumerate(every)
     ]
     raise ValueError(
-        "the processes logged different names, or in a different order, so they can not be reduced; log the same "
+        "the processes logged different names, or in a different order, so they cannot be reduced; log the same "
         f"names on every rank. {'; '.join(odd)}"
     )
 
 
 SHOWN = ("on_step", "on_epoch", "reduction", "prog_bar", "logger")
-"""What says how an entry is shown, by attribute."""
+"""Attributes of an entry with its display settings."""
 
 Place = tuple[int, int]
 """A batch of an evaluation: the loader's index, and the batch's index in it."""
@@ -412,12 +474,26 @@ FOLD = 64  # 0-d tensors kept before they are summed: stacking them at once cost
 
 
 class Entry:
-    """One logged name: how it is reduced, and what has come in so far.
+    """One logged name: its reduction, and the values recorded so far.
+
+    Args:
+        name: The name.
+        spec: The arguments of `Metrics.log`; None after a resume.
+        on_step: Log the value of each step.
+        on_epoch: Log the value over the epoch.
+        reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+        prog_bar: Show it in the progress bar.
+        logger: Send it to loggers.
+        suffix: The part of ``name`` that names the evaluation loader, if there are several.
 
     Attributes:
-        suffix: the end of ``name`` that names the evaluation loader, if there are several.
-        batches: value and weight by ``Metrics.place``, for an entry that logs the single batches of an evaluation;
-            else None.
+        batches: Value and weight by ``Metrics.place``, for an entry that logs each batch of an evaluation; else None.
+
+    Example:
+        >>> from treadle.engine import Entry
+        >>> options = dict(reduction="mean", prog_bar=False, logger=True)
+        >>> Entry("loss", None, on_step=True, on_epoch=True, **options).label("step")
+        'loss_step'
     """
 
     __slots__ = (
@@ -469,7 +545,7 @@ class Entry:
         self.total_weight = 0.0
 
     def fold(self) -> None:
-        """Sum up what was appended."""
+        """Add the recorded values to the total."""
         weighted_pairs = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
         self.values.clear()
         self.weights.clear()
@@ -487,31 +563,38 @@ class Entry:
         self.total_weight += sum(w for _, w in weighted_pairs)
 
     def replace_metric(self, metric: Any) -> None:
-        """Take another metric object of the same name.
+        """Replace the metric object by another one of the same name.
+
+        Args:
+            metric: The new object.
 
         Raises:
-            ValueError: if an epoch's value is wanted, in which the counts of the first would be missing.
+            ValueError: If the epoch's value is logged, from which the state of the first object would be missing.
         """
         if self.on_epoch:
             raise ValueError(
                 f"{self.name!r} was logged as two {type(metric).__name__} objects in one epoch, so its value would be "
-                "that of the last one alone. Log one object, kept as an attribute of the task, or give them two names."
+                "that of the last one alone. Log one object, kept as an attribute of the task, or use two names."
             )
         self.metric = metric
 
     def part(self) -> tuple[Any, float, list[Any], list[float]]:
-        """What has come in: what is summed up, and what is not yet.
+        """Return the total, its weight, and the values and weights that are not in it yet.
 
         Numbers may be on the device; see `read_numbers`.
         """
         return self.total, self.total_weight, list(map(_plain, self.values)), list(self.weights)
 
     def latest(self) -> tuple[Any, float]:
-        """The latest step's value and what it weighs, likewise."""
+        """Return the latest step's value and its weight; the value may be on the device."""
         return (0.0, 0.0) if self.last is None else (_plain(self.last), float(self.last_weight))
 
     def take_latest(self, parts: Iterable[tuple[float, float]]) -> None:
-        """Go on from one `latest`, or from those of several processes."""
+        """Restore the latest value from one `latest`, or from those of several processes.
+
+        Args:
+            parts: The results of `latest`.
+        """
         weighted_pairs = [(value, weight) for value, weight in parts if weight]
         self.last, self.last_weight = 0.0, float(sum(weight for _, weight in weighted_pairs))
         if len(weighted_pairs) == 1:
@@ -522,7 +605,11 @@ class Entry:
             self.last = FOLDS[self.reduction](stack_numbers([value for value, _ in weighted_pairs])).item()
 
     def take(self, parts: Iterable[Any]) -> None:
-        """Go on from one `part`, or from those of several processes."""
+        """Restore the values from one `part`, or from those of several processes.
+
+        Args:
+            parts: The results of `part`.
+        """
         for total, weight, values, weights in parts:
             if total is not None:
                 total_tensor = stack_numbers([total])[0]
@@ -532,12 +619,12 @@ class Entry:
             self.weights += weights
 
     def epoch_pair(self) -> tuple[Any, float]:
-        """(total, weight) of the epoch so far."""
+        """Return (total, weight) of the epoch so far."""
         self.fold()
         return (0.0, 0.0) if self.total is None else (self.total, self.total_weight)
 
     def step_pair(self) -> tuple[Any, float]:
-        """(value, weight) of the latest step, in the form of `epoch_pair`."""
+        """Return (value, weight) of the latest step, in the same form as `epoch_pair`."""
         if self.last is None or not self.last_weight:
             return 0.0, 0.0
         if self.reduction != "mean":
@@ -548,13 +635,21 @@ class Entry:
         return stack_numbers([self.last])[0] * self.last_weight, self.last_weight
 
     def label(self, form: str) -> str:
-        """The name under which the ``"step"`` or ``"epoch"`` value is shown."""
+        """Return the name of the ``"step"`` or the ``"epoch"`` value in loggers.
+
+        Args:
+            form: ``"step"`` or ``"epoch"``.
+        """
         if not (self.on_step and self.on_epoch):
             return self.name
         return f"{self.name.removesuffix(self.suffix)}_{form}{self.suffix}"
 
     def reduced(self, pairs: list[tuple[float, float]]) -> float:
-        """Reduce the (value, weight) pairs of several processes; a mean's values are weighted sums."""
+        """Reduce the (value, weight) pairs of several processes; a mean's values are weighted sums.
+
+        Args:
+            pairs: One pair per process.
+        """
         if self.reduction == "mean":
             return sum(value for value, _ in pairs) / sum(weight for _, weight in pairs)
         # In torch: Python's min and max drop a NaN or keep it, depending on its place.
@@ -571,7 +666,13 @@ class BatchValues:
         self._folded: list[tuple[list[Place], Tensor, list[float]]] = []
 
     def add(self, place: Place, value: Any, weight: float) -> None:
-        """Keep a batch's value; a second one of the same batch replaces it."""
+        """Record a batch's value; a second one of the same batch replaces it.
+
+        Args:
+            place: The batch.
+            value: The value.
+            weight: Its weight.
+        """
         self._latest[place] = value, weight
         if len(self._latest) > FOLD:  # 0-d tensors take 512 bytes each on a GPU
             newest = self._latest.popitem()
@@ -605,7 +706,11 @@ COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def read_numbers(value: Any) -> Any:
-    """Return nested data with a number in the place of each 0-d tensor; they are read from the device at once."""
+    """Return nested data with a number in place of each 0-d tensor; all are read from the device at once.
+
+    Args:
+        value: 0-d tensors in dicts, lists and tuples.
+    """
     tensors: list[Tensor] = []
     _replace_tensors(value, tensors.append)
     numbers = iter(stack_numbers(tensors).tolist() if tensors else ())
@@ -627,9 +732,12 @@ def _plain(value: Any) -> Any:
 
 
 def stack_numbers(values: list[Any]) -> Tensor:
-    """0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no other).
+    """Return 0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no float64).
 
-    It is on the GPU where one of the tensors is. The host does not wait: what it holds goes there in one copy.
+    The vector is on the GPU if one of the tensors is. The host does not wait: its values are copied to the GPU at once.
+
+    Args:
+        values: The values.
     """
     tensors = [v for v in values if isinstance(v, Tensor)]
     device = next((v.device for v in tensors if v.device.type != "cpu"), torch.device("cpu"))
@@ -647,5 +755,5 @@ def stack_numbers(values: list[Any]) -> Tensor:
 
 
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy a host tensor without a wait for the device, which a copy from memory that is not pinned begins with."""
+    """Copy a host tensor without waiting for the device, as a copy from memory that is not pinned would."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

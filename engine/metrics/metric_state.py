@@ -1,7 +1,8 @@
-"""What metric objects have counted in the middle of an epoch, into a checkpoint and out of it.
+"""State of metric objects within an epoch, saved in a checkpoint and restored.
 
-Meant are those of torchmetrics and what has their form, of which only the names ``_defaults``, ``_reductions`` and
-``_update_count`` are used; and any other object with ``compute``, ``reset``, ``state_dict`` and ``load_state_dict``.
+Supported are the objects of torchmetrics and those of the same form, of which only the names ``_defaults``,
+``_reductions`` and ``_update_count`` are used; and any other object with ``compute``, ``reset``, ``state_dict`` and
+``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ _MOST = 256  # a longer list among a task's attributes holds data, not metrics
 
 
 def find(owner: nn.Module) -> dict[str, Any]:
-    """The metric objects of a module by their place in it: its parts, its attributes, lists and dicts of these."""
+    """Return the metric objects of a module by their place: in submodules, attributes, and lists and dicts of these.
+
+    Args:
+        owner: The task.
+    """
     metrics: dict[str, Any] = {}
     visited: set[int] = set()
     for place, metric in _iter_metrics(owner):
@@ -70,12 +75,22 @@ def _has_states(part: Any) -> bool:
 
 
 def collect_part_ids(metrics: Iterable[Any]) -> set[int]:
-    """The identities of ``metrics`` and of the metrics inside of them."""
+    """Return the ids of ``metrics`` and of the metrics inside of them.
+
+    Args:
+        metrics: Metric objects.
+    """
     return {id(part) for m in metrics for part in (m.modules() if isinstance(m, nn.Module) else (m,))}
 
 
 def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | None) -> dict[str, str]:
-    """Where among ``objects`` the metrics are that were logged, by the name they have there; warns of the others."""
+    """Return the places among ``objects`` of the metrics that were logged, by their logged name; warn about others.
+
+    Args:
+        logged: Metric objects by their logged name.
+        objects: Metric objects by place.
+        owner: The task; None for no warning.
+    """
     places_by_id = {id(metric): place for place, metric in objects.items()}
     logged_places = {}
     for name, metric in logged.items():
@@ -83,19 +98,19 @@ def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Modul
             logged_places[name] = places_by_id[id(metric)]
         elif owner is not None:
             warn(
-                f"{name!r} was logged as a {type(metric).__name__} that is no attribute of {type(owner).__name__}, or "
-                "can't save its state: what it has counted is not in the checkpoint."
+                f"{name!r} was logged as a {type(metric).__name__} that is not an attribute of "
+                f"{type(owner).__name__}, or can't save its state: its state is not in the checkpoint."
             )
     return logged_places
 
 
 def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
-    """What each object has counted on each process, by place. All processes must ask.
+    """Return the state of each object on each process, by place. All processes must call it.
 
     Args:
-        objects: by place.
-        empty: the identities of those whose counts are over and done with; None stands for them.
-        world: the processes.
+        objects: Metric objects by place.
+        empty: The ids of those whose epoch is complete; their state is None.
+        world: The processes.
     """
     # On the device while they stay in this process, where nothing has to wait for them.
     device = None if world.size == 1 else "cpu"
@@ -105,16 +120,21 @@ def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> di
 
 
 def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: World) -> None:
-    """Give the objects back what `collect_states` returned, on any number of processes.
+    """Restore states of `collect_states`, with any world size.
+
+    Args:
+        objects: Metric objects by place.
+        saved: The states.
+        world: The processes.
 
     Raises:
-        ValueError: if the number is another one and a metric's states can't be shared out anew.
+        ValueError: If the world size differs and a metric's state can't be split.
     """
     for place, states in saved.items():
         metric = objects.get(place)
         if metric is None:
             if states is not None:
-                warn(f"the checkpoint has what a metric {place!r} has counted, but the task has no such metric.")
+                warn(f"the checkpoint has the state of a metric {place!r}, but the task has no such metric.")
         elif states is None:
             metric.reset()
         else:
@@ -125,7 +145,11 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
 
 @contextmanager
 def preserve_counts(metrics: Iterable[Any]) -> Iterator[None]:
-    """A context after which metric objects hold what they held before it."""
+    """Restore the state of metric objects when the context ends.
+
+    Args:
+        metrics: Metric objects.
+    """
     before = [(metric, copy.deepcopy(_copy_state(metric)), getattr(metric, "_computed", None)) for metric in metrics]
     try:
         yield
@@ -179,11 +203,11 @@ def _move_value(value: Any, device: Any) -> Any:
 
 
 def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> Any:
-    """This process's part of what another number of processes has counted: `compute` gives what it would have given."""
+    """Return this process's share of states of another world size, so that `compute` gives the same result."""
     if not _has_states(metric):
         if len(every) == 1:
             return every[0] if world.is_main else None
-        raise _make_refusal(metric, place, len(every), world, "it has no states whose reduction is known")
+        raise _make_refusal(metric, place, len(every), world, "the reduction of its state is not known")
     count = sum(part["count"] for part in every)
     if not count:
         return _copy_state(metric)
@@ -192,7 +216,7 @@ def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> An
         values = [part["states"][name] for part in every]
         shared = _share_state(values, metric._reductions[name], world)
         if shared is None:
-            problem = "has no reduction" if metric._reductions[name] is None else "can't be cut in that many parts"
+            problem = "has no reduction" if metric._reductions[name] is None else "can't be split over the ranks"
             raise _make_refusal(
                 metric, place, len(every), world, f"its state {name!r} ({type(default).__name__}) {problem}"
             )
@@ -204,7 +228,7 @@ def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> An
 
 
 def _share_state(values: list[Any], reduction: Any, world: World) -> Any:
-    """This process's part of one state, or None: over all processes the parts reduce to what it was before."""
+    """Return this process's share of one state, so that all shares reduce to the saved total; None if impossible."""
     if isinstance(values[0], list):
         return _share_list([item for value in values for item in value], reduction, world)
     if reduction is None or len({value.shape for value in values}) > 1:
@@ -232,7 +256,7 @@ def _share_list(items: list[Any], reduction: Any, world: World) -> list[Any] | N
 
 def _make_refusal(metric: Any, place: str, before: int, world: World, why: str) -> ValueError:
     return ValueError(
-        f"the metric {place!r} ({type(metric).__name__}) has counted on {before} process(es) in this checkpoint, and "
-        f"that can't be shared out to {world.size}: {why}. Resume with {before}, or from a checkpoint of an epoch's "
-        "end, where nothing is counted yet."
+        f"the metric {place!r} ({type(metric).__name__}) was saved by {before} process(es) within an epoch, and its "
+        f"state can't be split over {world.size}: {why}. Resume with {before}, or from a checkpoint of the end of an "
+        "epoch."
     )

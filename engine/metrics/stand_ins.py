@@ -1,7 +1,7 @@
 """Keep another rank's samples out of what a task collects by itself.
 
-Where a rank has no share of the last batches of an evaluation it works on another rank's samples, so that collectives
-match. What its steps add to lists, sums and counts that the task holds as attributes would count these samples twice.
+If a rank has no share of the last batches of an evaluation, it processes another rank's samples, so that collectives
+match. What its steps add to lists, sums and counts in attributes of the task would count these samples twice.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ _NUMBERS = (int, float, complex, str, type(None))
 
 @contextmanager
 def preserve_values(owner: nn.Module) -> Iterator[None]:
-    """A context after which the module's own attributes hold the values that they held before it.
+    """Restore the values of the module's own attributes when the context ends.
 
-    Numbers, tensors, lists, dicts, sets and deques are restored, those inside of lists and dicts too. Objects of other
-    classes, parameters and the module's parts are left alone.
+    Numbers, tensors, lists, dicts, sets and deques are restored, including those inside of lists and dicts. Objects of
+    other classes, parameters and submodules are left alone.
+
+    Args:
+        owner: The task.
     """
     attributes = vars(owner)
     before = {name: value for name, value in attributes.items() if name not in _UNTOUCHED and _is_plain(value)}
@@ -42,7 +45,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _remember(value: Any) -> Callable[[], Any] | None:
-    """Return what gives a value back what it holds now; None for one that can't be changed in place."""
+    """Return a function that restores the current content of a value; None if it can't be changed in place."""
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):
@@ -56,7 +59,7 @@ def _remember(value: Any) -> Callable[[], Any] | None:
     def restore() -> None:
         value.clear()
         value.extend(items) if isinstance(value, (list, deque)) else value.update(items)
-        for each in restores:
-            each()
+        for restore_item in restores:
+            restore_item()
 
     return restore

@@ -1,8 +1,8 @@
-"""Compute metric objects over ranks that have counted different numbers of batches.
+"""Compute metric objects over ranks that have processed different numbers of batches.
 
-torchmetrics gathers a state that is a list tensor by tensor: lists of unequal lengths hang or mix up what they hold,
-and a rank that has counted nothing sends an empty vector whatever dimensions and dtype the others send. Libraries that
-pad the data never meet this. Here each sample counts once, so the last batches may be on some ranks only.
+torchmetrics gathers a list state tensor by tensor: lists of unequal lengths hang or mix up their items, and a rank
+without data sends an empty vector whatever dimensions and dtype the others send. Libraries that pad the data never meet
+this. In Treadle each sample counts once, so only some ranks may have the last batches.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from . import metric_state
 
 @contextmanager
 def uneven_counts(owner: nn.Module, world: World) -> Iterator[None]:
-    """A context in which the torchmetrics objects of ``owner`` may have counted other numbers of batches on each rank.
+    """Return a context in which torchmetrics objects of ``owner`` may have seen different numbers of batches per rank.
 
-    ``compute()`` costs one small exchange more, for metrics whose states are lists.
+    ``compute()`` needs one more small exchange for metrics whose states are lists.
+
+    Args:
+        owner: The task.
+        world: The processes.
     """
     metrics = [] if world.size == 1 else [m for m in metric_state.find(owner).values() if _gathers_lists(m)]
     for metric in metrics:
@@ -44,7 +48,7 @@ def _gathers_lists(metric: Any) -> bool:
 
 @dataclass(frozen=True)
 class _ListState:
-    """One rank's list: how many tensors it has, and what the first of them is like."""
+    """One rank's list: its number of tensors, and the form of the first one."""
 
     length: int
     row_shape: tuple[int, ...] | None
@@ -58,13 +62,13 @@ class _ListState:
         return cls(len(items), tuple(first.shape[1:]) if first.ndim else None, first.dtype)
 
     def make_filler(self, device: Any) -> Tensor:
-        """A tensor without a row, which others' tensors can be gathered with."""
+        """Return a tensor without rows that can be gathered with the tensors of other ranks."""
         shape = () if self.row_shape is None else (0, *self.row_shape)
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
 
 def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:
-    """Do what the metric's own ``_sync_dist`` does, with lists made equally long for it and cut again afterwards."""
+    """Call the metric's own ``_sync_dist`` with lists padded to equal length, and remove the padding afterwards."""
     lists = {name: items for name in metric._defaults if (items := _read_list(metric, name)) is not None}
     every = world.gather_objects({name: _ListState.of(items) for name, items in lists.items()})
     filled: dict[str, list[int]] = {}
@@ -87,7 +91,7 @@ def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:
 
 
 def _read_list(metric: Any, name: str) -> list[Tensor] | None:
-    """The tensors of a state that is a list; those that are to be concatenated as one."""
+    """Return the tensors of a list state; those that will be concatenated as one tensor."""
     items, reduction = getattr(metric, name), metric._reductions[name]
     concatenated = getattr(reduction, "__name__", "") == "dim_zero_cat"
     if not isinstance(metric._defaults[name], list) or not (reduction is None or concatenated):

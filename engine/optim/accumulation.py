@@ -1,4 +1,4 @@
-"""One optimizer step: its micro-batches, their gradients, and what must hold before the optimizer moves."""
+"""One optimizer step: its micro-batches, their gradients, and what happens before the optimizer steps."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ _NO_CONTEXT = nullcontext()
 class Accumulation:
     """Gradients of the micro-batches that form one optimizer step.
 
-    Each public method is documented at the method of `Accelerator` that has its name.
+    Each public method is documented at the method of `Accelerator` with the same name.
 
     Args:
-        plugin: which micro-batches form a step.
-        world: all processes.
-        strategy: how the model lies on them.
-        scaler: float16's loss scaler; None in every other format.
-        cursor: which micro-batch is being worked on.
-        models: the prepared models; the Accelerator's list, to which it adds.
-        optimizers: the prepared optimizers, likewise.
+        plugin: Settings of gradient accumulation.
+        world: All processes.
+        strategy: The layout of the model over the processes.
+        scaler: Gradient scaler for float16; None for any other precision.
+        cursor: The current micro-batch.
+        models: The prepared models; a list that the Accelerator appends to.
+        optimizers: The prepared optimizers; a list that the Accelerator appends to.
 
     Attributes:
-        sync_gradients: whether the current micro-batch is its group's last, after which the optimizer steps.
-        optimizer_step_was_skipped: whether the last step was left out because a float16 gradient overflowed.
-        groups_end_with_loader: whether the end of a loader ends a group.
-        position: micro-batches of the current group that came from elsewhere than a prepared loader.
-        agreement: what all processes decide together in each step.
-        always_agree: every step carries votes; see `agree_on_steps`.
-        watches_gradients: `agree` looks whether the gradients are finite.
-        guard: asked before each optimizer step, with the optimizer, whether it may be taken; None where nobody asks.
-        unfinished: gradients are still to be divided by the reported weights.
-        unreduced: optimizers whose gradients were left on their process.
-        agreed_taint: NaN if some process's loss was not finite when gradients were reduced last; see `Agreement.taint`.
+        sync_gradients: Whether the current micro-batch is its group's last, after which the optimizer steps.
+        optimizer_step_was_skipped: Whether the last step was skipped because a float16 gradient overflowed.
+        groups_end_with_loader: Whether the end of a loader ends a group.
+        position: Number of micro-batches of the current group that did not come from a prepared loader.
+        agreement: The values that all processes agree on in each step.
+        always_agree: Whether every step carries votes; see `agree_on_steps`.
+        watches_gradients: Whether `agree` checks that the gradients are finite.
+        guard: Called with the optimizer before each step; returns whether the step may be taken. None if there is no
+            check.
+        unfinished: Whether gradients are still to be divided by the reported weights.
+        unreduced: Optimizers whose gradients were not reduced over the processes yet.
+        agreed_taint: NaN if some process's loss was not finite when gradients were last reduced; see `Agreement.taint`.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Accumulation:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """float16's loss scaler; None in every other format."""
+        """Gradient scaler for float16; None for any other precision."""
         return self._scaler
 
     @scaler.setter
@@ -103,7 +104,7 @@ class Accumulation:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per optimizer step."""
+        """Number of micro-batches per optimizer step."""
         return self._micro_batches
 
     @micro_batches.setter
@@ -117,7 +118,7 @@ class Accumulation:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps taken, before and after a resume."""
+        """Number of optimizer steps taken, including those before a resume."""
         return self._steps_before + max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
 
     @steps.setter
@@ -126,11 +127,15 @@ class Accumulation:
         self._steps_before = value - self.steps
 
     def steps_of(self, optimizer: PreparedOptimizer) -> int:
-        """Return the steps that one optimizer has taken, before and after a resume."""
+        """Return the number of steps that one optimizer has taken, including those before a resume.
+
+        Args:
+            optimizer: A prepared optimizer.
+        """
         return self._steps_before + optimizer.steps_taken
 
     def forget_group(self) -> None:
-        """Begin a new group: none of its micro-batches has run."""
+        """Start a new group, none of whose micro-batches has run."""
         self.position = 0
         self._weight = None
         self.unfinished = self._unweighted = False
@@ -138,7 +143,7 @@ class Accumulation:
         self._entered, self._correction = None, 1.0
 
     def reset(self) -> None:
-        """Forget the group, the votes and the steps of the run before; nothing is prepared."""
+        """Discard the group, the votes and the step count of the previous run. Nothing is prepared afterwards."""
         self.forget_group()
         self.agreement.reset()
         self.steps = 0
@@ -146,7 +151,11 @@ class Accumulation:
     # -- one micro-batch -----------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch."""
+        """Return the context of one micro-batch.
+
+        Args:
+            models: The prepared models that are trained in it.
+        """
         micro = self.cursor.micro
         if micro is not None and self.groups_end_with_loader:
             last = micro.last
@@ -163,10 +172,10 @@ class Accumulation:
         return _NO_CONTEXT
 
     def note_entered(self) -> None:
-        """Note that a loop of the user's own computes on the current micro-batch.
+        """Note that a user-defined loop processes the current micro-batch.
 
-        It may leave out others of the group with ``continue``, or leave the loader within one. The gradient is then the
-        mean over what it computed on, as those left out weigh nothing.
+        The loop may skip others of the group with ``continue``, or leave the loader within a group. The gradient is
+        then the mean over the processed micro-batches, since skipped ones have no weight.
         """
         micro, before, number = self.cursor.micro, self._entered, self.cursor.number
         same = micro is before and number == self._entered_number
@@ -186,11 +195,19 @@ class Accumulation:
         return any(p.grad is not None and bool(p.grad.any()) for p in self._iter_trained_parameters())  # rarely asked
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which gradients stay on their process."""
+        """Return a context in which gradients are not reduced over the processes.
+
+        Args:
+            model: A prepared model.
+        """
         return self.strategy.no_sync(_unwrap_compiled(model))
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backward reduces the gradients."""
+        """Return a context whose backward reduces the gradients.
+
+        Args:
+            model: A prepared model.
+        """
         return self.strategy.sync_in_backward(_unwrap_compiled(model))
 
     def backward(
@@ -201,21 +218,37 @@ class Accumulation:
         by: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add this micro-batch's share of the gradient."""
+        """Add this micro-batch's share of the gradient.
+
+        Args:
+            loss: 0-d tensor.
+            weight: The number of items that the loss is a mean over, if these are not samples.
+            by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
+            kwargs: Arguments of ``Tensor.backward``.
+
+        Raises:
+            ValueError: If only some micro-batches of a group report a weight.
+        """
         self._latest_loss = ref(loss)
         micro = self.cursor.micro
         if weight is None and micro is not None and not self.groups_end_with_loader:
             weight = micro.samples  # nobody knows ahead how many samples the whole group will hold
         if weight is not None:
             if self._unweighted:
-                raise ValueError("this group's earlier micro-batches reported no weight, this one does.")
+                raise ValueError(
+                    f"backward(weight={weight}), but earlier micro-batches of this group reported no weight: pass "
+                    "weight= in every micro-batch of a group, or in none."
+                )
             if micro is not None and not micro.samples:
                 weight = 0.0
             self._weight = weight if self._weight is None else self._weight + weight
             self.unfinished = True
             loss = loss * weight
         elif self._weight is not None:
-            raise ValueError("this group's earlier micro-batches reported a weight, this one does not.")
+            raise ValueError(
+                "backward() without weight=, but earlier micro-batches of this group reported a weight: pass weight= "
+                "in every micro-batch of a group, or in none."
+            )
         else:
             self._unweighted = not self.sync_gradients
             scale = 1.0 / self._micro_batches if micro is None else micro.scale * self._correction
@@ -238,24 +271,28 @@ class Accumulation:
             raise explained from error
 
     def get_latest_loss(self) -> Tensor | None:
-        """Return the loss whose backward ran last, if it is still in use somewhere; it is not kept for this."""
+        """Return the loss of the last backward pass if it still exists; it is not kept alive for this."""
         return None if self._latest_loss is None else self._latest_loss()
 
     # -- before the optimizer steps ------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Divide the group's gradients by the weights that all processes reported."""
+        """Divide the gradients of the group by the weights that all processes reported."""
         if self.unfinished:
             self.agree()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average the gradients that backward left on their process, for one optimizer."""
+        """Average the gradients of one optimizer that backward has not reduced.
+
+        Args:
+            optimizer: A prepared optimizer.
+        """
         self.unreduced.discard(optimizer)
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self.agreed_taint = self.strategy.reduce_gradients(parameters, self.agreement.taint())
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the current group, which will not be finished."""
+        """Discard the gradients of the current group, which will not be finished."""
         self.forget_group()
         self.agreement.forget_losses()
         for model in self.models:
@@ -264,7 +301,11 @@ class Accumulation:
             optimizer.optimizer.zero_grad()
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Divide gradients by the reported weights and by float16's loss scale."""
+        """Divide gradients by the reported weights and by the float16 loss scale.
+
+        Args:
+            optimizer: The optimizer whose gradients are unscaled. Default: all of them.
+        """
         if self.unfinished:
             self.agree()
         for prepared in self.optimizers if self.unreduced else ():
@@ -275,7 +316,12 @@ class Accumulation:
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Let every step's backward carry what all processes must agree on."""
+        """Make the backward pass of every step carry the values that all processes agree on.
+
+        Args:
+            finite: Whether to watch losses that are not finite.
+            at_once: Read the values in the same step on accelerators too, which waits for the device.
+        """
         on_cpu = self.world.device.type == "cpu"
         self.always_agree = self.world.size > 1 or not on_cpu
         self.guard = None
@@ -285,7 +331,7 @@ class Accumulation:
         self.agreement.immediate = at_once or on_cpu
 
     def agree(self) -> Agreement:
-        """Look at the gradients, and read what all processes agreed on."""
+        """Check the gradients, and return what all processes agreed on."""
         agreement = self.agreement
         if self.watches_gradients:
             agreement.watch_gradients(self.optimizers)
@@ -300,7 +346,7 @@ class Accumulation:
         return self.agreement
 
     def not_finite_on(self) -> list[int]:
-        """Return the ranks whose loss was not finite, and forget what was not."""
+        """Return the ranks whose loss was not finite, and clear the list."""
         local_finite = self.agreement.local_finite
         self.agreement.forget_losses()
         return [rank for rank, finite in enumerate(self.world.gather_objects(local_finite)) if not finite]

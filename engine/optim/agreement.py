@@ -1,4 +1,4 @@
-"""What one process alone knows, and all must decide on together at each optimizer step."""
+"""Agreement of all processes at each optimizer step on values that only one of them knows."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ _WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
 
 
 class Agreement:
-    """Sums each process's votes beside the gradients, without a collective of its own.
+    """Sum of the votes of all processes, reduced together with the gradients, without a separate collective.
 
-    A world of one answers at once. On accelerators the answer is read one step later, so that nothing waits for the
-    device; ``immediate`` asks for it in the same step all the same.
+    With a world size of one, the result is available at once. On accelerators it is read one step later, so that
+    nothing waits for the device; with ``immediate`` it is read in the same step.
 
     Args:
-        world: all processes.
-        strategy: how the votes travel.
-        cursor: tells which coming group of micro-batches the votes are to describe too; see `Outlook`.
+        world: All processes.
+        strategy: Transports the votes.
+        cursor: Has the coming group of micro-batches that the votes also describe; see `Outlook`.
 
     Attributes:
-        stop_vote: this process wants to stop; set it at any time.
-        stop: some process wanted to stop, and every process knows it now.
-        finite: the step's losses, and its gradients where they are watched, were finite on every process.
-        local_finite: the losses were, on this process.
-        bad_losses: which of this process's micro-batches of the step had a loss that was not, counted from its first.
-        micro_batches: how many micro-batches of this process ``bad_losses`` counts.
-        next_place: what names the current step; any value.
-        leave_vote: this process wants to leave the epoch without this step.
-        leaves: how many processes wanted that.
-        signal_vote: this process got a signal that asks the run to end; see `signal`.
-        signaled: some process got one, and every process knows it now.
-        has_voted: the votes of the current step were cast.
-        not_finite: 1.0 on the device if the step must be left out there, as the host learns of it one step later; None
-            where the host knows in the same step, or nobody asked.
+        stop_vote: This process requests a stop; it may be set at any time.
+        stop: Some process requested a stop, and every process knows it now.
+        finite: The step's losses, and its gradients if they are watched, were finite on every process.
+        local_finite: The losses were finite on this process.
+        bad_losses: The indices, in the step, of this process's micro-batches whose loss was not finite.
+        micro_batches: The number of micro-batches that ``bad_losses`` covers.
+        next_place: An identifier of the current step; any value.
+        leave_vote: This process wants to leave the epoch without this step.
+        leaves: The number of processes that wanted to leave.
+        signal_vote: This process received a signal that requests the end of the run; see `signal`.
+        signaled: Some process received one, and every process knows it now.
+        has_voted: The votes of the current step were cast.
+        not_finite: 1.0 on the device if the step must be skipped there, since the host learns of it one step later;
+            None if the host knows in the same step, or if nothing is watched.
     """
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:
@@ -89,12 +89,19 @@ class Agreement:
         self._pending: Ballots | None = None
 
     def signal(self) -> None:
-        """This process got a signal that asks the run to end. May come at any time, from a signal handler."""
+        """Note a signal that requests the end of the run. It may be called at any time, from a signal handler."""
         self.signal_vote = True
         self.signaled |= self.alone
 
     def ask(self, stop: bool) -> bool:
-        """Agree where no step carries votes, by an exchange; returns whether some process wants to stop."""
+        """Agree by a collective, if no step carries votes.
+
+        Args:
+            stop: This process requests a stop.
+
+        Returns:
+            Whether some process requests a stop.
+        """
         self.stop, self.signaled = stop, self.signal_vote
         if not self.alone:
             votes = torch.tensor([stop, self.signal_vote], dtype=torch.int32, device="cpu")
@@ -102,7 +109,14 @@ class Agreement:
         return self.stop
 
     def watch(self, loss: Tensor) -> bool:
-        """Take note of one micro-batch's loss; returns False if it is known at once that the loss is not finite."""
+        """Check the loss of one micro-batch.
+
+        Args:
+            loss: 0-d tensor.
+
+        Returns:
+            False if it is known at once that the loss is not finite.
+        """
         if not self.watch_finite:
             return True
         if not self._on_host:
@@ -118,7 +132,11 @@ class Agreement:
         return finite
 
     def watch_gradients(self, optimizers: Sequence[PreparedOptimizer]) -> None:
-        """Look at the gradients that optimizers are about to apply, reduced where they are reduced."""
+        """Check the gradients that optimizers are about to apply, after their reduction.
+
+        Args:
+            optimizers: The prepared optimizers.
+        """
         if self._on_host:
             self._watched_optimizers = optimizers
             self._gradients_finite = self._are_finite(optimizers, self._strategy.sharded)
@@ -129,10 +147,10 @@ class Agreement:
             self._norms.append(largest_elements(gradients, self._device))
 
     def vote(self, weight: float | Tensor | None) -> None:
-        """Cast this process's votes; called before the last backward of a step, or after it.
+        """Cast this process's votes, before or after the last backward pass of a step.
 
         Args:
-            weight: what this process's losses of the step are a mean over, where that was reported.
+            weight: The number of items that this process's losses of the step are a mean over, if it was reported.
         """
         self.has_voted = True
         if self.alone:
@@ -154,7 +172,7 @@ class Agreement:
         self._strategy.start_agreement(votes)
 
     def taint(self) -> Tensor:
-        """Return NaN if a loss or a watched gradient is not finite on this process, else 0; no host read."""
+        """Return NaN if a loss or a watched gradient is not finite on this process, else 0; the host reads nothing."""
         if self._on_host:
             return torch.tensor(0.0 if self.local_finite and self._gradients_finite else math.nan, device="cpu")
         values = [*self._taints, *((norms * 0.0).sum() for norms in self._norms)]
@@ -162,16 +180,17 @@ class Agreement:
 
     @property
     def place(self) -> Any:
-        """What ``next_place`` was in the step that ``finite`` is about."""
+        """The value that ``next_place`` had in the step that ``finite`` describes."""
         return self.next_place if self.immediate else self._read_place
 
     def finite_so_far(self, agreed_taint: Tensor | None) -> bool:
-        """Tell whether losses and gradients are finite that no votes were cast on yet.
+        """Return whether losses and gradients since the last vote are finite.
 
-        Waits for the device if ``immediate``; else sets ``not_finite``, and tells of the step before.
+        Waits for the device if ``immediate``; otherwise it sets ``not_finite``, and returns the result of the step
+        before.
 
         Args:
-            agreed_taint: `taint` summed in the reduction of these gradients; None in a world of one.
+            agreed_taint: `taint`, summed in the reduction of these gradients; None with a world size of one.
         """
         taint = self.taint() if agreed_taint is None else self.taint() + agreed_taint.to(self._device)
         if not self.immediate:
@@ -190,7 +209,11 @@ class Agreement:
         self.local_finite = not self.bad_losses
 
     def count(self) -> Tensor | None:
-        """Read the votes after that backward; returns the summed weight (on the device), or None in a world of one."""
+        """Read the votes after the last backward pass.
+
+        Returns:
+            The summed weight (on the device), or None with a world size of one.
+        """
         self.has_voted = False
         summed = None if self.alone else self._strategy.agreement()
         if self._on_host:
@@ -237,13 +260,13 @@ class Agreement:
             self._read(pending)
 
     def find_bad_parameters(self) -> list[Tensor]:
-        """Return the parameters whose gradients are not finite on this process; of the step that was read last."""
+        """Return the parameters whose gradients are not finite on this process, in the step that was read last."""
         if self._bad_parameters is not None:
             return self._bad_parameters
         return find_bad(list_parameters(self._watched_optimizers) if self._on_host else self._watched)
 
     def forget_losses(self) -> None:
-        """Forget the losses and gradients of a group that is over, or will not be finished."""
+        """Discard the losses and gradients of a group that is complete, or will not be finished."""
         self.finite = self.local_finite = self._gradients_finite = True
         self.has_voted = False
         self.bad_losses, self.micro_batches = [], 0
@@ -251,7 +274,7 @@ class Agreement:
         self._watched_optimizers = ()
 
     def reset(self) -> None:
-        """Forget the votes of the run before."""
+        """Discard the votes of the previous run."""
         self.forget_losses()
         self.stop_vote = self.stop = self.leave_vote = False
         self.signaled = self.signal_vote and self.alone  # a signal that came before the first step counts
@@ -261,15 +284,15 @@ class Agreement:
 
 
 class Ballots:
-    """What is read of one step: the summed votes, and what this process alone has seen. Made without waiting.
+    """Values to read of one step: the summed votes, and the checks of this process. Created without waiting.
 
     Args:
-        votes: summed over the processes; None in a world of one.
-        taints: of each micro-batch's loss.
-        norms: of each gradient that was looked at.
-        watched: the parameters that these are of.
-        place: what names the step.
-        outlook: what the votes tell of a coming group of micro-batches.
+        votes: The votes summed over the processes; None with a world size of one.
+        taints: One per micro-batch's loss.
+        norms: One per gradient that was checked.
+        watched: The parameters of these gradients.
+        place: An identifier of the step.
+        outlook: The coming group of micro-batches that the votes describe.
     """
 
     def __init__(
@@ -293,11 +316,11 @@ class Ballots:
         self._event: torch.cuda.Event | None = None
 
     def flag_not_finite(self) -> Tensor:
-        """Return 1.0 on the device if one of them is not finite, else 0.0."""
+        """Return 1.0 on the device if one of the values is not finite, else 0.0."""
         return flag_not_finite(self._on_device)
 
     def copy_to_host(self) -> Ballots:
-        """Begin to copy them."""
+        """Start the copy to the host, and return this object."""
         if self._on_device.is_cuda:
             self._on_host = torch.empty_like(self._on_device, device="cpu", pin_memory=True)
             self._on_host.copy_(self._on_device, non_blocking=True)
@@ -306,7 +329,7 @@ class Ballots:
         return self
 
     def read(self) -> tuple[list[float] | None, list[float], list[float]]:
-        """Return the votes, the taints and the norms; waits for the device if they are not here yet."""
+        """Return the votes, the taints and the norms; waits for the device if the copy is not complete."""
         if self._event is not None:
             self._event.synchronize()
         values = self._on_host.tolist()

@@ -1,4 +1,4 @@
-"""The largest batch that fits into memory, found by trying, the same on all processes."""
+"""Search for the largest batch size that fits into memory, the same on all processes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ _ACCUMULATION = "gradient_accumulation_steps"
 
 
 class NoBatchSizeFits(MemoryError, RuntimeError):
-    """Not even the smallest batch fits into memory; a ``RuntimeError`` too, as scripts for Accelerate expect."""
+    """Error: even the smallest batch does not fit into memory. A ``RuntimeError`` too, as in Accelerate."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, on a device or on the host."""
+    """Return whether ``error`` means that memory ran out, on a device or on the host.
+
+    Args:
+        error: Any exception.
+    """
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
     if not any(words in str(error) for words in _WORDS):
@@ -45,27 +49,41 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Decorator: run ``function(batch_size, ...)`` again with a smaller batch whenever memory runs out.
+    """Decorate a function so that it runs again with a smaller batch size whenever memory runs out.
 
-    All processes try the same sizes: where memory ran out on one, all start over. Whatever is prepared must be
-    prepared inside ``function``, as each attempt has a new process group; an Accelerator made outside it stays usable:
-    call its ``free_memory()`` first.
+    All processes try the same sizes: if memory runs out on one, all start over. Prepare models and optimizers inside
+    ``function``, since each attempt has a new process group. An Accelerator created outside stays usable: call its
+    ``free_memory()`` first.
 
-    Where ``function`` has a parameter ``gradient_accumulation_steps``, it is given as many times more as the batch is
-    smaller, so the global batch stays what it was.
+    If ``function`` has a parameter ``gradient_accumulation_steps``, it grows by the factor by which the batch shrinks,
+    so that the global batch keeps its size.
 
-    A GPU that waits in a collective for one whose memory ran out can not be freed: an error ends the run in a minute.
+    A GPU that waits in a collective for another one that ran out of memory cannot be freed: the run ends with an error
+    within a minute.
 
     Args:
-        function: what to run; its first parameter is the batch size.
-        starting_batch_size: the first size that is tried, in every call.
-        reduce_batch_size_fn: returns the next size. Default: the largest divisor of ``starting_batch_size`` that is at
+        function: The function to run; its first parameter is the batch size. Without it, a decorator is returned.
+        starting_batch_size: The first size to try, in every call. Default: 128.
+        reduce_batch_size_fn: Returns the next size. Default: the largest divisor of ``starting_batch_size`` that is at
             most half of the size that failed.
 
+    Returns:
+        The function without its first parameter.
+
     Raises:
-        MemoryError: if a batch of one does not fit.
-        ValueError: if a size is no whole number of at least 1, or ``reduce_batch_size_fn`` returns no smaller one.
-        TypeError: if ``function`` can't be called so.
+        MemoryError: If a batch of one does not fit.
+        ValueError: If a size is below 1 or not a whole number, or ``reduce_batch_size_fn`` returns no smaller one.
+        TypeError: If the signature of ``function`` does not fit.
+
+    Example:
+        >>> import treadle
+        >>> @treadle.find_executable_batch_size(starting_batch_size=64)
+        ... def train(batch_size):
+        ...     if batch_size > 16:
+        ...         raise MemoryError
+        ...     return batch_size
+        >>> train()
+        16
     """
     if function is None:
         return partial(
@@ -79,30 +97,71 @@ def find_executable_batch_size(
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            signature.bind(starting_batch_size, *args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{body.__name__} gets its batch size from find_executable_batch_size: {error}") from None
-        first = _read_accumulation(body, signature, args, kwargs, starting_batch_size) if accumulates else 1
-        size, attempts = starting_batch_size, Attempts()
-        while True:
-            if accumulates:
-                kwargs[_ACCUMULATION] = -(-first * starting_batch_size // size)
-            attempts.begin()
-            fits, result = attempt(attempts, partial(body, size, *args, **kwargs))
-            if fits:
-                return result
-            del result
-            attempts.start_over()
-            size = _choose_smaller(size, starting_batch_size, reduce_batch_size_fn)
-            _announce(body, size, starting_batch_size, first if accumulates else None)
+        _check_arguments(body, signature, starting_batch_size, args, kwargs)
+        first = _read_accumulation(body, signature, args, kwargs, starting_batch_size) if accumulates else None
+        return _try_sizes(body, args, kwargs, starting_batch_size, first, reduce_batch_size_fn)
 
     _check_call(body, signature)
     return run
 
 
+def _check_arguments(
+    body: Callable[..., Any], signature: inspect.Signature, size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    try:
+        signature.bind(size, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{body.__name__} was called with arguments that do not fit; find_executable_batch_size passes the "
+            f"batch size as its first one: {error}"
+        ) from None
+
+
+def _try_sizes(
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    starting: int,
+    first: int | None,
+    reduce: Callable[[], int] | None,
+) -> Any:
+    """Run the function with smaller and smaller batch sizes until one fits, and return its result.
+
+    Args:
+        body: The function.
+        args: Its arguments after the batch size.
+        kwargs: Its keyword arguments.
+        starting: The first size.
+        first: Its ``gradient_accumulation_steps`` with the first size; None if it has no such parameter.
+        reduce: Returns the next size; None for the default.
+    """
+    size, attempts = starting, Attempts()
+    while True:
+        if first is not None:
+            kwargs[_ACCUMULATION] = -(-first * starting // size)
+        attempts.begin()
+        fits, result = attempt(attempts, partial(body, size, *args, **kwargs))
+        if fits:
+            return result
+        del result
+        attempts.start_over()
+        size = _choose_smaller(size, starting, reduce)
+        _announce(body, size, starting, first)
+
+
 def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
-    """Make one attempt: whether it fitted on all processes, and what it returned here."""
+    """Run one attempt.
+
+    Args:
+        attempts: The attempts of all processes.
+        call: The attempt.
+
+    Returns:
+        Whether it fit into memory on all processes, and what it returned on this one.
+
+    Raises:
+        BaseException: Any error but running out of memory.
+    """
     try:
         result = call()
     except BaseException as error:
@@ -119,7 +178,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def _forget(error: BaseException) -> None:
-    """Let go of what the frames of a failed attempt hold: models, gradients, batches."""
+    """Release what the frames of a failed attempt hold: models, gradients, batches."""
     following: BaseException | None = error
     while following is not None:
         traceback.clear_frames(following.__traceback__)
@@ -128,14 +187,14 @@ def _forget(error: BaseException) -> None:
 
 def _choose_smaller(size: int, starting: int, reduce: Callable[[], int] | None) -> int:
     if size == 1 and reduce is None:
-        raise NoBatchSizeFits("no batch size fits into memory: not even a batch of 1.")
+        raise NoBatchSizeFits("no batch size fits into memory: even batch_size=1 failed. Use a smaller model or input.")
     if reduce is None:
         return next(i for i in range(size // 2, 0, -1) if starting % i == 0)
     smaller = reduce()
     if isinstance(smaller, bool) or not isinstance(smaller, int) or not 1 <= smaller < size:
         raise ValueError(
-            f"no batch size fits into memory: {size} did not, and reduce_batch_size_fn returned {smaller!r}, "
-            f"which is not from 1 to {size - 1}."
+            f"no batch size fits into memory: batch_size={size} failed, and reduce_batch_size_fn returned {smaller!r}, "
+            f"which must be a whole number from 1 to {size - 1}."
         )
     return smaller
 
@@ -143,30 +202,30 @@ def _choose_smaller(size: int, starting: int, reduce: Callable[[], int] | None) 
 def _announce(function: Callable[..., Any], size: int, starting: int, first: int | None) -> None:
     name = getattr(function, "__name__", "the function")
     if first is None:
-        rest = f" The global batch is smaller by it; give {name} a parameter {_ACCUMULATION} to keep it."
+        rest = f" The global batch becomes smaller; give {name} a parameter {_ACCUMULATION} to keep its size."
     else:
         steps = -(-first * starting // size)
         unchanged = size * steps == first * starting
-        rest = f" {_ACCUMULATION}={steps}: the global batch " + (
-            "stays what it was." if unchanged else "grows a little."
+        rest = f" With {_ACCUMULATION}={steps} the global batch " + (
+            "keeps its size." if unchanged else "grows slightly."
         )
-    announce(f"Memory ran out in {name}: batch_size={size} is next.{rest}")
+    announce(f"{name} ran out of memory; trying batch_size={size}.{rest}")
 
 
 def _check_call(function: Callable[..., Any], signature: inspect.Signature) -> None:
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD) or first.name == _ACCUMULATION:
         name = getattr(function, "__name__", "the function")
-        raise TypeError(f"{name}{signature} must take the batch size as its first parameter.")
+        raise TypeError(f"{name}{signature} must have the batch size as its first parameter.")
 
 
 def _read_accumulation(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
 ) -> int:
-    """The accumulation steps that the caller wants with the starting batch size."""
+    """Return the accumulation steps that the caller wants with the starting batch size."""
     bound = signature.bind_partial(size, *args, **kwargs)
     bound.apply_defaults()
     steps = bound.arguments.get(_ACCUMULATION, 1)
     if _ACCUMULATION not in kwargs and _ACCUMULATION in signature.bind_partial(size, *args).arguments:
-        raise TypeError(f"give {_ACCUMULATION} to {getattr(function, '__name__', 'the function')} by its name.")
+        raise TypeError(f"pass {_ACCUMULATION} to {getattr(function, '__name__', 'the function')} by name.")
     return int(steps)

@@ -1,4 +1,4 @@
-"""The options that a script builds its optimizers and schedules with, recorded before their first step."""
+"""Options that a script builds its optimizers and schedules with, recorded before their first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 State = dict[str, Any]
 
 IMPLEMENTATION_OPTIONS = {"foreach", "fused", "capturable", "differentiable"}
-"""How an optimizer computes, not what; torch chooses some of these itself."""
+"""Options of the implementation, not of the algorithm; torch chooses some of them itself."""
 _NOT_COMPARED = {"params", "param_names", *IMPLEMENTATION_OPTIONS}
 # Where a scheduler stands, and what follows from its other arguments or from the optimizer's options.
 _POSITION = {"last_epoch", "T_cur", "T_i", "base_lrs", "optimizer", "best", "num_bad_epochs", "cooldown_counter"}
@@ -22,13 +22,13 @@ _NESTED = {"_schedulers", "_milestones"}  # `SequentialLR` keeps its arguments u
 
 
 class BuiltSchedule:
-    """A scheduler as it was before its first step in this process.
+    """State of a scheduler before its first step in this process.
 
     Attributes:
-        state: a copy of its ``state_dict``.
-        arguments: what the script built it with, as far as its state tells, by dotted name.
-        effective_arguments: the arguments that hold; those of a resumed run are what it began with.
-        options: those of its optimizer's groups, to which it has added its own.
+        state: A copy of its ``state_dict``.
+        arguments: The script's arguments, as far as the state contains them, by dotted name.
+        effective_arguments: The arguments in effect; in a resumed run, those of the first run.
+        options: The options of its optimizer's groups, including those that the scheduler has added.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -40,7 +40,11 @@ class BuiltSchedule:
 
 
 def copy_plain_options(optimizer: Optimizer) -> list[State]:
-    """Return the plain options of an optimizer's groups, such as ``lr`` and ``weight_decay``."""
+    """Return the plain options of an optimizer's groups, such as ``lr`` and ``weight_decay``.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return [
         {
             name: to_plain(value)
@@ -52,18 +56,18 @@ def copy_plain_options(optimizer: Optimizer) -> list[State]:
 
 
 def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
-    """Let torch's fused kernels compute the steps of ``Adam`` and ``AdamW`` on CUDA, where the script left it open.
+    """Enable torch's fused kernels for ``Adam`` and ``AdamW`` on CUDA, if the script did not choose an implementation.
 
-    They are the fastest, equal to the others up to rounding, and can leave a step out on the device. torch itself
-    chooses its ``foreach`` implementation, and it alone for the others: fused SGD fails where a parameter gets its
+    They are the fastest, equal to the others up to rounding, and can skip a step on the device. torch itself chooses
+    its ``foreach`` implementation, which stays in use for other optimizers: fused SGD fails if a parameter gets its
     first gradient later than the others (torch 2.13).
 
     Args:
-        optimizer: before its first step.
-        device: of the process.
+        optimizer: The optimizer, before its first step.
+        device: The device of the process.
 
     Returns:
-        Whether it was left open.
+        Whether the kernels were enabled.
     """
     groups = optimizer.param_groups
     is_open = (
@@ -82,7 +86,11 @@ def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return an option as plain data: a tensor of one element as its number, a tuple as a list."""
+    """Return an option as plain data: a tensor of one element as its number, a tuple as a list.
+
+    Args:
+        value: The option.
+    """
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
     return list(map(to_plain, value)) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Tell whether gradients are finite, at the price of one pass over their memory and without waiting for the device."""
+"""Check that gradients are finite, in one pass over their memory and without waiting for the device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class HostCheck:
-    """Tells whether gradients in host memory are finite: 2 us for four small ones, the speed of memory for large ones.
+    """Check that gradients in host memory are finite: 2 us for four small ones, memory speed for large ones.
 
-    torch's ``GradScaler`` looks for overflows with this operation: one call for all tensors, of any dtypes, which are
+    torch's ``GradScaler`` detects overflows with the same operation: one call for all tensors, of any dtypes, which are
     multiplied by 1. The norm of each (``torch._foreach_norm``) takes 4 times as long for small ones, or 20 times with
-    infinity as its order, the one that can't overflow (torch 2.13).
+    the infinity norm, the one that cannot overflow (torch 2.13).
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class HostCheck:
         """Return whether all gradients of ``optimizers`` are finite.
 
         Args:
-            optimizers: whose.
-            sharded: gradients may be shards.
+            optimizers: The prepared optimizers.
+            sharded: Whether gradients may be shards.
         """
         gradients = []
         for optimizer in optimizers:
@@ -47,37 +47,54 @@ class HostCheck:
             return True
         if sharded:
             gradients = [local(gradient) for gradient in gradients]
-        found = self._found
+        has_nonfinite = self._found
         try:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, _ONE)  # type: ignore[arg-type]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, has_nonfinite, _ONE)  # type: ignore[arg-type]
         except NotImplementedError:  # some gradient is sparse or complex
             return all(map(is_finite, gradients))
-        if found.item() == 0.0:
+        if has_nonfinite.item() == 0.0:
             return True
-        found.zero_()
+        has_nonfinite.zero_()
         return False
 
 
 def collect_gradients(optimizers: Iterable[PreparedOptimizer]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters of ``optimizers`` that have gradients, and the gradients as real, dense tensors."""
+    """Return the parameters of ``optimizers`` that have gradients, and the gradients as real, dense tensors.
+
+    Args:
+        optimizers: The prepared optimizers.
+    """
     parameters = list_parameters(optimizers)
     return parameters, [real_values(p.grad) for p in parameters if p.grad is not None]
 
 
 def list_parameters(optimizers: Iterable[PreparedOptimizer]) -> list[Tensor]:
-    """Return the parameters of ``optimizers`` that have gradients."""
+    """Return the parameters of ``optimizers`` that have gradients.
+
+    Args:
+        optimizers: The prepared optimizers.
+    """
     groups = (group for optimizer in optimizers for group in optimizer.optimizer.param_groups)
     return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
 
 
 def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the largest absolute value of each gradient, on ``device``: what is not finite shows in it."""
+    """Return the largest absolute value of each gradient, on ``device``; it is not finite if the gradient is not.
+
+    Args:
+        gradients: Real, dense tensors.
+        device: The device of the result.
+    """
     norms = [norm.float() for norm in torch._foreach_norm(gradients, math.inf)]  # type: ignore[arg-type]
     return torch.stack([norm.to(device, non_blocking=True) for norm in norms])
 
 
 def flag_not_finite(values: Tensor) -> Tensor:
-    """Return 1.0 if one of ``values`` is not finite, else 0.0, on their device; multiplies them by 1."""
+    """Return 1.0 if one of ``values`` is not finite, else 0.0, on their device; multiplies them by 1.
+
+    Args:
+        values: A tensor.
+    """
     flag = torch.zeros((), dtype=torch.float32, device=values.device)
     torch._amp_foreach_non_finite_check_and_unscale_([values], flag, _one_on(values.device))  # type: ignore[arg-type]
     return flag
@@ -89,7 +106,11 @@ def _one_on(device: torch.device) -> Tensor:
 
 
 def real_values(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient as one real, dense tensor: of a shard, a sparse or a complex gradient too."""
+    """Return the values of a gradient as one real, dense tensor; the gradient may be sharded, sparse or complex.
+
+    Args:
+        gradient: The gradient.
+    """
     if is_sharded(gradient):
         gradient = local(gradient)
     if gradient.is_sparse:
@@ -98,10 +119,18 @@ def real_values(gradient: Tensor) -> Tensor:
 
 
 def find_bad(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters whose gradients are not finite; waits for the device."""
+    """Return the parameters whose gradients are not finite; waits for the device.
+
+    Args:
+        parameters: The parameters.
+    """
     return [p for p in parameters if p.grad is not None and not is_finite(p.grad)]
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Tell whether one gradient is finite; waits for the device."""
+    """Return whether one gradient is finite; waits for the device.
+
+    Args:
+        gradient: The gradient.
+    """
     return bool(torch.isfinite(real_values(gradient)).all())

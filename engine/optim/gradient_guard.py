@@ -1,4 +1,4 @@
-"""What stands between gradients that are not finite and the optimizers of a loop of one's own."""
+"""Check of gradients before the optimizers of a user-defined loop step."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class GradientGuard:
-    """Looks at the gradients that a prepared optimizer is about to apply; see `Accumulation.guard`.
+    """Check of the gradients that a prepared optimizer is about to apply; see `Accumulation.guard`.
 
-    Replicas have the same gradients after the reduction, so that every rank decides alike without an exchange. Where
-    each rank has shards of its own, the ranks exchange one number for each step.
+    Replicas have the same gradients after the reduction, so every rank decides alike without an exchange. With sharded
+    gradients, the ranks exchange one number per step.
 
     Args:
-        policy: ``"raise"``, which accelerators do one step later so that nothing waits for them, and leave out the step
-            meanwhile if the optimizer can; or ``"skip"``.
-        loaders: the prepared loaders; the Accelerator's list, to which it adds.
-        on_host: gradients are in host memory, where they are read in the same step.
+        policy: ``"raise"`` or ``"skip"``. On accelerators ``"raise"`` takes effect one step later, so that nothing
+            waits for the device, and the step is skipped meanwhile if the optimizer supports it.
+        loaders: The prepared loaders; a list that the Accelerator appends to.
+        on_host: Whether gradients are in host memory, where they are read in the same step.
     """
 
     def __init__(self, policy: str, loaders: Sequence[Any], *, on_host: bool) -> None:
@@ -44,8 +44,11 @@ class GradientGuard:
     def __call__(self, optimizer: PreparedOptimizer) -> bool:
         """Return whether the optimizer may step.
 
+        Args:
+            optimizer: A prepared optimizer.
+
         Raises:
-            ValueError: on every rank, for a gradient that is not finite, where the policy says so.
+            ValueError: On every rank, if a gradient is not finite and the policy is ``"raise"``.
         """
         accumulation = optimizer.accumulation
         if accumulation.loss_scale is not None:  # it leaves out such steps by itself
@@ -88,10 +91,10 @@ class GradientGuard:
         return finite
 
     def settle(self) -> None:
-        """Read what was seen in the latest steps, which accelerators tell one step later; waits for the device.
+        """Read the checks of the latest steps, which accelerators report one step later; waits for the device.
 
         Raises:
-            ValueError: see `__call__`.
+            ValueError: See `__call__`.
         """
         pending = list(self._pending.items())
         self._pending.clear()
@@ -99,7 +102,7 @@ class GradientGuard:
             self._read(optimizer, ballots)
 
     def _refuse(self, optimizer: PreparedOptimizer, bad: list[Tensor], step: int) -> None:
-        """Raise, or drop the gradients of the step that is left out."""
+        """Raise, or discard the gradients of the step that is skipped."""
         self._pending.clear()
         accumulation = optimizer.accumulation
         evidence = self._collect_evidence(accumulation, bad)
@@ -113,11 +116,11 @@ class GradientGuard:
         if self.policy == "raise":
             tool = ""
             if accumulation.world.size > 1:
-                tool = " The reduced gradients do not tell which rank it was: torch.autograd.detect_anomaly() finds it."
+                tool = " The reduced gradients do not show the rank: use torch.autograd.detect_anomaly() to find it."
             spoiled = "" if self.immediate or optimizer.guarded else SPOILED
             raise ValueError(
-                f"{problem}.{samples}{tool}{spoiled} Look at that batch, lower the learning rate or clip the "
-                "gradients; Accelerator(on_nonfinite='skip') leaves such steps out."
+                f"{problem}.{samples}{tool}{spoiled} Check that batch, lower the learning rate or clip the gradients; "
+                "Accelerator(on_nonfinite='skip') skips such steps."
             )
         announce(f"{problem}, which is skipped.{samples}")
         optimizer.optimizer.zero_grad()

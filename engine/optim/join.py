@@ -1,4 +1,4 @@
-"""Loops over user-defined batches, of which one rank has more than another."""
+"""Loops over user-defined batches of which some ranks have more than others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _JoinedAgreement(Agreement):
     """Votes of ranks that may leave the loop at different times.
 
     Args:
-        accelerator: whose loaders tell whether the ranks are in step.
+        accelerator: Has the loaders that show whether the ranks are in step.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -30,7 +30,7 @@ class _JoinedAgreement(Agreement):
         if self._cursor.micro is None:
             raise ValueError(
                 "inside join_uneven_inputs, backward(loss, weight=...) needs batches of a prepared DataLoader: a rank "
-                "that has left the loop can't take part in adding up the weights. Leave out weight=."
+                "that has left the loop can't contribute to the sum of the weights. Leave out weight=."
             )
         super().vote(weight)
 
@@ -39,17 +39,28 @@ class _JoinedAgreement(Agreement):
 def join_uneven_inputs(
     accelerator: Accelerator, joinables: Iterable[Any], even_batches: bool | None = None
 ) -> Iterator[None]:
-    """See `Accelerator.join_uneven_inputs`."""
+    """Return the context of `Accelerator.join_uneven_inputs`.
+
+    Args:
+        accelerator: The Accelerator.
+        joinables: Prepared models, and optimizers, which have no effect.
+        even_batches: True if all ranks have the same number of batches.
+
+    Raises:
+        TypeError: If an argument has another type.
+    """
     if even_batches is not None and not isinstance(even_batches, bool):
         raise TypeError(f"even_batches={even_batches!r} must be True, False or None.")
     if isinstance(joinables, nn.Module) or not isinstance(joinables, Iterable):
         raise TypeError(
-            f"join_uneven_inputs takes a list of prepared models, not a {type(joinables).__name__}: pass [model]."
+            f"joinables is a {type(joinables).__name__}, but must be a list of prepared models: pass [model]."
         )
     joinables = list(joinables)
     for value in joinables:
         if not isinstance(value, nn.Module) and not hasattr(value, "step"):
-            raise TypeError(f"join_uneven_inputs takes prepared models (and optimizers), not {type(value).__name__}.")
+            raise TypeError(
+                f"joinables has a {type(value).__name__}, but may contain only prepared models and optimizers."
+            )
     if even_batches or accelerator.world.size == 1:
         yield
         return
@@ -64,9 +75,9 @@ def join_uneven_inputs(
 
 
 def _catch_up(accelerator: Accelerator) -> None:
-    """Give optimizers and schedulers of ranks that took fewer steps the state of the rank that took the most.
+    """Copy the state of optimizers and schedulers from the rank that took the most steps to the others.
 
-    torch evens out parameters and buffers only: moments that differ would part the replicas at the next step.
+    torch synchronizes only parameters and buffers: different moments would make the replicas diverge at the next step.
     """
     optimizers, schedulers = accelerator.optimizers, accelerator.schedulers
     local_steps = [o.steps_taken for o in optimizers]
@@ -75,8 +86,8 @@ def _catch_up(accelerator: Accelerator) -> None:
         return
     if any(position for _, position in counts):
         warn(
-            "join_uneven_inputs: the batches ended inside a group of gradient_accumulation_steps on some rank; "
-            "the gradients of that unfinished group are dropped."
+            "join_uneven_inputs: on some rank the batches ended inside an accumulation group; the gradients of that "
+            "unfinished group are dropped."
         )
         accelerator.drop_gradients()
     steps_by_rank = [of_rank for of_rank, _ in counts]

@@ -1,4 +1,4 @@
-"""Steps that each process takes alone, with parameters that are averaged now and then."""
+"""Local SGD: steps that each process takes alone, with parameters that are averaged periodically."""
 
 from __future__ import annotations
 
@@ -16,24 +16,31 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """A context in which processes train copies of their own and meet every few optimizer steps::
-
-        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
-            for batch in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss(model(batch)))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    local_sgd.step()
+    """Context in which each process trains its own copy of the model, and parameters are averaged every few steps.
 
     Args:
-        accelerator: whose processes these are.
-        model: a prepared model, a whole replica on each process.
-        local_sgd_steps: optimizer steps from one average of the parameters to the next; there is one at the end too.
-        enabled: False makes it do nothing, as on one process.
+        accelerator: The Accelerator of the processes.
+        model: A prepared model that is replicated on each process.
+        local_sgd_steps: Optimizer steps between two averages of the parameters. They are also averaged at the end.
+        enabled: False disables it. With a world size of one it is always disabled.
 
     Raises:
-        ValueError: for a number that is not positive, or a strategy that can't.
+        ValueError: If ``local_sgd_steps`` is not positive, or if the strategy does not support it.
+
+    Example:
+        >>> import torch, treadle
+        >>> accelerator = treadle.Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with treadle.LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+        ...     for batch in torch.randn(3, 2, 4):
+        ...         with accelerator.accumulate(model):
+        ...             accelerator.backward(model(batch).mean())
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        ...             local_sgd.step()
+
+    Source: Local SGD Converges Fast and Communicates Little (Stich, 2019), https://arxiv.org/abs/1805.09767
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -52,7 +59,7 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """After each micro-batch: count it if it ended an optimizer step, and average if it is time."""
+        """Count an optimizer step, and average the parameters if it is due. Call it after each micro-batch."""
         if not self.enabled or not self._accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""What gradients are multiplied and divided by: float16's loss scale, and the weights that a loop reports."""
+"""Scaling of gradients: by float16's loss scale, and by the weights that a loop reports."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...strategies.distributed import local
 
 
 class LossScale:
-    """torch's ``GradScaler``, for any number of optimizers that share a backward.
+    """torch's ``GradScaler``, for any number of optimizers that share a backward pass.
 
     torch's ``update`` changes the scale and forgets which gradients were unscaled, so it may only run once all
-    optimizers of a group have stepped. Nobody knows which one is the last, hence it runs before the next loss.
+    optimizers of a group have stepped. It is not known which one is the last, so it runs before the next loss.
 
     Args:
-        scaler: the scaler.
-        strategy: lets the processes agree on an overflow.
+        scaler: The scaler.
+        strategy: Lets the processes agree on an overflow.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, strategy: Strategy) -> None:
@@ -31,19 +31,27 @@ class LossScale:
         self._unscaled: set[int] = set()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale."""
+        """Return the loss times the scale.
+
+        Args:
+            loss: 0-d tensor.
+        """
         self.settle()
         return self.scaler.scale(loss)
 
     def settle(self) -> None:
-        """Adapt the scale to the steps that were taken, if that is still to do."""
+        """Update the scale after the steps that were taken, if it is not updated yet."""
         if self._due:
             self._due = False
             self._unscaled.clear()
             self.scaler.update()
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the scale out of the optimizers' gradients, once."""
+        """Divide the optimizers' gradients by the scale, once.
+
+        Args:
+            optimizers: The user's optimizers.
+        """
         for optimizer in optimizers:
             if id(optimizer) not in self._unscaled:
                 self.scaler.unscale_(optimizer)
@@ -52,7 +60,15 @@ class LossScale:
                 self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
-        """Step unless a gradient overflowed; returns what the optimizer did, and whether it was skipped."""
+        """Step unless a gradient overflowed.
+
+        Args:
+            optimizer: The user's optimizer.
+            closure: The argument of its ``step``, or None.
+
+        Returns:
+            What the optimizer returned, and whether the step was skipped.
+        """
         self.unscale((optimizer,))
         skipped = any(flag.item() for flag in self._overflows(optimizer))
         self._due = True
@@ -60,14 +76,19 @@ class LossScale:
         return self.scaler.step(optimizer, *arguments), skipped
 
     def _overflows(self, optimizer: Optimizer) -> Iterable[Tensor]:
-        """Whether gradients overflowed, per device; the only place where torch keeps it. `update` reads it too."""
+        """Return the overflow flags per device from the only place where torch keeps them. `update` reads them too."""
         return self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
 
 
 def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size: int) -> None:
-    """Turn gradients of weighed sums, averaged over ``size`` processes, into those of the weighed mean.
+    """Convert gradients of weighted sums, averaged over ``size`` processes, to those of the weighted mean.
 
-    Where nothing weighs anything, the gradient is zero.
+    If the total weight is zero, the gradient is zero.
+
+    Args:
+        parameters: The parameters; each is processed once.
+        weight: The sum of the weights over all processes.
+        size: The world size.
     """
     # Once each, also where two models share a parameter.
     gradients = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Say where NaN or infinity began: in which samples, and in which part of the model. For the step that failed only."""
+"""Diagnosis of NaN and infinity: the samples and the part of the model where they began, in the failed step only."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..data import batch_indices
 from ..parameter_names import strip_compile_prefix
 
 SPOILED = (
-    " The weights in memory have taken that step: go on from a checkpoint. torch's fused optimizers leave it out, such "
-    "as AdamW(..., fused=True)."
+    " That step was already applied to the weights in memory: resume from a checkpoint. torch's fused optimizers, such "
+    "as AdamW(..., fused=True), skip such a step."
 )
-"""Of other optimizers, where the device tells of it one step later."""
+"""Added for optimizers that cannot skip a step which the device reports one step later."""
 _MOST_SAMPLES = _MOST_RANKS = 8
-"""The most that a message lists."""
+"""Limits of a message's lists."""
 
 
 @dataclass
 class Evidence:
-    """What one rank knows of a step in which something is not finite.
+    """Record of one rank about a step with values that are not finite.
 
     Attributes:
-        batches: the micro-batches whose loss is not finite on this rank.
-        gradients: parameters whose gradients are not finite, as `order_by_backward` returns them.
-        samples: which samples the rank has computed on.
-        has_bad_input: something in them is not finite.
+        batches: The micro-batches whose loss is not finite on this rank.
+        gradients: Parameters whose gradients are not finite, as `order_by_backward` returns them.
+        samples: The samples that the rank has processed.
+        has_bad_input: Whether the samples contain values that are not finite.
     """
 
     batches: list[int] = field(default_factory=list)
@@ -41,13 +41,13 @@ class Evidence:
 
 
 class Findings(NamedTuple):
-    """What all ranks together know of it.
+    """Combined evidence of all ranks.
 
     Attributes:
-        problem: which rank's loss, or which parameter's gradient.
-        batches: in which micro-batches.
-        samples: a sentence for each rank about its samples, with a space before it.
-        losses: a loss is not finite, rather than a gradient alone.
+        problem: The ranks whose loss, or the parameter whose gradient, is not finite.
+        batches: The micro-batches.
+        samples: A sentence for each rank about its samples, with a space before it.
+        losses: Whether a loss is not finite, rather than a gradient alone.
     """
 
     problem: str
@@ -57,30 +57,37 @@ class Findings(NamedTuple):
 
 
 def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings:
-    """Combine the evidence of every rank into what a message says.
+    """Combine the evidence of every rank for a message.
 
     Args:
-        evidence: by rank.
-        first, last: the step's micro-batches.
+        evidence: The evidence by rank.
+        first: The first micro-batch of the step.
+        last: The last micro-batch of the step.
     """
     bad_ranks = {rank: ", ".join(map(str, known.batches)) for rank, known in evidence.items() if known.batches}
     if bad_ranks:
         ranks, distinct = ", ".join(map(str, bad_ranks)), set(bad_ranks.values())
-        one = len(distinct) == 1
-        batches = distinct.pop() if one else "; ".join(f"{bad} on rank {rank}" for rank, bad in bad_ranks.items())
+        is_same_batch = len(distinct) == 1
+        batches = (
+            distinct.pop() if is_same_batch else "; ".join(f"{bad} on rank {rank}" for rank, bad in bad_ranks.items())
+        )
         samples = list_samples({rank: evidence[rank] for rank in bad_ranks})
         return Findings(f"the loss is not finite on rank {ranks}", batches, samples, True)
     origin, order = describe_origin(evidence)
     bad_inputs = {rank: known for rank, known in evidence.items() if known.has_bad_input}
     samples = list_samples(bad_inputs or evidence)
     if len(evidence) > 1 and not bad_inputs:
-        samples += " The reduced gradients do not tell which rank it was: callbacks=[NonFiniteWatch()] finds it."
+        samples += " The reduced gradients do not show the rank: use callbacks=[NonFiniteWatch()] to find it."
     batches = str(last) if first == last else f"{first} to {last}"
     return Findings(f"every loss is finite, but {origin} is not{order}", batches, samples, False)
 
 
 def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
-    """Return the gradient next to the origin in words, and where it stands among those that are not finite."""
+    """Return a description of the gradient closest to the origin, and of its position among those that are not finite.
+
+    Args:
+        evidence: The evidence by rank.
+    """
     keys = sorted(key for known in evidence.values() for key in known.gradients)
     names = list(dict.fromkeys(name for *_, name in keys))
     if not names:  # a parameter of no prepared model
@@ -90,9 +97,13 @@ def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
 
 
 def list_samples(evidence: Mapping[int, Evidence]) -> str:
-    """Return a sentence for each rank about its samples, each with a space before it."""
+    """Return a sentence for each rank about its samples, each with a space before it.
+
+    Args:
+        evidence: The evidence by rank.
+    """
     known = [f" On rank {rank}: {known.samples}." for rank, known in evidence.items() if known.samples]
-    more = f" {len(known) - _MOST_RANKS} more ranks had others." if len(known) > _MOST_RANKS else ""
+    more = f" {len(known) - _MOST_RANKS} more ranks had other samples." if len(known) > _MOST_RANKS else ""
     return "".join(known[:_MOST_RANKS]) + more
 
 
@@ -101,19 +112,19 @@ def order_by_backward(
 ) -> list[tuple[float, int, str]]:
     """Sort the parameters whose gradients are not finite by the time at which backward computes them.
 
-    Whatever is wrong travels from the loss to the inputs, so the first one is next to where it began. The graph of a
-    loss tells the order, also after backward has freed what the graph had saved. A parameter that is used several times
-    counts where its gradient is complete: its first use. Those that the graph doesn't name (of a part that is compiled
-    or recomputed in backward) follow, from the end of the model on.
+    NaN propagates from the loss to the inputs, so the first one is closest to its origin. The graph of a loss gives the
+    order, even after backward has freed the saved tensors. A parameter that is used several times counts where its
+    gradient is complete: at its first use. Parameters that the graph does not contain (of a part that is compiled or
+    recomputed in backward) follow, from the end of the model on.
 
     Args:
-        bad: the parameters.
-        model: the wrapped model.
-        loss: a loss of the step, or of another one with the same model; None where none is left.
-        strategy: how the model lies on the processes.
+        bad: The parameters.
+        model: The wrapped model.
+        loss: A loss of the step, or of another one with the same model; None if none exists.
+        strategy: The layout of the model over the processes.
 
     Returns:
-        For each of them that is the model's own a key to sort by, which ends with its name.
+        For each of them that belongs to the model, a sort key that ends with its name.
     """
     bad_ids = set(map(id, bad))
     uses = {} if loss is None else _find_first_uses(loss)
@@ -127,7 +138,7 @@ def order_by_backward(
 
 
 def _find_first_uses(loss: Tensor) -> dict[int, int]:
-    """The number of the operation that used each leaf first, by the leaf's id; autograd counts operations upwards."""
+    """Return the number of the operation that used each leaf first, by the leaf's id; autograd counts upwards."""
     first_uses: dict[int, int] = {}
     nodes = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = set(nodes)
@@ -145,35 +156,35 @@ def _find_first_uses(loss: Tensor) -> dict[int, int]:
 
 
 def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool]:
-    """Say which samples a batch holds, and which of its numbers are not finite; waits for the device.
+    """Describe the samples in a batch, and its values that are not finite; waits for the device.
 
     Args:
-        batch: what the loader yielded, of one micro-batch.
-        indices: of the samples of its whole group in the dataset; None for a stream.
+        batch: What the loader yielded, for one micro-batch.
+        indices: The indices in the dataset of the samples of its whole group; None for a stream.
 
     Returns:
-        Such as ``"samples 12, 13 of the dataset; batch['x'] holds NaN in sample 13"``, and whether it holds any such
-        number.
+        A text such as ``"samples 12, 13 of the dataset; batch['x'] holds NaN in sample 13"``, and whether the batch
+        contains such a value.
     """
     parts = [f"{_name_samples(indices)} of the dataset"] if indices else []
     bad = [(path, tensor) for path, tensor in _iterate_tensors(batch, "batch") if not torch.isfinite(tensor).all()]
     for path, tensor in bad[:1]:
-        what = "NaN" if torch.isnan(tensor).any() else "infinity"
+        kind = "NaN" if torch.isnan(tensor).any() else "infinity"
         where = ""
         if indices is not None and tensor.ndim and len(tensor) == len(indices):
             rows = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
             where = f" in {_name_samples([indices[row] for row in rows])}"
-        parts.append(f"{path} holds {what}{where}")
+        parts.append(f"{path} holds {kind}{where}")
     return "; ".join(parts), bool(bad)
 
 
 def describe_group(loader: Any, batch: Any, number: int) -> tuple[str, bool]:
-    """As `describe_batch`, of a whole group of micro-batches, of which the last one alone is left.
+    """Describe a whole group of micro-batches of which only the last one exists; see `describe_batch`.
 
     Args:
-        loader: the prepared loader.
-        batch: the last micro-batch; None where it is not known.
-        number: its place in the group, from 0.
+        loader: The prepared loader.
+        batch: The last micro-batch; None if it is not known.
+        number: Its index in the group, from 0.
     """
     indices = batch_indices(loader)
     text, is_bad = describe_batch(batch, indices)

@@ -1,4 +1,4 @@
-"""An optimizer's state under the names of its parameters, so that it is known whose it is, and fits any layout."""
+"""State of an optimizer under the names of its parameters, so that it can be matched and fits any layout."""
 
 from __future__ import annotations
 
@@ -19,12 +19,24 @@ State = dict[str, Any]
 
 
 def list_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Its parameters, in the order in which torch counts them in a state."""
+    """Return the optimizer's parameters, in the order in which torch numbers them in a state.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[str]:
-    """A name for each of its parameters: the model's own, or ``parameter 3`` for the fourth if no model has it."""
+    """Return a name for each of the optimizer's parameters.
+
+    Args:
+        optimizer: The optimizer.
+        models: The models.
+
+    Returns:
+        The model's own names, or ``parameter 3`` for the fourth parameter if no model has it.
+    """
     names_by_id: dict[int, str] = {}
     for number, model in enumerate(models):
         for name, parameter in model.named_parameters():
@@ -35,23 +47,32 @@ def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[s
 
 
 def find_unowned_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[Tensor]:
-    """Those of its parameters that no model has."""
+    """Return the optimizer's parameters that no model has.
+
+    Args:
+        optimizer: The optimizer.
+        models: The models.
+    """
     model_ids = {id(parameter) for model in models for parameter in model.parameters()}
     return [parameter for parameter in list_parameters(optimizer) if id(parameter) not in model_ids]
 
 
 def name_class(optimizer: Optimizer) -> str:
-    """The name of its class."""
+    """Return the qualified name of the optimizer's class.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
-    """A state as ``optimizer.state_dict()`` returns it, by name.
+    """Return a state of ``optimizer.state_dict()`` by parameter name.
 
     Args:
-        state: its tensors may be this process's parts.
-        optimizer: whose it is.
-        names: what `name_parameters` returned.
+        state: The state; its tensors may be this process's shards.
+        optimizer: The optimizer.
+        names: The names of `name_parameters`.
     """
     others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     slots = state["state"]
@@ -71,7 +92,13 @@ def _is_index(key: Any, names: list[str]) -> bool:
 
 
 def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
-    """What keeps a state that `encode_by_name` returned from being this optimizer's, one line each."""
+    """Return the differences between a state of `encode_by_name` and this optimizer, one line each.
+
+    Args:
+        saved: The state.
+        optimizer: The optimizer.
+        names: The names of `name_parameters`.
+    """
     lines = []
     if saved["class"] != name_class(optimizer):
         lines.append(f"optimizer: {saved['class']} in the checkpoint, {name_class(optimizer)} in this run")
@@ -104,11 +131,16 @@ def _find_counterpart(group: State, saved: list[State]) -> State:
 
 
 def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
-    """A state that `encode_by_name` returned, as ``optimizer.load_state_dict`` wants it: this process's parts of it.
+    """Return this process's shards of a state of `encode_by_name`, for ``optimizer.load_state_dict``.
 
-    How the steps are computed, such as by fused kernels, is the script's. Where the two differ it is what fits: the
-    slots of parameters of the same name and shape, the others begin anew; and the options of the one saved group that a
-    group's parameters were in, as a schedule counts on the rate it has left.
+    Implementation options, such as fused kernels, are those of the script. If the two differ, the result contains what
+    fits: the slots of parameters with the same name and shape (the others start empty), and the options of the one
+    saved group that contained a group's parameters, since a schedule relies on its last learning rate.
+
+    Args:
+        saved: The state.
+        optimizer: The optimizer.
+        names: The names of `name_parameters`.
     """
     parameters = dict(zip(names, list_parameters(optimizer), strict=True))
     index = {name: i for i, name in enumerate(names)}
@@ -131,9 +163,13 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
 
 
 def keep_formats(optimizer: Optimizer, state: State) -> None:
-    """Give each slot the format it was saved in; ``load_state_dict`` casts it to the parameter's.
+    """Restore the dtype of each slot as it was saved; ``load_state_dict`` casts slots to the parameter's dtype.
 
-    torch 2.13 spares the step count alone: NAdam keeps a float32 product beside float64 parameters.
+    torch 2.13 exempts only the step count: NAdam keeps a float32 product beside float64 parameters.
+
+    Args:
+        optimizer: The optimizer, after the load.
+        state: The loaded state.
     """
     for index, parameter in enumerate(list_parameters(optimizer)):
         slots = optimizer.state.get(parameter, {})
@@ -144,9 +180,10 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 
 
 def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype | None = None) -> Any:
-    """A nested state with its tensors in memory; those of the parameter's shape are laid out as it is.
+    """Return a nested state with its tensors in memory; those of the parameter's shape are sharded like it.
 
-    What had the parameter's format, where ``saved_dtype`` is another one, changes with it; counts and products do not.
+    Slots that had the parameter's saved dtype, ``saved_dtype``, change to its current dtype; counts and products do
+    not.
     """
     if isinstance(value, Mapping):
         return {key: _read_tensors(item, parameter, saved_dtype) for key, item in value.items()}

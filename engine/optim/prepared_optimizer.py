@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that act at the end of a group of micro-batches, and only there."""
+"""Optimizers and schedulers that step only at the end of a group of micro-batches."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ if TYPE_CHECKING:
 
 
 class PreparedOptimizer(Optimizer):
-    """The user's optimizer, whose ``step`` and ``zero_grad`` do nothing inside a group of micro-batches.
+    """The user's optimizer; ``step`` and ``zero_grad`` have no effect inside a group of micro-batches.
 
-    Its groups, state and defaults are the wrapped optimizer's.
+    Its groups, state and defaults are those of the wrapped optimizer.
 
     Args:
-        optimizer: the wrapped one.
-        accumulation: the group of micro-batches that its steps belong to.
-        all_optimizers: the list that holds each prepared optimizer of its Accelerator, this one too.
+        optimizer: The wrapped optimizer.
+        accumulation: The group of micro-batches that its steps belong to.
+        all_optimizers: All prepared optimizers of its Accelerator, including this one.
 
     Attributes:
-        accumulation: the group of micro-batches that its steps belong to.
-        built: the options that the script built it with.
-        effective_options: the options that hold, which a resume changes.
-        steps_taken: steps taken in this process.
-        skipped: steps that a float16 overflow, or a number that was not finite, prevented.
-        fused_by_choice: fused kernels compute its steps, as `choose_fused` decided.
-        guarded: the latest step had no effect if a gradient was not finite, though the host may not know of it yet.
+        accumulation: The group of micro-batches that its steps belong to.
+        built: The options that the script built it with.
+        effective_options: The options in effect, which a resume changes.
+        steps_taken: Steps taken in this process.
+        skipped: Steps that were skipped because of a float16 overflow or a value that was not finite.
+        fused_by_choice: Whether fused kernels compute its steps, as `choose_fused` decided.
+        guarded: Whether the latest step had no effect if a gradient was not finite, though the host may not know of it
+            yet.
     """
 
     def __init__(
@@ -51,38 +52,51 @@ class PreparedOptimizer(Optimizer):
         self._all_optimizers = all_optimizers
 
     def replace(self, optimizer: Optimizer) -> None:
-        """Go on with another optimizer; steps are counted on."""
+        """Replace the wrapped optimizer; the step count continues.
+
+        Args:
+            optimizer: The new one.
+        """
         self.optimizer = optimizer
         self.fused_by_choice = choose_fused(optimizer, self.accumulation.world.device)
         self.built = self.effective_options = copy_plain_options(optimizer)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's groups."""
+        """Groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state."""
+        """State of the wrapped optimizer."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
+        """Defaults of the wrapped optimizer."""
         return self.optimizer.defaults
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of its Accelerator, where the precision is float16."""
+        """Gradient scaler of its Accelerator if the precision is float16, else None."""
         return self.accumulation.scaler
 
     @scaler.setter
     def scaler(self, value: torch.amp.GradScaler | None) -> None:
         if value is not self.accumulation.scaler:
-            raise ValueError("all optimizers of an Accelerator share one loss scaler: set accelerator.scaler.")
+            raise ValueError(
+                "a prepared optimizer's scaler cannot be set, since all share one: set accelerator.scaler."
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take the step at the end of a group, unless a float16 gradient overflowed."""
+        """Step at the end of a group, unless a float16 gradient overflowed.
+
+        Args:
+            closure: Argument of the wrapped optimizer's ``step``.
+
+        Returns:
+            What the wrapped optimizer returns; None if it did not step.
+        """
         accumulation = self.accumulation
         if not accumulation.sync_gradients:
             return None
@@ -105,10 +119,10 @@ class PreparedOptimizer(Optimizer):
         return result
 
     def _step_if_finite(self, not_finite: torch.Tensor, closure: Callable[[], Any] | None) -> Any:
-        """Step so that torch's fused kernels touch neither weights nor state where a number on the device is 1.
+        """Step so that torch's fused kernels change neither weights nor state if a flag on the device is 1.
 
-        ``GradScaler`` tells them of an overflow in this way. SGD would take its momentum for initialized after a first
-        step that was left out (torch 2.13).
+        ``GradScaler`` reports an overflow to them in this way. SGD would treat its momentum as initialized after a
+        first step that was skipped (torch 2.13).
         """
         optimizer: Any = self.optimizer
         device, groups = not_finite.device.type, optimizer.param_groups
@@ -128,7 +142,11 @@ class PreparedOptimizer(Optimizer):
             del optimizer.found_inf
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients at the end of a group."""
+        """Reset the gradients at the end of a group.
+
+        Args:
+            set_to_none: Set them to None, rather than to zero.
+        """
         if not self.accumulation.sync_gradients:
             return
         optimizer = self.optimizer
@@ -143,11 +161,11 @@ class PreparedOptimizer(Optimizer):
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Return a context in which parameters that only other prepared optimizers have get no gradients.
+        """Disable gradients, inside the context, of parameters that only other prepared optimizers have.
 
         Args:
-            sync_grad: accepted for Lightning's signature. Gradients of manual optimization are reduced once, when a
-                step needs them, however many backward passes came before.
+            sync_grad: Accepted for Lightning's signature. Gradients of manual optimization are reduced once, when a
+                step needs them, after any number of backward passes.
         """
         trained = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         toggled = [
@@ -166,15 +184,23 @@ class PreparedOptimizer(Optimizer):
                 parameter.requires_grad = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state."""
+        """Return the state of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped optimizer."""
+        """Load a state into the wrapped optimizer.
+
+        Args:
+            state_dict: The state.
+        """
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add to the wrapped optimizer."""
+        """Add a group to the wrapped optimizer.
+
+        Args:
+            param_group: The group.
+        """
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
@@ -187,20 +213,22 @@ class PreparedOptimizer(Optimizer):
         return repr(self.optimizer)
 
     def __getstate__(self) -> Any:
-        raise TypeError("a prepared optimizer is bound to its Accelerator; pickle its state_dict() instead.")
+        raise TypeError(
+            "a prepared optimizer can't be pickled, as it is bound to its Accelerator: pickle its state_dict()."
+        )
 
 
 class PreparedScheduler:
-    """The user's scheduler, advanced by its optimizer's steps that really happened.
+    """The user's scheduler, advanced only by optimizer steps that were applied.
 
-    A script sizes its schedule by the loader it wrote, whose batches the processes share: one optimizer step takes one
-    batch per process. So each call advances the schedule by that many steps, as in Accelerate, and by one with
-    ``split_batches``. The rate then follows the samples seen, on any number of processes.
+    A script sizes its schedule by the loader it wrote, whose batches the processes share: one optimizer step processes
+    one batch per process. So each call advances the schedule by the number of processes, as in Accelerate, and by one
+    with ``split_batches``. The learning rate then follows the number of samples seen, with any world size.
 
     Args:
-        scheduler: the wrapped one.
-        accumulation: the group of micro-batches that its optimizer's steps belong to.
-        advances: steps of the schedule per call.
+        scheduler: The wrapped scheduler.
+        accumulation: The group of micro-batches that its optimizer's steps belong to.
+        advances: Steps of the schedule per call.
     """
 
     def __init__(self, scheduler: Any, accumulation: Accumulation, advances: int) -> None:
@@ -211,10 +239,11 @@ class PreparedScheduler:
         self._warned = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, unless inside a group, or if all of the optimizer's steps since the last call were skipped.
+        """Advance the schedule, unless inside a group, or if all optimizer steps since the last call were skipped.
 
         Args:
-            args, kwargs: for the wrapped scheduler's ``step``: a metric or an epoch, which it is told once.
+            args: Arguments of the wrapped scheduler's ``step``: a metric or an epoch, which is passed once.
+            kwargs: Keyword arguments of the same.
         """
         if not self._accumulation.sync_gradients:
             return
@@ -230,14 +259,14 @@ class PreparedScheduler:
             self._warn(
                 f"{type(self.scheduler).__name__}.step() was called after {steps} optimizer steps. A prepared "
                 f"scheduler advances by {self.advances} per call, one for each process, so a schedule that counts "
-                f"epochs runs {self.advances} times too fast. Use Accelerator(step_scheduler_with_optimizer=False) "
-                "for it."
+                f"epochs runs {self.advances} times too fast. For such a schedule, use "
+                "Accelerator(step_scheduler_with_optimizer=False)."
             )
         if self._has_ended():
             self._warn(
-                f"{type(self.scheduler).__name__} has taken its total_steps={self.scheduler.total_steps}; the learning "
-                f"rate stays at {self.scheduler.get_last_lr()[0]:.3g}. It takes {self.advances} per optimizer step: "
-                "raise total_steps."
+                f"{type(self.scheduler).__name__} has reached total_steps={self.scheduler.total_steps}; the learning "
+                f"rate stays at {self.scheduler.get_last_lr()[0]:.3g}. It advances by {self.advances} per optimizer "
+                "step: increase total_steps."
             )
         for _ in range(self.advances):
             # OneCycleLR raises beyond its end, which the last, short batches of epochs can reach.
@@ -254,16 +283,20 @@ class PreparedScheduler:
             warn(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's state."""
+        """Return the state of the wrapped scheduler."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped scheduler."""
+        """Load a state into the wrapped scheduler.
+
+        Args:
+            state_dict: The state.
+        """
         self.scheduler.load_state_dict(state_dict)
 
     @property
     def since(self) -> tuple[int, int]:
-        """The steps that its optimizer has taken, and those it skipped, since this was called last."""
+        """Steps that its optimizer has taken, and those it has skipped, since the last call of `step`."""
         steps, skipped = self._count_steps()
         return steps - self._last_counts[0], skipped - self._last_counts[1]
 
@@ -273,11 +306,11 @@ class PreparedScheduler:
         """Continue a saved schedule.
 
         Args:
-            state: the scheduler's own.
-            since: what `since` was.
-            advances: what `advances` was.
-            batch_size_unchanged: an optimizer step takes as many samples as in the run that saved. With another number
-                of processes each then has a batch of another size, and the schedule's steps have another length.
+            state: The scheduler's own state.
+            since: The saved value of `since`.
+            advances: The saved value of `advances`.
+            batch_size_unchanged: Whether an optimizer step processes as many samples as in the saved run. With another
+                world size, each process then has a batch of another size, and the schedule's steps have another length.
         """
         self.scheduler.load_state_dict(state)
         steps, skipped = self._count_steps()
@@ -286,10 +319,10 @@ class PreparedScheduler:
             self.advances = advances  # what the schedule's length is counted in was saved with it
 
     def _convert(self, saved_advances: int) -> bool:
-        """Count the position in this script's steps, if the schedule is sized in them.
+        """Convert the position to this script's steps, if the schedule is sized in them.
 
-        Only functions are not in a checkpoint, but the script's: the saved rate tells whether they depend on the number
-        of processes.
+        Functions are not saved in a checkpoint, so they are the script's: the saved learning rate shows whether they
+        depend on the world size.
         """
         scheduler = self.scheduler
         if not isinstance(scheduler, LambdaLR):
@@ -313,7 +346,7 @@ class PreparedScheduler:
 
     @property
     def optimizers(self) -> list[PreparedOptimizer]:
-        """The prepared optimizer whose rate it sets; more than one where the script prepared it several times."""
+        """Prepared optimizers whose learning rate it sets; more than one if the script prepared it several times."""
         driven = getattr(self.scheduler, "optimizer", None)
         return [o for o in self._accumulation.optimizers if driven is o or driven is o.optimizer]
 

@@ -1,4 +1,4 @@
-"""Whether the processes still hold the same model, bit for bit."""
+"""Check that all processes hold the same model, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDiffer(RuntimeError):
-    """Parameters that must be the same on all processes are not; says which ones, and where."""
+    """Error: parameters that must be the same on all processes differ; lists the parameters and ranks."""
 
 
 def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
-    """Compare the models of all processes, which all must ask.
+    """Compare the models of all processes. Call it on all of them.
 
-    What a strategy shards is left out, as every process holds another part of it.
+    Tensors that a strategy shards are left out, since every process holds another shard.
 
     Args:
-        models: the user's own modules.
-        world: the processes that hold replicas.
-        buffers: compare these too.
+        models: The user's own modules.
+        world: The processes that hold replicas.
+        buffers: Compare buffers too.
 
     Raises:
-        ReplicasDiffer: on every process, with the names, the ranks, and how far the first ones are apart.
+        ReplicasDiffer: On every process, with the names, the ranks, and the differences in the first tensor.
     """
     if world.size == 1:
         return
@@ -64,14 +64,20 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
     apart = ", ".join(f"{distances[rank]:.3g} on rank {rank}" for rank in odd[:8])
     names = ", ".join(list(differing)[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
     raise ReplicasDiffer(
-        f"{len(differing)} of {len(tensors)} parameters are not the same on all processes: {names}. {first} is not "
-        f"what rank {source} has; the largest difference is {apart}. Call what prepare returned, not the model that "
-        "was given to it (only that reduces gradients), and change weights on all processes alike."
+        f"{len(differing)} of {len(tensors)} parameters are not the same on all processes: {names}. Compared with rank "
+        f"{source}, the largest difference in {first} is {apart}. Call the model that prepare returned, not the one "
+        "that was passed to it (only the former reduces gradients), and change weights in the same way on all "
+        "processes."
     )
 
 
 def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
-    """In debug mode: let the first and every N-th step of ``optimizer`` be followed by a comparison."""
+    """Compare the replicas after the first and every N-th step of ``optimizer``, in debug mode.
+
+    Args:
+        accelerator: The Accelerator.
+        optimizer: The user's optimizer.
+    """
     debug = accelerator.world.debug
     if debug is None or not debug.replicas or accelerator.world.size == 1:
         return
@@ -94,7 +100,7 @@ def _list_replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]
 
 
 def _digest_tensors(tensors: Iterable[Tensor]) -> list[int]:
-    """A number for the bits of each tensor, read from the device at once."""
+    """Return a number for the bits of each tensor, all read from the device at once."""
     generator = torch.Generator().manual_seed(0)  # of its own: nobody else's draws may depend on a check
     # Odd, as an even weight would lose the highest bit.
     weights = torch.randint(-(2**62), 2**62, (_PART,), generator=generator) | 1

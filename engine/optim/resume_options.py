@@ -1,4 +1,4 @@
-"""Optimizers and schedules as the script built them, compared with those of a checkpoint when a run is resumed."""
+"""Comparison of a script's optimizers and schedules with those of a checkpoint, when a run is resumed."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from ..accelerator import Accelerator
 
 SCHEDULES = ("saved", "script")
-"""What ``schedule=`` may say of a resume."""
+"""Values of ``schedule=`` in a resume."""
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 _SHOWN = 12
 
 
 class LoadedOptimizer(NamedTuple):
-    """An optimizer that is about to be loaded.
+    """Optimizer that is about to be loaded.
 
     Attributes:
-        optimizer: the user's own.
-        state: for its ``load_state_dict``.
-        options: what `copy_plain_options` was when the saved run began; None if the checkpoint does not say.
-        groups: how many groups of parameters it has in the checkpoint.
+        optimizer: The user's optimizer.
+        state: The argument of its ``load_state_dict``.
+        options: `copy_plain_options` at the start of the saved run; None if the checkpoint does not contain it.
+        groups: The number of its parameter groups in the checkpoint.
     """
 
     optimizer: Optimizer
@@ -45,7 +45,7 @@ class LoadedOptimizer(NamedTuple):
 
 
 def _to_numbers(value: Any) -> list[int | float]:
-    """Return a list of numbers as it is; of anything else, which a damaged file may hold, nothing."""
+    """Return a list of numbers unchanged; an empty list for anything else, which a damaged file may contain."""
     numbers = to_plain(value)
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
@@ -54,16 +54,16 @@ def _to_numbers(value: Any) -> list[int | float]:
 
 
 def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
-    """Warn once if the script builds other optimizers or schedules than the run began with that saved a checkpoint.
+    """Warn once if the script builds other optimizers or schedules than the saved run began with.
 
     Args:
-        accelerator: with what the script has prepared.
-        path: the checkpoint.
-        optimizers: those that are about to be loaded, with their states.
-        state: the part of the checkpoint that holds the schedulers.
+        accelerator: The Accelerator with the script's prepared objects.
+        path: The checkpoint.
+        optimizers: The optimizers that are about to be loaded, with their states.
+        state: The part of the checkpoint that contains the schedulers.
 
     Raises:
-        ValueError: if the saved schedule ends before the script's, so that torch would end the run there.
+        ValueError: If the saved schedule ends before the script's, so that torch would end the run there.
     """
     lines = _compare_options(accelerator, optimizers)
     schedules, rates = _compare_schedules(accelerator, state)
@@ -75,11 +75,11 @@ def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOpti
     if _ends_early(accelerator, state):
         raise ValueError(
             f"{path} was saved with a schedule that ends before this script's:\n  {text}\nOneCycleLR can't be stepped "
-            "beyond its total_steps. To follow the script's schedule from here on, resume with schedule='script'; to "
-            "follow the saved one to its end, with schedule='saved'."
+            "beyond its total_steps. Resume with schedule='script' to follow the script's schedule from here on, or "
+            "with schedule='saved' to follow the saved one to its end."
         )
     if lines:
-        text += "\nThe saved values hold. schedule='script' takes learning rate and schedule from the script instead."
+        text += "\nThe saved values are used. Pass schedule='script' to use the script's learning rate and schedule."
     warn(f"{path} was saved by a run with another optimizer configuration or schedule:\n  {text}")
 
 
@@ -106,7 +106,7 @@ def _find_prepared(accelerator: Accelerator, optimizer: Optimizer) -> PreparedOp
 
 
 def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[list[str], list[str]]:
-    """Return in what the schedules differ; and what functions, which are the script's in any case, say otherwise."""
+    """Return the differences between schedules, and those between learning rates that functions compute."""
     lines, rates = [], []
     for scheduler, built, saved, kind, arguments in _iter_schedulers(accelerator, state):
         new, old = built.arguments, arguments if isinstance(arguments, dict) else {}
@@ -122,7 +122,7 @@ def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[lis
 
 
 def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
-    """Compare the functions of a schedule, which no checkpoint holds, at the step that the checkpoint stands at."""
+    """Compare the functions of a schedule, which are not saved, at the step of the checkpoint."""
     step, before, bases = (
         saved.get("last_epoch"),
         _to_numbers(saved.get("_last_lr")),
@@ -135,14 +135,14 @@ def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
         return []
     return [
         f"LambdaLR: lr {_format(before)} in the checkpoint, {_format(rates)} by this script's function at its step "
-        f"{step}. Functions are not saved: the script's holds from the next step on"
+        f"{step}. Functions are not saved: the script's is used from the next step on"
     ]
 
 
 def _iter_schedulers(
     accelerator: Accelerator, state: TrainState
 ) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
-    """Yield each scheduler with what it was built as, its saved state, its kind, and its arguments in the saved run."""
+    """Yield each scheduler with its built state, its saved state, its class, and its arguments in the saved run."""
     saved_arguments = state.get("schedules_built")
     arguments = saved_arguments if isinstance(saved_arguments, list) else []
     for number, (scheduler, built) in enumerate(zip(accelerator.schedulers, accelerator.schedules_built, strict=True)):
@@ -176,7 +176,12 @@ def _format(value: Any) -> str:
 
 
 def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
-    """Return whether a scheduler drives an optimizer."""
+    """Return whether a scheduler sets the learning rate of an optimizer.
+
+    Args:
+        accelerator: The Accelerator.
+        optimizer: The user's optimizer.
+    """
     prepared = _find_prepared(accelerator, optimizer)
     return any(getattr(scheduler, "optimizer", None) in (optimizer, prepared) for scheduler in accelerator.schedulers)
 
@@ -187,16 +192,16 @@ def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
 def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
     """Put the script's learning rates and schedules into states that are about to be loaded.
 
-    Each schedule is stepped, on a copy, as often as the saved one was. So the rate is what a run would have now that
-    had followed the script's schedule from its first step.
+    A copy of each schedule is stepped as often as the saved one was. The learning rate is then that of a run that
+    followed the script's schedule from its first step.
 
     Args:
-        accelerator: with what the script has prepared.
-        optimizers: those that are about to be loaded, with their states, which are changed.
-        state: the part of the checkpoint that holds the schedulers; it is changed.
+        accelerator: The Accelerator with the script's prepared objects.
+        optimizers: The optimizers that are about to be loaded, with their states, which are changed.
+        state: The part of the checkpoint that contains the schedulers; it is changed.
 
     Raises:
-        ValueError: if a schedule of the script can't be brought to where the saved one is.
+        ValueError: If a schedule of the script can't be advanced to the position of the saved one.
     """
     pairs = list(_iter_schedulers(accelerator, state))
     for optimizer, saved, *_ in optimizers:
@@ -205,14 +210,14 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
         groups, options = saved["param_groups"], driving[-1][1].options if driving else prepared.built
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler, *_ in driving):
             warn(
-                f"schedule='script': ReduceLROnPlateau follows measurements, so {_name_class(optimizer)} "
-                "keeps what is saved."
+                f"schedule='script': ReduceLROnPlateau depends on past metrics, so {_name_class(optimizer)} keeps the "
+                "saved schedule."
             )
             continue
         if len(options) != len(groups):
             raise ValueError(
-                f"schedule='script' can't set the learning rate of {_name_class(optimizer)}: it was built with "
-                f"{len(options)} groups of parameters, and has {len(groups)} in the checkpoint."
+                f"schedule='script' can't set the learning rate of {_name_class(optimizer)}: the script builds it with "
+                f"{len(options)} parameter groups, but the checkpoint has {len(groups)}. Resume with schedule='saved'."
             )
         stand_in = _Groups(options)
         for scheduler, built, saved_schedule, kind, _ in driving:
@@ -226,7 +231,7 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
 
 
 class _Groups:
-    """What a scheduler needs of an optimizer."""
+    """Stand-in for an optimizer with the attributes that a scheduler needs."""
 
     def __init__(self, options: list[State]) -> None:
         self.param_groups = copy.deepcopy(options)
@@ -234,16 +239,16 @@ class _Groups:
         self._opt_called = True
 
     def step(self) -> None:
-        """Do nothing; schedulers look whether it is there."""
+        """Do nothing; schedulers require the method."""
 
 
 def _step_copy(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, optimizer: _Groups) -> Any:
-    """Return a copy of ``scheduler`` over ``optimizer``, stepped from its beginning to where ``saved`` is."""
+    """Return a copy of ``scheduler`` over ``optimizer``, stepped from its beginning to the position of ``saved``."""
     first, last = _read_position(built.state), _read_position(saved)
     if not isinstance(scheduler, LRScheduler) or first is None or last is None or last < first:
         raise ValueError(
-            f"schedule='script' can't bring this script's {kind} to where the checkpoint's is: its state does not say "
-            "how often it was stepped. Resume with schedule='saved'."
+            f"schedule='script' can't advance this script's {kind} to the checkpoint's position: its state does not "
+            "contain the number of its steps. Resume with schedule='saved'."
         )
     copied = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
     copied.load_state_dict(copy.deepcopy(built.state))
@@ -254,7 +259,7 @@ def _step_copy(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, op
                 copied.step()
     except ValueError as error:
         raise ValueError(
-            f"schedule='script': this script's {kind} can't be brought to step {last}, where the checkpoint is: {error}"
+            f"schedule='script' can't advance this script's {kind} to step {last} of the checkpoint: {error}"
         ) from error
     return copied
 
@@ -272,13 +277,13 @@ def _name_class(optimizer: Optimizer) -> str:
 
 
 def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState, script: bool) -> None:
-    """Note whose options and arguments hold from here on, so that later checkpoints name them.
+    """Record the options and arguments in effect from now on, so that later checkpoints contain them.
 
     Args:
-        accelerator: with what the script has prepared.
-        optimizers: those that were loaded.
-        state: the part of the checkpoint that holds the schedulers.
-        script: the learning rates and schedules are the script's; other options are the saved ones nevertheless.
+        accelerator: The Accelerator with the script's prepared objects.
+        optimizers: The optimizers that were loaded.
+        state: The part of the checkpoint that contains the schedulers.
+        script: Whether the learning rates and schedules are the script's; other options are always the saved ones.
     """
     for optimizer, _, options, _ in optimizers:
         prepared = _find_prepared(accelerator, optimizer)
@@ -292,5 +297,12 @@ def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: Tra
 
 
 def check_schedule(schedule: str | None) -> str | None:
-    """Return ``schedule`` if it is a word for one."""
+    """Return ``schedule`` if it is valid.
+
+    Args:
+        schedule: ``"saved"``, ``"script"`` or None.
+
+    Raises:
+        ValueError: For any other value.
+    """
     return None if schedule is None else choose("schedule", schedule, SCHEDULES)

@@ -1,4 +1,4 @@
-"""What would make a plan fit, or faster; each piece of advice has been planned itself."""
+"""Advice on what would make a plan fit, or faster; each suggestion has been planned itself."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Again = Callable[..., Plan]
 
 
 def advise(plan: Plan, again: Again) -> list[str]:
-    """What to change, in words; empty where nothing better was found.
+    """Return suggestions as text; empty if nothing better was found.
 
     Args:
-        plan: what was asked for.
-        again: plans the same run with changes: those of `simulated.varied`, and ``micro_batch``, ``accumulate`` and
-            ``precision``.
+        plan: The requested plan.
+        again: Plans the same run with changes: those of `strategies.simulation.varied`, and ``micro_batch``,
+            ``accumulate`` and ``precision``.
     """
     if not plan.fits:
         return [_advise_fit(plan, again)]
@@ -32,7 +32,7 @@ def advise(plan: Plan, again: Again) -> list[str]:
 
 
 def _advise_fit(plan: Plan, again: Again) -> str:
-    """The first change, or changes, with which it fits."""
+    """Return the first change, or combination of changes, with which the run fits."""
     changes: dict[str, Any] = {}
     words: list[str] = []
     candidate = plan
@@ -69,7 +69,7 @@ def _advise_fit(plan: Plan, again: Again) -> str:
 
 
 def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
-    """Fewer samples at once, as many per step."""
+    """Reduce the micro-batch, with the same number of samples per step."""
     fixed = sum(candidate.states.values())
     room = candidate.gpu.memory / candidate.calibration.reserved - fixed
     sample_bytes = max(1, (candidate.peak - fixed) // candidate.micro_batch)
@@ -81,7 +81,7 @@ def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Pla
 
 
 def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
-    """Multiply matrices in half precision; parameters and optimizer states keep theirs."""
+    """Suggest matrix products in half precision; parameters and optimizer states keep their dtype."""
     if plan.precision.name != "32-true":
         return []
     name = "16-mixed" if plan.gpu.name == "v100" else "bf16-mixed"  # Volta has no bfloat16
@@ -89,7 +89,7 @@ def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
-    """Shard within a machine, replicate over machines: then parameters are gathered by the fast links alone."""
+    """Suggest shards within a machine and replicas over machines: then only fast links gather parameters."""
     inside = max(1, plan.gpu.per_machine // plan.grid["tensor"])
     replicas, left = divmod(plan.world_size // plan.grid["tensor"], inside)
     if replicas < 2 or left or inside < 2 or plan.grid["replicate"] > 1:
@@ -99,7 +99,7 @@ def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_half_gathering(plan: Plan, again: Again) -> list[str]:
-    """Gather in the format of the computation."""
+    """Suggest to gather parameters in the dtype of the computation."""
     if plan.precision.compute is None or not plan.strategy.gathers_in_storage_dtype:
         return []
     other = again(gather=plan.precision.compute)
@@ -117,7 +117,11 @@ def _describe_gain(plan: Plan, other: Plan, words: str) -> list[str]:
 
 
 def format_size(number: float) -> str:
-    """Bytes, as people say them."""
+    """Format a number of bytes, such as ``"1.5 GiB"``.
+
+    Args:
+        number: The number of bytes.
+    """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1023.5 or unit == "TiB":
             break

@@ -1,4 +1,4 @@
-"""A device that computes nothing and whose streams and events carry the time."""
+"""Simulated device that computes nothing; its streams and events carry the time."""
 
 from __future__ import annotations
 
@@ -8,61 +8,81 @@ from typing import Any
 
 
 class Event:
-    """A moment in a stream."""
+    """Point in time in a stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at = 0.0
         self.clocks: Clocks | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Now, in ``stream``; by default in the current one."""
+        """Set the event to the current time of ``stream``; by default of the current stream.
+
+        Args:
+            stream: The stream.
+        """
         if stream is None:
             assert self.clocks is not None
             stream = self.clocks.current
         self.at = stream.time
 
     def wait(self, stream: Stream | None = None) -> None:
-        """``stream`` goes on after this moment."""
+        """Make ``stream`` wait for the event.
+
+        Args:
+            stream: The stream. Default: the current one.
+        """
         if stream is None:
             assert self.clocks is not None
             stream = self.clocks.current
         stream.wait_event(self)
 
     def query(self) -> bool:
-        """Whether it has happened: the host never runs behind."""
+        """Return True: the host is never behind."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing: the host has no clock."""
+        """Do nothing: the host has no clock."""
 
 
 class Stream:
-    """Work in order. ``time`` is when all of it so far is done, in seconds."""
+    """Sequence of work. ``time`` is when all of it so far is done, in seconds."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.time = 0.0
         self.device = None
 
     def wait_stream(self, other: Stream) -> None:
-        """What comes waits for what ``other`` has been given."""
+        """Make following work wait for the work so far of another stream.
+
+        Args:
+            other: The other stream.
+        """
         self.time = max(self.time, other.time)
 
     def wait_event(self, event: Event) -> None:
-        """What comes waits for ``event``."""
+        """Make following work wait for an event.
+
+        Args:
+            event: The event.
+        """
         self.time = max(self.time, event.at)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """The moment at which all work so far is done."""
+        """Return an event at which all work so far is done.
+
+        Args:
+            event: The event to set. Default: a new one.
+        """
         event = Event() if event is None else event
         event.at = self.time
         return event
 
     def synchronize(self) -> None:
-        """Nothing: the host has no clock."""
+        """Do nothing: the host has no clock."""
 
 
 class Clocks:
-    """What torch takes for the module of a device, ``torch.cuda``."""
+    """Stand-in for a device's module in torch, such as ``torch.cuda``."""
 
     def __init__(self) -> None:
         self.current = self.compute = Stream()
@@ -70,22 +90,26 @@ class Clocks:
         self.Stream = Stream
 
     def Event(self, *_: Any, **__: Any) -> Event:
-        """A new moment, not recorded yet."""
+        """Return a new event, not recorded yet."""
         event = Event()
         event.clocks = self
         return event
 
     def current_stream(self, *_: Any) -> Stream:
-        """The stream that work is given to."""
+        """Return the current stream."""
         return self.current
 
     def current_device(self) -> int:
-        """There is one."""
+        """Return 0: there is one device."""
         return 0
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Within it work is given to ``stream``."""
+        """Make ``stream`` the current one inside the context.
+
+        Args:
+            stream: The stream.
+        """
         before, self.current = self.current, stream
         try:
             yield
@@ -93,16 +117,23 @@ class Clocks:
             self.current = before
 
     def spend(self, seconds: float) -> None:
-        """An operation in the current stream."""
+        """Add an operation to the current stream.
+
+        Args:
+            seconds: Its duration.
+        """
         self.current.time += seconds
 
     def exchange(self, group: tuple[int, ...], seconds: float, *, wait: bool) -> float:
-        """A collective, after the earlier ones of its group; returns when it ends.
+        """Add a collective, after the earlier ones of its group.
 
         Args:
-            group: ranks that take part.
-            seconds: how long it takes once they are ready.
-            wait: whether the current stream goes on only afterwards.
+            group: The ranks that take part.
+            seconds: Its duration once they are ready.
+            wait: Whether the current stream waits for it.
+
+        Returns:
+            The time at which it ends.
         """
         end = max(self.current.time, self._groups.get(group, 0.0)) + seconds
         self._groups[group] = end

@@ -1,4 +1,4 @@
-"""How long a collective takes: a ring or a tree, by the numbers that NCCL itself chooses its algorithms with."""
+"""Duration of collectives: a ring or a tree, with the numbers by which NCCL itself chooses its algorithms."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _PORTS_AT, _PORTS_POWER = 50e6, 0.17
 _FEW_MACHINES = 0.77  # share of it between two machines, rising to all of it between eight
 
 STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1}
-"""How often each byte goes round."""
+"""How many times each byte goes around the ring."""
 
 
 def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
-    """How long a collective of ``size`` bytes takes once all of ``ranks`` are ready.
+    """Estimate the duration of a collective once all ``ranks`` are ready, in seconds.
 
     Args:
-        kind: one of `STEPS`.
-        size: bytes of the whole: what each rank has after a gather, before a scatter, before and after a reduction.
-        ranks: who takes part; consecutive ranks share a machine.
-        gpu: what they are.
+        kind: One of `STEPS`.
+        size: Bytes of the whole tensor: what each rank has after a gather, before a scatter, before and after a
+            reduction.
+        ranks: The ranks that take part; consecutive ranks share a machine.
+        gpu: The kind of GPU.
     """
     count = len(ranks)
     if count == 1:
@@ -51,7 +52,7 @@ def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gp
 
 
 def _compute_network_bandwidth(size: int, machines: int, count: int, gpu: GPU) -> float:
-    """Bytes per second of a ring through several machines."""
+    """Return the bytes per second of a ring through several machines."""
     rate = gpu.network * (_FEW_MACHINES + (1 - _FEW_MACHINES) * min(1.0, (machines - 1) / 7))
     ports = min(gpu.per_machine, math.ceil(count / machines))
     if machines > 2 and ports > 1:  # a ring with one rank per machine has one port

@@ -1,4 +1,4 @@
-"""A transformer of the usual kind (Llama's), by the sizes people ask for: something to plan before a model is there."""
+"""A standard transformer decoder (Llama's) of common sizes, for plans before a model exists."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Sizes:
     """The sizes of a decoder.
 
     Args:
-        width: features of a token.
-        layers: blocks.
-        heads: of attention.
-        key_heads: of keys and values, each shared by several of queries.
-        hidden: features inside a block's second half.
-        vocabulary: tokens.
-        length: tokens of a sample.
+        width: Features of a token.
+        layers: Number of blocks.
+        heads: Attention heads.
+        key_heads: Heads of keys and values, each shared by several query heads.
+        hidden: Features inside the feed-forward part of a block.
+        vocabulary: Number of tokens in the vocabulary.
+        length: Tokens of a sample.
     """
 
     width: int
@@ -45,10 +45,13 @@ MODELS = {
 
 
 def sizes_of(name: str) -> Sizes:
-    """The sizes of the model called ``name``; ``7b`` will do for ``llama-7b``.
+    """Return the sizes of a model by name; ``7b`` is short for ``llama-7b``.
+
+    Args:
+        name: The name.
 
     Raises:
-        ValueError: for an unknown one, with the nearest known.
+        ValueError: If the name is unknown. The error names the nearest one.
     """
     short = {full.partition("-")[2]: full for full in MODELS}
     chosen = choose("model", name.lower(), [*MODELS, *short])
@@ -56,7 +59,11 @@ def sizes_of(name: str) -> Sizes:
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions."""
+    """Causal attention with rotary positions.
+
+    Args:
+        sizes: The sizes of the decoder.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -67,7 +74,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(sizes.heads * self.head, sizes.width, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """Mix tokens with those before them."""
+        """Apply attention to each token and the tokens before it.
+
+        Args:
+            x: Features of shape (batch, length, width).
+            turn: Cosines and sines of the rotary positions.
+        """
         batch, length, _ = x.shape
         q, k, v = (part(x).view(batch, length, -1, self.head) for part in (self.queries, self.keys, self.values))
         q, k = rotate(q, turn), rotate(k, turn)
@@ -80,14 +92,23 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Pairs of features, turned by angles that grow with the position."""
+    """Rotate pairs of features by angles that grow with the position.
+
+    Args:
+        x: Features of shape (batch, length, heads, features).
+        turn: Cosines and sines of the angles.
+    """
     first, second = x.float().chunk(2, dim=-1)
     cosine, sine = turn.unbind(0)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], -1).type_as(x)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward layer.
+
+    Args:
+        sizes: The sizes of the decoder.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -96,12 +117,20 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each token by itself."""
+        """Transform each token separately.
+
+        Args:
+            x: Features of shape (batch, length, width).
+        """
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One transformer layer.
+
+    Args:
+        sizes: The sizes of the decoder.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -111,16 +140,21 @@ class Block(nn.Module):
         self.feed = FeedForward(sizes)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """Attention, then each token by itself."""
+        """Apply attention, then the feed-forward layer.
+
+        Args:
+            x: Features of shape (batch, length, width).
+            turn: Cosines and sines of the rotary positions.
+        """
         x = x + self.attention(self.attention_norm(x), turn)
         return x + self.feed(self.feed_norm(x))
 
 
 class Decoder(nn.Module):
-    """Tokens to the scores of the next ones.
+    """Language model that maps tokens to the scores of the next ones.
 
     Args:
-        sizes: its sizes.
+        sizes: The sizes of the decoder.
     """
 
     turn: Tensor
@@ -137,7 +171,11 @@ class Decoder(nn.Module):
         self.register_buffer("turn", torch.stack([angles.cos(), angles.sin()])[:, :, None, :], persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The scores."""
+        """Return the scores, of shape (batch, length, vocabulary).
+
+        Args:
+            tokens: Token indices of shape (batch, length).
+        """
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.turn[:, : tokens.shape[1]])
@@ -145,11 +183,21 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Cross-entropy of the next tokens."""
+    """Return the cross-entropy of the next tokens.
+
+    Args:
+        model: A decoder.
+        batch: Token indices of shape (batch, length + 1).
+    """
     scores = model(batch[:, :-1])
     return F.cross_entropy(scores.flatten(0, 1).float(), batch[:, 1:].flatten(0, 1))
 
 
 def tokens(sizes: Sizes, samples: int) -> Tensor:
-    """A batch, whose values nobody looks at."""
+    """Return a batch of zeros: a plan does not use values.
+
+    Args:
+        sizes: The sizes of the decoder.
+        samples: The number of samples.
+    """
     return torch.zeros(samples, sizes.length + 1, dtype=torch.int64)

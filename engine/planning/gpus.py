@@ -1,4 +1,4 @@
-"""What a GPU and the wires around it can do, by their makers' sheets."""
+"""Peak performance of GPUs and their links, from their makers' data sheets."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ...common.validation import choose
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
-    """A kind of accelerator in a machine of its usual kind.
+    """Kind of accelerator in its usual machine.
 
     Args:
-        name: as it is asked for.
-        half: operations per second in bfloat16 matrix products, without sparsity.
-        tf32: the same where torch may compute float32 in TF32; what float32 has where there is no TF32.
-        single: the same in float32 proper.
-        bandwidth: bytes per second from its memory.
-        memory: bytes of it.
-        link: bytes per second that a ring within a machine carries, each way (bus bandwidth as NCCL counts it).
-        network: bytes per second of its share of the machine's network, each way.
-        per_machine: of them in a machine.
+        name: The name to request it by.
+        half: Operations per second in bfloat16 matrix products, without sparsity.
+        tf32: Operations per second in TF32; those of float32 if the GPU has no TF32.
+        single: Operations per second in float32.
+        bandwidth: Bytes per second from its memory.
+        memory: Bytes of memory.
+        link: Bytes per second that a ring within a machine carries, each way (bus bandwidth as NCCL counts it).
+        network: Bytes per second of its share of the machine's network, each way.
+        per_machine: Number of GPUs in a machine.
     """
 
     name: str
@@ -75,10 +75,13 @@ _OTHERS = {"laptop", "mig", "nvl", "pcie"}
 
 
 def find_gpu(name: str | GPU) -> GPU:
-    """The kind called ``name``.
+    """Return a GPU by name.
+
+    Args:
+        name: The name; a `GPU` is returned as it is.
 
     Raises:
-        ValueError: for an unknown one, with the nearest known.
+        ValueError: If the name is unknown. The error names the nearest one.
     """
     if isinstance(name, GPU):
         return name
@@ -86,7 +89,7 @@ def find_gpu(name: str | GPU) -> GPU:
 
 
 def detect_gpu() -> GPU | None:
-    """The kind that this machine has, with its memory as the driver tells it; None without one that is known."""
+    """Return the GPU of this machine, with its memory as the driver reports it; None without a known one."""
     if not torch.cuda.is_available():
         return None
     gpu = match_driver_name(torch.cuda.get_device_name())
@@ -94,7 +97,11 @@ def detect_gpu() -> GPU | None:
 
 
 def match_driver_name(name: str) -> GPU | None:
-    """The kind that a driver calls ``name``, such as ``"NVIDIA H100 80GB HBM3"``; None for an unknown one."""
+    """Return the GPU for a driver's name, such as ``"NVIDIA H100 80GB HBM3"``; None for an unknown one.
+
+    Args:
+        name: The driver's name.
+    """
     words = re.findall("[a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
     if _OTHERS & set(words):
         return None

@@ -1,4 +1,4 @@
-"""What is run is not computed but written down: time, memory, collectives."""
+"""Recording of operations that are not computed: their time, memory and collectives."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ _KINDS = {
 
 @dataclass
 class Memory:
-    """The bytes that live, by what they are for.
+    """Bytes in use, by category.
 
     Attributes:
-        live: now.
-        peak: when they were most.
+        live: Bytes now.
+        peak: Bytes at the peak.
+        most: Total bytes at the peak.
     """
 
     live: Counter[str] = field(default_factory=Counter)
@@ -64,7 +65,12 @@ class Memory:
         self._total = 0
 
     def hold(self, tensor: Tensor, category: str) -> None:
-        """``tensor`` lives, unless its memory is known already."""
+        """Count the memory of ``tensor``, unless it is already counted.
+
+        Args:
+            tensor: The tensor.
+            category: Its category.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -73,7 +79,12 @@ class Memory:
             self._add(size, category)
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Now it is known what the memory of ``tensors`` is for."""
+        """Change the category of the memory of ``tensors``.
+
+        Args:
+            tensors: The tensors.
+            category: Their category.
+        """
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key in self._storages:
@@ -83,7 +94,11 @@ class Memory:
                 self.live[category] += size
 
     def resized(self, tensor: Tensor) -> None:
-        """The memory of ``tensor`` has another size: sharding does that to whole parameters."""
+        """Update the size of the memory of ``tensor``, which sharding changes for whole parameters.
+
+        Args:
+            tensor: The tensor.
+        """
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._storages:
@@ -95,7 +110,7 @@ class Memory:
             self.hold(tensor, GATHERED)
 
     def mark(self) -> None:
-        """Look for the peak from here on."""
+        """Start a new search for the peak."""
         self.most = 0
         self._add(0, ACTIVATIONS)
 
@@ -114,35 +129,40 @@ class Memory:
 
 @dataclass
 class Traffic:
-    """What the processes exchange in one step, seen from one of them.
+    """Communication of one process in one step.
 
     Attributes:
-        count: collectives by kind.
-        size: bytes by kind, of the whole that is gathered, scattered or reduced.
+        count: Number of collectives by kind.
+        size: Bytes by kind, of the whole tensor that is gathered, scattered or reduced.
     """
 
     count: Counter[str] = field(default_factory=Counter)
     size: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, size: int) -> None:
-        """One more."""
+        """Add a collective.
+
+        Args:
+            kind: Its kind.
+            size: Its bytes.
+        """
         self.count[kind] += 1
         self.size[kind] += size
 
 
 class Meter(TorchDispatchMode):
-    """Lets operations on tensors without values run on a device of clocks.
+    """Dispatch mode in which operations on tensors without values run on a simulated device.
 
     Args:
-        clocks: the device.
-        prices: what operations cost.
-        memory: where what they allocate is written down.
+        clocks: The device.
+        prices: The costs of operations.
+        memory: Records allocations.
 
     Attributes:
-        traffic: what was exchanged.
-        launched: operations that the host has sent to the device.
-        spent: seconds of the stream that computes, by what they went on.
-        category: what is allocated from here on.
+        traffic: Recorded communication.
+        launched: Operations that the host has sent to the device.
+        spent: Seconds of the compute stream, by category.
+        category: The category of allocations from now on.
     """
 
     def __init__(self, clocks: Clocks, prices: Prices, memory: Memory) -> None:
@@ -159,7 +179,7 @@ class Meter(TorchDispatchMode):
         self._members: dict[Any, tuple[int, ...]] = {}
 
     def begin(self) -> None:
-        """Forget what was written down."""
+        """Discard what was recorded."""
         self.traffic = Traffic()
         self.launched = 0
         self.spent: dict[str, float] = defaultdict(float)
@@ -167,7 +187,7 @@ class Meter(TorchDispatchMode):
         self.memory.mark()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `TorchDispatchMode`: one operation."""
+        """Record one operation; see `TorchDispatchMode`."""
         if not self._plain.issuperset(types):
             return NotImplemented  # a tensor of several; its parts come by themselves
         kwargs = kwargs or {}
@@ -198,7 +218,7 @@ class Meter(TorchDispatchMode):
         if name not in _KINDS:
             if name in ("barrier", "monitored_barrier_", "_wrap_tensor_autograd"):
                 return
-            raise ValueError(f"a plan does not know the collective {name!r} yet; please report it.")
+            raise ValueError(f"the collective {name!r} is not supported in a plan yet; please report it.")
         kind, place = _KINDS[name]
         whole = _flatten(out if place < 0 else args[place])
         size = sum(tensor.numel() * tensor.element_size() for tensor in whole)

@@ -1,4 +1,4 @@
-"""What one operation costs: its arithmetic, its memory traffic, or its launch, whichever takes longest."""
+"""Cost of one operation: its arithmetic, its memory traffic, or its launch, whichever takes longest."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from .gpus import GPU
 aten = torch.ops.aten
 
 ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
-"""What an operation's time is spent on."""
+"""Categories of an operation's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What separates a maker's sheet from a run. Fitted by ``benchmarks/plan.py`` on two published runs on 8 H100.
+    """Corrections of data sheets. Fitted by ``benchmarks/plan.py`` on two published runs on 8 H100.
 
     Args:
-        arithmetic: share of the peak that matrix products reach (fitted without compilation).
-        fused: share of the memory traffic that is left when a model is compiled (fitted with it).
-        launch: least time that a GPU takes for an operation, in seconds.
-        host: seconds that the host takes to send one: at best, most likely, at worst. A guess, as nothing of ours was
-            timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a launch adds some.
-        host_compiled: share of these operations that is left when a model is compiled, likewise. A guess too.
-        straggler: what each doubling past ``straggler_from`` processes adds to a step, as a share. MosaicML's published
-            runs on 128, 256 and 512 H100 lost with each 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B), 3.6 to 6.4 % (1B).
-        straggler_from: processes up to which nothing is added.
-        spread: how far off a prediction may be, where the like was checked; those were off by up to 2.6 %.
-        spread_unchecked: the same where it was not: another kind of GPU, or a step that is not mostly products of big
-            matrices in half precision. A guess.
-        reserved: memory that torch's allocator holds, as a multiple of what lives at the peak. The published runs of 8B
-            held 1.07 to 1.2 times the peak that is predicted for them.
+        arithmetic: Share of the peak that matrix products reach (fitted without compilation).
+        fused: Share of the memory traffic that remains when a model is compiled (fitted with compilation).
+        launch: Least time that a GPU takes for an operation, in seconds.
+        host: Seconds that the host takes to send an operation: at best, most likely, at worst. A guess, since nothing
+            of Treadle was timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a launch
+            adds some.
+        host_compiled: Share of these operations that remains when a model is compiled: at best, most likely, at worst.
+            A guess too.
+        straggler: What each doubling past ``straggler_from`` processes adds to a step, as a share. In MosaicML's
+            published runs on 128, 256 and 512 H100, each doubling cost 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B), 3.6 to
+            6.4 % (1B).
+        straggler_from: Number of processes up to which nothing is added.
+        spread: Possible error of a prediction in cases that were checked; those were off by up to 2.6 %.
+        spread_unchecked: The same in cases that were not checked: another kind of GPU, or a step that is not dominated
+            by large matrix products in half precision. A guess.
+        reserved: Memory that torch's allocator reserves, as a multiple of the peak. The published runs of 8B reserved
+            1.07 to 1.2 times the peak that is predicted for them.
     """
 
     arithmetic: float = 0.528
@@ -110,15 +113,15 @@ def _get_dtype(value: Any) -> torch.dtype | None:
 
 
 class Prices:
-    """What operations cost on a GPU.
+    """Costs of operations on a GPU.
 
     Args:
-        gpu: which.
-        calibration: how far from its sheet.
-        compiled: whether pointwise operations are fused.
+        gpu: The kind of GPU.
+        calibration: Corrections of its data sheet.
+        compiled: Whether pointwise operations are fused.
 
     Attributes:
-        flops: all arithmetic of matrix products so far.
+        flops: Arithmetic of all matrix products so far.
     """
 
     def __init__(self, gpu: GPU, calibration: Calibration, compiled: bool) -> None:
@@ -130,7 +133,14 @@ class Prices:
         self._free: dict[Any, bool] = {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
-        """How long ``func`` takes, and on what; no time where there is nothing to do."""
+        """Return the duration of ``func`` and its category; no time if there is nothing to do.
+
+        Args:
+            func: The operation.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            out: Its result.
+        """
         free = self._free.get(func)
         if free is None:
             free = self._free[func] = _is_free(func)

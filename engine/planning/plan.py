@@ -1,4 +1,4 @@
-"""What one process of a run does and needs in one optimizer step."""
+"""Plan of one optimizer step of one process: its time, memory and communication."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ WAITING = "waiting for other processes"
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Where and how a model is trained.
+    """Conditions under which a model is trained.
 
     Args:
-        world_size: number of processes.
-        strategy: how the model lies on them. It is used up by a plan.
-        gpu: what each process has, see `gpus.GPUS`.
-        micro_batch: samples of one forward.
-        accumulate: forwards per optimizer step.
-        precision: as for `Trainer`.
-        compiled: pointwise operations are fused.
-        clip: norm to clip gradients to.
-        step: the method of the model that returns the loss, as the Trainer runs ``training_step``.
-        rank: the process to look at.
-        calibration: how far GPUs are from their sheets.
+        world_size: Number of processes.
+        strategy: The layout of the model over them. A plan uses it up.
+        gpu: The GPU of each process; see `gpus.GPUS`.
+        micro_batch: Samples of one forward pass.
+        accumulate: Forward passes per optimizer step.
+        precision: As for `Trainer`.
+        compiled: Whether pointwise operations are fused.
+        clip: Norm to clip gradients to; None for no clipping.
+        step: The method of the model that returns the loss, as the Trainer calls ``training_step``; None for
+            ``forward``.
+        rank: The process to plan.
+        calibration: Corrections of the GPU's data sheet.
+
+    Raises:
+        ValueError: If a value is out of range or unknown.
     """
 
     world_size: int
@@ -50,26 +54,26 @@ class Conditions:
         for name in ("world_size", "micro_batch", "accumulate"):
             check_int(name, getattr(self, name), 1)
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} is none of {self.world_size} processes, which count from 0.")
+            raise ValueError(f"rank={self.rank} must be from 0 to {self.world_size - 1}; world_size={self.world_size}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Conditions):
-    """What a process does and needs under its `Conditions`.
+    """Time, memory and communication of a process under its `Conditions`.
 
     Args:
-        grid: how the processes are laid out: ``replicate``, ``shard``, ``tensor``.
-        parameters: of the whole model.
-        trainable: of those.
-        shards: the shape of this process's part of each parameter.
-        memory: bytes by category when they are most.
-        states: bytes that stay from step to step, by category.
-        checkpoint: bytes of a checkpoint, all processes together.
-        traffic: what it exchanges.
-        flops: arithmetic of its matrix products, what is computed again included.
-        seconds: how long the device takes for the step, before stragglers.
-        spent: of that, by what it goes on; `WAITING` is for what comes from other processes.
-        launched: operations that the host sends to the device.
+        grid: The numbers of processes by dimension: ``replicate``, ``shard``, ``tensor``.
+        parameters: Parameters of the whole model.
+        trainable: Trainable parameters.
+        shards: The shape of this process's shard of each parameter.
+        memory: Bytes by category at the peak.
+        states: Bytes that stay from step to step, by category.
+        checkpoint: Bytes of a checkpoint, over all processes.
+        traffic: Communication.
+        flops: Arithmetic of its matrix products, including recomputation.
+        seconds: Device time of the step, without stragglers.
+        spent: The same by category; `WAITING` is for what comes from other processes.
+        launched: Operations that the host sends to the device.
     """
 
     grid: dict[str, int]
@@ -87,22 +91,22 @@ class Plan(Conditions):
 
     @property
     def samples(self) -> int:
-        """The effective batch: samples of one step, of all processes."""
+        """Effective batch size: samples of one step over all processes."""
         return self.micro_batch * self.accumulate * self.world_size // self.grid["tensor"]
 
     @property
     def peak(self) -> int:
-        """Bytes that live at most."""
+        """Bytes in use at the peak."""
         return sum(self.memory.values())
 
     @property
     def reserved(self) -> float:
-        """Bytes that torch's allocator will hold for them."""
+        """Bytes that torch's allocator reserves at the peak."""
         return self.peak * self.calibration.reserved
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU has as much."""
+        """True if the GPU has enough memory."""
         return self.reserved <= self.gpu.memory
 
     @property
@@ -117,21 +121,21 @@ class Plan(Conditions):
 
     @property
     def checked(self) -> bool:
-        """Whether the like was checked: mostly products of big matrices in half precision, on an H100."""
+        """True if similar plans were checked: large matrix products in half precision, on an H100."""
         products = self.spent.get(ARITHMETIC, 0.0)
         halved = self.flops / self.gpu.half / self.calibration.arithmetic >= 0.9 * products
         return self.gpu.name.startswith("h100") and halved and 2 * products > self.seconds
 
     @property
     def host_bound(self) -> bool:
-        """Whether the device most likely waits for the host."""
+        """True if the device most likely waits for the host."""
         return self.host[1] > self.seconds
 
     @property
     def band(self) -> tuple[float, float, float]:
         """Seconds of a step: at best, most likely, at worst.
 
-        The device or the host, whichever takes longer. Past what was checked it widens with every doubling.
+        The slower of the device and the host. Beyond the checked world sizes the band widens with every doubling.
         """
         spread = self.calibration.spread if self.checked else self.calibration.spread_unchecked
         late = (1 + self.calibration.straggler) ** max(0.0, log2(self.world_size / self.calibration.straggler_from))

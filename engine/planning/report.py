@@ -1,4 +1,4 @@
-"""A plan on one screen."""
+"""Text report of a plan, on one screen."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FURTHER = "Nobody published such runs past 512 GPUs: there the time is an extrap
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long a run is, and its learning rate.
+    """Length of a run, and its learning rate.
 
     Attributes:
-        steps: optimizer steps of the run, or None where that is not known.
-        samples: of an epoch, or None where that is not known.
-        per_epoch: those of an epoch; a last, shorter one counts.
-        rates: learning rates, evenly over the run; empty where they can't be drawn.
-        words: what there is to say instead.
+        steps: Optimizer steps of the run, or None if unknown.
+        samples: Samples of an epoch, or None if unknown.
+        per_epoch: Optimizer steps of an epoch, including a shorter last one.
+        rates: Learning rates, evenly spaced over the run; empty if they can't be drawn.
+        words: Text to show in place of the curve.
     """
 
     steps: int | None = None
@@ -44,15 +44,15 @@ class Schedule:
 def screen(
     plan: Plan, name: str, schedule: Schedule, hints: Sequence[str] = (), *, gpu_from: str = "", width: int = 100
 ) -> str:
-    """The words.
+    """Return the report.
 
     Args:
-        plan: what is planned.
-        name: of the model.
-        schedule: how long it goes on.
-        hints: what `advice.advise` found.
-        gpu_from: how the GPU is known, where nobody named it.
-        width: columns.
+        plan: The plan.
+        name: The name of the model.
+        schedule: The length of the run.
+        hints: The suggestions of `advice.advise`.
+        gpu_from: How the GPU was determined, if the user did not name it.
+        width: Columns.
     """
     machines = -(-plan.world_size // plan.gpu.per_machine)
     hardware = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
@@ -170,7 +170,7 @@ def _describe_time(plan: Plan) -> str:
 
 
 def _describe_bound(plan: Plan) -> str:
-    """What the step's time goes on."""
+    """Describe what takes the time of a step."""
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (
@@ -182,14 +182,22 @@ def _describe_bound(plan: Plan) -> str:
 
 
 def format_rounded(number: float) -> str:
-    """A number to three digits, as people write it."""
+    """Format a number to three digits.
+
+    Args:
+        number: The number.
+    """
     if number and abs(number) < 1e-3:
         return f"{number:.3g}"
     return f"{float(f'{number:.3g}'):,.6f}".rstrip("0").rstrip(".")
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds, as people say them."""
+    """Format a duration in a suitable unit.
+
+    Args:
+        seconds: The duration.
+    """
     # Each up to what is rounded to the first of the next unit.
     for limit, unit, unit_seconds in (
         (0.9995e-3, "us", 1e-6),
@@ -203,7 +211,12 @@ def format_duration(seconds: float) -> str:
 
 
 def draw_curve(values: Sequence[float], width: int = 40) -> str:
-    """Numbers as a row of bars, the first to the last."""
+    """Draw numbers as a row of bars.
+
+    Args:
+        values: The numbers.
+        width: Maximum number of bars.
+    """
     if not values:
         return ""
     count = min(width, len(values))

@@ -1,4 +1,4 @@
-"""One optimizer step of one process of a run, on machines that are not there."""
+"""Simulation of one optimizer step of one process of a run, without its machines."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ def simulate(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     **conditions: Any,
 ) -> Plan:
-    """Run one optimizer step of one process of many without values, and write down what it does.
+    """Run one optimizer step of one process without values, and record its time, memory and communication.
 
-    The strategy lays the model out as it would in the run, and torch's own FSDP2 schedules gathers and reductions.
-    Takes seconds and some hundred MB, for any number of processes.
+    The strategy lays the model out as in the run, and torch's own FSDP2 schedules gathers and reductions. It takes
+    seconds and a few hundred MB, for any world size.
 
     Args:
-        build_model: makes the model, without memory for its parameters.
-        make_batch: makes a batch of so many samples.
-        loss: of the model (or its method ``step``) and a batch; it may look at no tensor's value.
-        optimizer: makes one of parameters.
-        conditions: see `Conditions`; ``world_size`` and ``strategy`` at least.
+        build_model: Creates the model, without memory for its parameters.
+        make_batch: Creates a batch with this number of samples.
+        loss: Returns the loss of the model (or its method ``step``) and a batch; it must not read a tensor's value.
+        optimizer: Creates an optimizer for parameters.
+        conditions: See `Conditions`; at least ``world_size`` and ``strategy``.
+
+    Returns:
+        The plan.
 
     Raises:
-        ValueError: if the processes cannot be laid out so, or something asks for a value.
+        ValueError: If the processes cannot be laid out like this, or if the step reads a value.
     """
     on = Conditions(**conditions)
     clocks, memory = Clocks(), Memory()
@@ -85,7 +88,11 @@ class _Step:
         self.spent: dict[str, float] = {}
 
     def run(self, make_batch: Any) -> None:
-        """All of it, without values."""
+        """Run the step without values.
+
+        Args:
+            make_batch: Creates a batch with this number of samples.
+        """
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -116,7 +123,7 @@ class _Step:
                 raise _make_value_error(error, "numpy()") from error
 
     def _note_gradients(self) -> list[tuple[Tensor, float]]:
-        """Where gradients lie whole: when each is ready, in a backward that is to be reduced."""
+        """Record when each gradient of a replicated model is ready in backward."""
         order: list[tuple[Tensor, float]] = []
 
         def note(parameter: Tensor) -> None:
@@ -130,13 +137,15 @@ class _Step:
         return order
 
     def _prepare_optimizer(self) -> Optimizer:
-        """With the states that it has after a first step."""
+        """Create the optimizer with the state that it has after a first step."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer: Optimizer = self.make_optimizer(trained)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             name = type(optimizer).__name__
-            raise ValueError(f"{name} runs the step as often as it likes: no plan of it. Plan with another optimizer.")
+            raise ValueError(
+                f"{name} runs the step a varying number of times, so it has no plan; use another optimizer."
+            )
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch chooses on a GPU
@@ -181,7 +190,7 @@ class _Step:
         self.spent = {**meter.spent, WAITING: max(0.0, waited)}
 
     def _reduce(self, order: list[tuple[Tensor, float]]) -> None:
-        """What replicas exchange while backward still runs."""
+        """Record the reductions of replicas, which overlap with backward."""
         if self.on.strategy.reduces_unused_gradients:
             noted_ids = {id(parameter) for parameter, _ in order}
             backward_end = self.meter.clocks.compute.time
@@ -203,14 +212,14 @@ class _Step:
         compute.time = max(compute.time, done)
 
     def _note_collective(self, kind: str, size: int) -> float:
-        """Write a collective of all processes down; returns its seconds."""
+        """Record a collective of all processes, and return its duration in seconds."""
         ranks = tuple(range(self.on.strategy.world.size))
         self.meter.traffic.add(kind, size)
         return estimate_collective_seconds(kind, size, ranks, self.meter.prices.gpu)
 
 
 def _give_sizes(called: nn.Module) -> None:
-    """Have tensors of a model on no device at all stand for memory of their size; what is tied stays tied."""
+    """Give tensors of a model on the meta device memory of their size; tied tensors stay tied."""
     places = [(part, name, p) for part in called.modules() for name, p in part._parameters.items() if p is not None]
     called.to_empty(device="cpu")
     first: dict[Any, Any] = {}
@@ -223,7 +232,7 @@ def _give_sizes(called: nn.Module) -> None:
 
 
 def _make_value_error(error: Exception, operation: str) -> ValueError:
-    """Says which line of the user's own asks for what a plan does not have."""
+    """Return an error with the line of user code that reads a value."""
     user_frames = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -231,8 +240,8 @@ def _make_value_error(error: Exception, operation: str) -> ValueError:
     ]
     location = f", in {user_frames[-1][0]}, line {user_frames[-1][1]}" if user_frames else ""
     return ValueError(
-        f"the step looks at a tensor's value ({operation}{location}), and in a plan there are none. Leave out .item(), "
-        "print, branches on values and sizes that depend on them (nonzero, masks as indices), or plan without them."
+        f"the step reads a tensor's value ({operation}{location}), but tensors in a plan have no values. For the plan, "
+        "leave out .item(), print, branches on values, and sizes that depend on them (nonzero, masks as indices)."
     )
 
 

@@ -1,4 +1,4 @@
-"""End this process some time after a signal, whatever its main thread does."""
+"""Deadline that ends this process some time after a signal, in whatever state its main thread is."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _forks_watched: list[bool] = []
 
 
 class Deadline:
-    """A time limit that begins with a signal. Python's own handlers wait for the main thread, which may hang.
+    """Time limit that begins with a signal. Python's own handlers wait for the main thread, which may hang.
 
-    The interpreter writes each signal that has a handler into a pipe as soon as it comes (`signal.set_wakeup_fd`), and
-    a thread reads it. Whoever else wants to be woken so, such as asyncio, still is.
+    The interpreter writes each signal that has a handler into a pipe at once (`signal.set_wakeup_fd`), and a thread
+    reads it. The signal is passed on to any other reader, such as asyncio.
 
     Args:
-        seconds: from the first signal to the end.
-        signals: those that count.
+        seconds: Time from the first signal to the end.
+        signals: The signals that count.
     """
 
     def __init__(self, seconds: float, signals: Collection[int]) -> None:
@@ -38,12 +38,12 @@ class Deadline:
         self._thread.start()
 
     def hear(self) -> None:
-        """Begin, as another rank has got a signal."""
+        """Start the time limit, since another rank has received a signal."""
         with contextlib.suppress(OSError):  # it is over
             os.write(self._writing, bytes([_HEARD]))
 
     def cancel(self) -> None:
-        """The run has ended in time. Call it in the main thread."""
+        """Cancel the time limit, since the run has ended in time. Call it in the main thread."""
         signal.set_wakeup_fd(self._others)
         self._over.set()
         os.write(self._writing, bytes([_OVER]))
@@ -61,7 +61,7 @@ class Deadline:
         following.start()
         if not self._over.wait(self._seconds):
             number = signal.SIGTERM if first == _HEARD or first == getattr(signal, "SIGUSR1", None) else first
-            text = f"grace={self._seconds:g} s after the signal are over: ending; the latest complete checkpoint counts"
+            text = f"grace={self._seconds:g} s after the signal have passed: ending; resume from the latest checkpoint"
             with contextlib.suppress(OSError):
                 os.write(2, f"treadle: {text}\n".encode())
             end_at_once(128 + number)
@@ -81,6 +81,6 @@ class Deadline:
 
 
 def _stop_waking() -> None:
-    """In a child that was just forked: its signals are no concern of its parent's."""
+    """Disable the pipe in a child that was just forked, whose signals do not concern its parent."""
     with contextlib.suppress(ValueError):  # forked by another thread than the main one
         signal.set_wakeup_fd(-1)

@@ -1,12 +1,12 @@
-"""Let all ranks leave a loop before the same batch, though the loop has no collective that could carry a vote.
+"""Let all ranks leave a loop before the same batch, if the loop has no collective that could carry a vote.
 
-The ranks may be at different batches, or wait for each other within one. Nobody may just stop: a rank that is ahead may
-need the others in a collective of the batch it is in. So
+The ranks may be at different batches, or wait for each other within one. A rank must not simply stop: a rank that is
+ahead may need the others in a collective of its current batch. Therefore
 
-1. the rank that wants to leave says so in the store;
-2. each rank, when it hears that, pledges not to begin the batch after its present one without a decision. A thread
-   does this, as the rank itself may be waiting for others;
-3. rank zero decides on the furthest batch that was pledged; nobody has begun that one. There all leave.
+1. the rank that wants to leave writes a request to the store;
+2. each rank that reads it pledges not to begin the batch after its current one without a decision. A thread does this,
+since the rank itself may be waiting for others;
+3. rank zero decides on the furthest batch that was pledged, which no rank has begun. All ranks leave there.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _POLL = 0.005  # seconds
 _FAR = 2**62
 
 Position = tuple[int, int]
-"""The number of a loop since the beginning, and of a batch in it."""
+"""The number of a loop since the start, and of a batch in it."""
 
 
 class _Round:
-    """What has been said since the beginning of one stage.
+    """Messages since the beginning of one stage.
 
     Attributes:
-        number: of the stage; the ranks go through the same ones.
-        position: the batch that this rank is in, or about to begin.
-        asked: this rank wants to leave.
-        limit: where this rank waits for the decision.
-        decision: where all leave.
+        number: The number of the stage; the ranks go through the same stages.
+        position: The batch that this rank is in, or about to begin.
+        asked: Whether this rank wants to leave.
+        limit: Where this rank waits for the decision.
+        decision: Where all ranks leave.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Round:
         self.decision: Position | None = None
 
     def pledge(self) -> Position:
-        """Stop this rank at a batch that it has not begun; returns that one."""
+        """Stop this rank at a batch that it has not begun, and return that batch."""
         while True:
             loop, batch = self.position
             self.limit = (loop, batch + 1) if batch < _FAR else (loop + 1, 0)
@@ -54,11 +54,11 @@ class _Round:
 
 
 class Departure:
-    """Tells a rank before which batch it has to leave.
+    """Agreement of the ranks on the batch before which they leave a loop.
 
     Args:
-        rank: this process's.
-        size: number of processes.
+        rank: The rank of this process.
+        size: The world size.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -67,30 +67,34 @@ class Departure:
         self._on_asked: Callable[[], None] = lambda: None
 
     def begin_stage(self, watchdog: Watchdog | None, on_asked: Callable[[], None]) -> None:
-        """Begin a stage: what was asked before no longer counts. All ranks must call it.
+        """Begin a stage, which discards earlier requests. All ranks must call it.
 
         Args:
-            watchdog: whose thread talks to the store; without one several ranks leave no loop early.
-            on_asked: called by that thread when any rank has asked.
+            watchdog: Its thread accesses the store; without a watchdog, several ranks cannot leave a loop early.
+            on_asked: Called by that thread when any rank has requested to leave.
         """
         self._round, self._on_asked = _Round(), on_asked
         if watchdog is not None:
             self._round.number = watchdog.run_errand(self.exchange)
 
     def ask(self) -> None:
-        """Make all ranks leave. May come at any time, from a signal handler."""
+        """Request that all ranks leave. It may be called at any time, from a signal handler."""
         self._round.asked = True
 
     def begin_loop(self) -> None:
-        """Begin a loop; all ranks go through the same ones."""
+        """Begin a loop; all ranks go through the same loops."""
         self._round.position = (self._round.position[0] + 1, 0)
 
     def end_loop(self) -> None:
-        """End a loop: all its batches are done."""
+        """End a loop, all of whose batches are done."""
         self._round.position = (self._round.position[0], _FAR)
 
     def must_leave(self, batch: int) -> bool:
-        """Return whether all leave before this batch of the loop. It may wait for the others, once."""
+        """Return whether all ranks leave before this batch of the loop. It may wait for the others, once.
+
+        Args:
+            batch: The number of the batch.
+        """
         state = self._round
         state.position = position = (state.position[0], batch)
         if self._size == 1:
@@ -103,15 +107,18 @@ class Departure:
         return position >= state.decision
 
     def stay(self) -> None:
-        """Don't leave in this stage after all. All ranks must call it, where they would have left."""
+        """Cancel the request in this stage. All ranks must call it, at the point where they would have left."""
         self._round.asked, self._round.limit = False, (_FAR, 0)
         self._round.decision = self._round.limit
 
     def exchange(self, store: Any) -> bool:
-        """Take part in what the ranks say; a thread calls it every now and then. Returns whether more is to come.
+        """Exchange requests and pledges; a thread calls it periodically.
 
         Args:
-            store: torch's, of the process group.
+            store: Torch's store of the process group.
+
+        Returns:
+            Whether it has to be called again.
         """
         state = self._round
         asking, deciding = f"leave {state.number}", f"leave {state.number} at"

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: the machine is preempted, the job's time is up, or somebody pressed Ctrl-C."""
+"""Signals that request the end of a run: preemption of the machine, a job's time limit, or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -36,37 +36,52 @@ _ECHO = 1.0
 
 
 class Preempted(SystemExit):
-    """A signal ended the run, after it was saved.
+    """Exit after a signal has ended the run and the run was saved.
 
-    The exit status is what a shell says of a program that the signal ended: 143 for SIGTERM, 129 for SIGHUP. It is 143
-    for SIGUSR1 too, which schedulers send some time before SIGTERM.
+    The exit status is that of a program that the signal ended: 143 for SIGTERM, 129 for SIGHUP. It is also 143 for
+    SIGUSR1, which schedulers send some time before SIGTERM.
+
+    Example:
+        >>> from treadle.engine import Preempted
+        >>> try:
+        ...     raise Preempted(143)
+        ... except SystemExit as exit:
+        ...     exit.code
+        143
     """
 
 
 class Preemption:
-    """Notes the first SIGTERM, SIGUSR1 or SIGHUP while training runs; the loop saves and leaves after the step.
+    """Handler of SIGTERM, SIGUSR1 and SIGHUP during training; the loop saves and leaves after the current step.
 
-    The handler only sets a flag, so a signal never breaks a step or a save, whether it comes once or again. All ranks
-    leave after the same step, whoever got the signal. In the Trainer's loop the flag travels with the votes of each
-    step; in a loop of your own, and in evaluations, the ranks agree through the store, which takes up to two seconds.
+    The handler only sets a flag, so a signal never interrupts a step or a save, even if it comes repeatedly. All ranks
+    leave after the same step, no matter which one received the signal. In the Trainer's loop the flag is part of the
+    votes of each step; in a user-defined loop, and in evaluations, the ranks agree through the store, which takes up to
+    two seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 before a job's time is up: then the job is requeued too.
 
-    SIGUSR1 is what SLURM's ``--signal=USR1@90`` sends before a job's time is up: then the job is requeued too.
+    Before the first step nothing has to be saved: in the block of `leaving_at_once`, a rank that receives a signal
+    leaves without waiting for the others, and its launcher informs them.
 
-    Before the first step nothing has to be saved: in the block of `leaving_at_once` a rank that gets a signal leaves
-    without waiting for the others, whatever it is doing, and its launcher tells them.
-
-    Ctrl-C (SIGINT) raises KeyboardInterrupt at once, but for two cases: where ``interrupts`` is set it is noted like
-    the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not held back.
+    Ctrl-C (SIGINT) raises KeyboardInterrupt at once, with two exceptions: if ``interrupts`` is set it is handled like
+    the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not delayed.
 
     Args:
-        accelerator: whose votes carry the flag.
-        grace: seconds from the first signal, to any rank, to the end of all ranks, whatever they do then.
+        accelerator: Its votes carry the flag.
+        grace: Seconds from the first signal, to any rank, to the end of all ranks, in whatever state they are. Default:
+            no limit.
 
     Attributes:
-        caught: the signal this process got; None if none came.
-        interrupts: note Ctrl-C as the other signals are noted.
-        abandoned: a second Ctrl-C came, so nothing more is to be saved.
-        departure: lets loops without votes, of an evaluation, end together.
+        caught: The signal that this process received; None if none came.
+        interrupts: Whether Ctrl-C is handled like the other signals.
+        abandoned: Whether a second Ctrl-C came, so that nothing more is saved.
+        departure: Lets loops without votes, in evaluations, end together.
+
+    Example:
+        >>> import treadle
+        >>> accelerator = treadle.Accelerator(cpu=True)
+        >>> with accelerator.preemptible() as preemption:
+        ...     preemption.should_stop()
+        False
     """
 
     def __init__(self, accelerator: Accelerator, grace: float | None = None) -> None:
@@ -87,11 +102,11 @@ class Preemption:
 
     @contextmanager
     def watching(self) -> Iterator[Preemption]:
-        """Catch the signals in a block.
+        """Handle the signals inside the context.
 
-        A handler of the script's own is called too. Signals that are ignored stay so, and outside the main thread,
-        where Python can't set handlers, nothing is caught. A signal that came after the last step raises `Preempted`
-        at the end of the block, when all cleanup is done; not where the script has a handler of its own.
+        A handler of the script is called too. Ignored signals stay ignored. Outside the main thread, where Python can't
+        set handlers, no signal is handled. A signal after the last step raises `Preempted` at the end of the block,
+        after all cleanup, unless the script has its own handler.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
@@ -127,7 +142,7 @@ class Preemption:
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
-        """Note Ctrl-C in a block rather than raise KeyboardInterrupt at once; its end does, if nobody has left."""
+        """Delay KeyboardInterrupt for Ctrl-C until the end of the block, unless the run has left before."""
         self.interrupts = True
         try:
             yield
@@ -138,7 +153,7 @@ class Preemption:
 
     @contextmanager
     def leaving_at_once(self) -> Iterator[None]:
-        """Raise `Preempted` in a block as soon as a signal comes: nothing is lost, and the block may take long."""
+        """Raise `Preempted` inside the context as soon as a signal comes, since nothing is lost."""
         self._at_once = True
         try:
             self._leave_if_caught()
@@ -149,7 +164,7 @@ class Preemption:
 
     @contextmanager
     def holding_interrupts(self) -> Iterator[None]:
-        """Let the block, a save, end before a signal raises an exception."""
+        """Delay signals until the end of the block, which saves."""
         held, self._held = self._held, True
         try:
             yield
@@ -161,11 +176,11 @@ class Preemption:
             self._raise_interrupt(None)
 
     def note_failure(self) -> None:
-        """Say that an exception ends the run, which a signal is not to replace by another one."""
+        """Note that an exception ends the run, which a signal must not replace by another one."""
         self._failing = True
 
     def _hear(self) -> None:
-        """Another rank has got a signal; called by a thread."""
+        """Start the deadline, since another rank has received a signal; called by a thread."""
         if (deadline := self._deadline) is not None:
             deadline.hear()
 
@@ -174,7 +189,7 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         caught = signal.Signals(number)
         if os.getpid() != self._pid:  # a child that was forked within the block
-            if caught is signal.SIGTERM:  # from whoever started it, such as `Process.terminate`
+            if caught is signal.SIGTERM:  # from the parent process, such as `Process.terminate`
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return  # to the whole process group; data workers are needed for the step in progress
@@ -203,12 +218,12 @@ class Preemption:
             watchdog.interrupted = False
 
     def _interruption(self) -> int | None:
-        """Return a rank that has ended, so that this one, which has noted a signal, leaves without an agreement."""
+        """Return a rank that has ended, so that this rank leaves without an agreement after its signal; or None."""
         watchdog = self._accelerator.watchdog
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 
     def _raise_interruption(self) -> None:
-        """Leave the step, in which nothing can be saved any more; outside of a save, which the block completes."""
+        """Leave the step, in which nothing can be saved any more; a save in progress is completed first."""
         rank, watchdog = self._interruption(), self._accelerator.watchdog
         if rank is None or watchdog is None:
             return
@@ -216,11 +231,11 @@ class Preemption:
         if not (self._held or self._failing):
             self._failing = True
             raise PeerFailed(
-                f"rank {rank} of {self._accelerator.num_processes} has ended, so this one can't finish its step."
+                f"rank {rank} of {self._accelerator.num_processes} has ended, so this rank can't finish its step."
             )
 
     def _leave_if_caught(self) -> None:
-        """Leave, in the block of `leaving_at_once` and outside of a save."""
+        """Leave after a signal, in the block of `leaving_at_once` and outside of a save."""
         if not self._at_once or self._held or self.caught is None:
             return
         self._at_once = False  # another signal must not interrupt the cleanup
@@ -228,7 +243,7 @@ class Preemption:
             self._accelerator.watchdog.awaits_others = False
         self._speaks = self._accelerator.world.claim("leaves before the first step")  # others may not get the signal
         if self._speaks:
-            _say(f"{self.caught.name} ends the run before it has begun, so there is nothing to save")
+            _say(f"{self.caught.name} ends the run before its first step, so nothing has to be saved")
         self._agreed = self.caught
         self.leave()
 
@@ -242,8 +257,8 @@ class Preemption:
         elif self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
             if self._accelerator.is_main_process:
-                what = "step, where the run is saved" if self.interrupts else "save"
-                _say(f"Ctrl-C: the run ends after this {what}; press Ctrl-C again to end it at once")
+                last_action = "step, where the run is saved" if self.interrupts else "save"
+                _say(f"Ctrl-C: the run ends after this {last_action}; press Ctrl-C again to end it at once")
             if self.interrupts:
                 self._set(signal.SIGINT)
             handler = self._replaced[signal.SIGINT]
@@ -265,10 +280,10 @@ class Preemption:
     # -- in a loop of your own -----------------------------------------------------------------------------------
 
     def should_stop(self) -> bool:
-        """Return whether to save and leave now; the same on every rank.
+        """Return whether to save and leave now; the result is the same on every rank.
 
-        Every rank must ask equally often, best once per batch. Within a group of accumulated micro-batches the answer
-        is always False, as nothing could be saved there. It costs no exchange.
+        Every rank must call it equally often, best once per batch. Inside an accumulation group the result is always
+        False, since nothing could be saved there. It needs no exchange.
         """
         if not self._accelerator.sync_gradients:
             return False
@@ -281,7 +296,7 @@ class Preemption:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def agree(self) -> signal.Signals | None:
-        """Return the signal that ends the run, None if no rank got one. All ranks must call it."""
+        """Return the signal that ends the run, None if no rank received one. All ranks must call it."""
         self._set_interruptible(False)
         rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught), device="cpu")
         index = int(self._accelerator.world.all_reduce(rating, "max"))
@@ -289,11 +304,11 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the job if its time is up, and end. Save before; all ranks must call it.
+        """Requeue the job if its time is up, and end the process. Save before; all ranks must call it.
 
         Raises:
-            Preempted: for every signal but Ctrl-C.
-            KeyboardInterrupt: for Ctrl-C.
+            Preempted: For every signal but Ctrl-C.
+            KeyboardInterrupt: For Ctrl-C.
         """
         caught = self._agreed or self.agree()
         assert caught is not None, "no rank got a signal"
@@ -307,7 +322,7 @@ class Preemption:
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
-    """Tell whether a signal has interrupted a finalizer, where Python prints an exception and goes on without it."""
+    """Return whether a signal has interrupted a finalizer, where Python prints an exception and ignores it."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__del__" or code in _FINALIZERS:
@@ -318,16 +333,21 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
 
 @contextmanager
 def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Iterator[Preemption]:
-    """See `Accelerator.preemptible`.
+    """Return the context of `Accelerator.preemptible`.
+
+    Args:
+        accelerator: The Accelerator.
+        grace: Time from the signal to the end of all ranks.
+        interrupts: Handle Ctrl-C like the other signals.
 
     Raises:
-        ValueError: where several processes can't agree.
-        TypeError, ValueError: see `parse_duration`.
+        ValueError: If several processes can't agree, with a torch older than 2.8.
+        TypeError, ValueError: See `parse_duration`.
     """
     if accelerator.num_processes > 1 and accelerator.watchdog is None:
         raise ValueError(
-            f"preemptible() in a run of {accelerator.num_processes} processes needs torch 2.8 or newer; this is "
-            f"{torch.__version__}. Leave it out: signals then end the run as they do without Treadle."
+            f"preemptible() with {accelerator.num_processes} processes needs torch 2.8 or newer, but this is "
+            f"{torch.__version__}. Upgrade torch, or leave it out: signals then end the run without a save."
         )
     seconds = None if grace is None else parse_duration("grace", grace).total_seconds()
     preemption = Preemption(accelerator, seconds)
@@ -340,7 +360,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
 
 
 def requeue_job() -> None:
-    """Ask SLURM to run this job again, where SLURM runs it."""
+    """Ask SLURM to run this job again, if SLURM runs it."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
@@ -351,12 +371,12 @@ def requeue_job() -> None:
             ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_REQUEUE_LIMIT, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        _say(f"job {job} is not requeued: {error}. Submit it again; ckpt_path='auto' goes on where it stopped.")
+        _say(f"job {job} was not requeued: {error}. Submit it again; ckpt_path='auto' resumes where it stopped.")
         return
     if result.returncode:
-        _say(f"job {job} is not requeued: scontrol says {result.stderr.strip()!r}. Submit it with sbatch --requeue.")
+        _say(f"job {job} was not requeued: scontrol failed with {result.stderr.strip()!r}. Use sbatch --requeue.")
     else:
-        _say(f"job {job} is requeued")
+        _say(f"job {job} was requeued")
 
 
 def _say(text: str) -> None:

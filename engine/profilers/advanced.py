@@ -1,4 +1,4 @@
-"""Which functions the time of each action goes into: Python's own profiler."""
+"""Profile of the functions within each action, by Python's own profiler."""
 
 from __future__ import annotations
 
@@ -11,15 +11,28 @@ from .profiler import Profiler
 
 
 class AdvancedProfiler(Profiler):
-    """Records, for each action, every function called in it, with Python's ``cProfile``.
+    """Profiler that records, for each action, every function called in it, with Python's ``cProfile``.
 
-    What is called in an action within another one counts for the inner one only. It slows Python code down several
-    times; `SimpleProfiler` tells where to look first.
+    Functions that are called in an action within another one count for the inner one only. It slows Python code down
+    several times; use `SimpleProfiler` first to find where to look.
 
     Args:
-        dirpath, filename: see `Profiler`.
-        line_count_restriction: how many functions to show of each action: a number, or a share up to 1.0.
-        dump_stats: write each action's statistics to a file, for ``python -m pstats`` and viewers such as snakeviz.
+        dirpath: See `Profiler`.
+        filename: See `Profiler`.
+        line_count_restriction: Number of functions to show for each action, or a share up to 1.0.
+        dump_stats: Write each action's statistics to a file, for ``python -m pstats`` and viewers such as snakeviz.
+
+    Raises:
+        TypeError: If ``line_count_restriction`` is not a number.
+        ValueError: If it is negative, or a share above 1.0.
+
+    Example:
+        >>> from treadle.profilers import AdvancedProfiler
+        >>> profiler = AdvancedProfiler(line_count_restriction=5)
+        >>> with profiler.profile("sort"):
+        ...     numbers = sorted(range(1000), key=lambda n: -n)
+        >>> profiler.summary().startswith("Profile of sort")
+        True
     """
 
     def __init__(
@@ -45,30 +58,43 @@ class AdvancedProfiler(Profiler):
 
     @property
     def needs_directory(self) -> bool:
-        """See `Profiler.needs_directory`."""
+        """True if it writes files; see `Profiler.needs_directory`."""
         return self.dump_stats or self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """See `Profiler.setup`. Each stage is measured by itself."""
+        """Start a stage, which is measured by itself; see `Profiler.setup`.
+
+        Args:
+            stage: The stage.
+            local_rank: This process's rank.
+            log_dir: The default directory.
+        """
         super().setup(stage, local_rank, log_dir)
         self.profiled_actions.clear()
         self._running.clear()
 
     def start(self, action_name: str) -> None:
-        """See `Profiler.start`."""
+        """Start an action; see `Profiler.start`.
+
+        Args:
+            action_name: Its name.
+        """
         if self._running:
             self.profiled_actions[self._running[-1]].disable()
         self._running.append(action_name)
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
 
     def stop(self, action_name: str) -> None:
-        """See `Profiler.stop`.
+        """End an action; see `Profiler.stop`.
+
+        Args:
+            action_name: Its name.
 
         Raises:
-            ValueError: if it does not run.
+            ValueError: If it is not running.
         """
         if action_name not in self._running:
-            raise ValueError(f"{action_name!r} can't stop: it was never started.")
+            raise ValueError(f"stop({action_name!r}) without a running action of this name: call start first.")
         self.profiled_actions[self._running[-1]].disable()
         place = len(self._running) - 1 - self._running[::-1].index(action_name)
         del self._running[place]
@@ -76,7 +102,7 @@ class AdvancedProfiler(Profiler):
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
-        """See `Profiler.summary`. Writes the statistics too, if it is to dump them."""
+        """Return the report, and write the statistics if ``dump_stats`` is set; see `Profiler.summary`."""
         parts = []
         for name, profile in self.profiled_actions.items():
             profile.create_stats()

@@ -1,4 +1,4 @@
-"""Which profiler a name stands for."""
+"""Choice of a profiler by name."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .profiler import PassThroughProfiler, Profiler
 
 
 def choose_profiler(profiler: Any) -> Profiler:
-    """Return the profiler that ``Trainer(profiler=profiler)`` names.
+    """Return the profiler for ``Trainer(profiler=profiler)``.
 
     Args:
         profiler: None, ``"simple"``, ``"advanced"``, ``"pytorch"``, or a `Profiler`.
 
     Raises:
-        ValueError: for another name, with the nearest one.
-        TypeError: for anything else.
+        ValueError: If the name is unknown. The error names the nearest one.
+        TypeError: If it is another object.
     """
     if profiler is None:
         return PassThroughProfiler()
     if isinstance(profiler, Profiler):
         return profiler
     if not isinstance(profiler, str):
-        hint = " Put () behind it." if isinstance(profiler, type) and issubclass(profiler, Profiler) else ""
+        hint = " Pass an instance." if isinstance(profiler, type) and issubclass(profiler, Profiler) else ""
         raise TypeError(f"profiler={profiler!r} must be a name, a treadle.profilers.Profiler or None.{hint}")
     # Each is imported only when it is asked for: torch.profiler and cProfile take time that most runs need not spend.
     if profiler == "simple":

@@ -1,4 +1,4 @@
-"""Time on the device's own clock: what a computation really took where the process only launches it."""
+"""Device time of actions: the real duration of a computation that the process only launches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ _PENDING = 4096  # marks waiting to be read; far more than a device can be behin
 
 
 class Span:
-    """From one mark on the device's queue to another.
+    """Interval between two marks in the device's queue.
+
+    Args:
+        name: The action.
+        start: The first mark.
+        outer: The enclosing span, or None.
 
     Attributes:
-        name: the action.
-        outer: the one it lies within.
-        inner: milliseconds of those within it that are known.
-        repeats: whether it lies within another of its name.
+        inner: Milliseconds of the known spans within it.
+        repeats: Whether it lies within another span of its name.
     """
 
     __slots__ = ("inner", "name", "outer", "repeats", "start", "stop")
@@ -35,16 +38,16 @@ class Span:
 
 
 class DeviceClock:
-    """Marks the device's queue where actions begin and end, and reads the marks later, without waiting.
+    """Marker of the device's queue where actions begin and end; reads the marks later, without waiting.
 
-    A mark is reached when all work before it is done. So the time between two of them is how much longer the device was
-    busy with the work launched in between, or idle because nothing was launched.
+    A mark is reached when all work before it is done. The time between two marks is therefore the additional time that
+    the device was busy with the work launched in between, or idle because nothing was launched.
 
     Args:
-        new_mark: makes one, with ``record()``, ``query()``, ``synchronize()`` and ``elapsed_time(other)`` in
-            milliseconds, as ``torch.cuda.Event(enable_timing=True)`` has them.
-        take: called with a span's name, its seconds (0 within another of its name, which has them), and those of them
-            that were in no span within it, in the order in which spans ended.
+        new_mark: Creates a mark with ``record()``, ``query()``, ``synchronize()`` and ``elapsed_time(other)`` in
+            milliseconds, such as ``torch.cuda.Event(enable_timing=True)``.
+        take: Called in the order in which spans ended, with a span's name, its seconds (0 within another span of its
+            name, which includes them), and those of them that were in no span within it.
     """
 
     def __init__(self, new_mark: Callable[[], Any], take: Callable[[str, float, float], None]) -> None:
@@ -54,11 +57,23 @@ class DeviceClock:
         self._pending: deque[Span] = deque()
 
     def start(self, name: str, outer: Span | None) -> Span:
-        """Mark the beginning of an action."""
+        """Mark the beginning of an action.
+
+        Args:
+            name: The action.
+            outer: The enclosing span, or None.
+
+        Returns:
+            Its span.
+        """
         return Span(name, self._mark(), outer)
 
     def stop(self, span: Span) -> None:
-        """Mark its end."""
+        """Mark the end of an action.
+
+        Args:
+            span: Its span.
+        """
         span.stop = self._mark()
         self._pending.append(span)
         if len(self._pending) >= _PENDING:
@@ -68,7 +83,7 @@ class DeviceClock:
         """Read the marks that the device has reached.
 
         Args:
-            wait: until it has reached all of them.
+            wait: Wait until it has reached all of them.
         """
         pending = self._pending
         if wait and pending:
@@ -89,7 +104,12 @@ class DeviceClock:
 
 
 def device_clock(device: torch.device | None, take: Callable[[str, float, float], None]) -> DeviceClock | None:
-    """The clock of a device, where it has one of its own that can be read."""
+    """Return the clock of a device; None if it has none that can be read.
+
+    Args:
+        device: The device.
+        take: See `DeviceClock`.
+    """
     if device is None or device.type != "cuda":
         return None
     return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), take)

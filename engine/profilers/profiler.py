@@ -1,4 +1,4 @@
-"""The base of every profiler, and the one that measures nothing."""
+"""Base of all profilers, and the one that measures nothing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,33 @@ from ...common.validation import check_path
 
 
 class Profiler:
-    """Measures named actions. Subclass it and write `start` and `stop`.
+    """Base of profilers, which measure named actions. Subclass it and implement `start` and `stop`.
 
-    The Trainer measures what its loop does: ``"data"``, ``"transfer"``, ``"forward"``, ``"backward"``, ``"optimizer"``,
-    ``"validation"``, ``"checkpoint"``, each hook (``"hook EMA.on_train_batch_end"``), and more; see docs/profiling.md.
-    Actions may lie within each other. In a step, ``with self.trainer.profiler.profile("attention"):`` adds one.
+    The Trainer measures the actions of its loop: ``"data"``, ``"transfer"``, ``"forward"``, ``"backward"``,
+    ``"optimizer"``, ``"validation"``, ``"checkpoint"``, each hook (``"hook EMA.on_train_batch_end"``), and more; see
+    docs/profiling.md. Actions may be nested. In a step, ``with self.trainer.profiler.profile("attention"):`` adds one.
 
     Args:
-        dirpath: the directory of the files it writes; by default the run's log directory.
-        filename: write the report to a file of this name, one for each process, rather than show it.
+        dirpath: Directory of the files that it writes. Default: the run's log directory.
+        filename: Write the report to a file with this name, one for each process, in place of showing it.
 
     Attributes:
-        device: where the run computes; None without a Trainer.
-        model: the task of the run; None without a Trainer.
-        advice: what could make an action faster, by its name.
+        device: Device of the run; None without a Trainer.
+        model: Task of the run; None without a Trainer.
+        advice: What could make an action faster, by the action's name.
+
+    Example:
+        >>> import time
+        >>> from treadle.profilers import Profiler
+        >>> class Counter(Profiler):
+        ...     started = 0
+        ...     def start(self, action_name):
+        ...         self.started += 1
+        >>> profiler = Counter()
+        >>> with profiler.profile("sleep"):
+        ...     time.sleep(0.01)
+        >>> profiler.started
+        1
     """
 
     device: torch.device | None = None
@@ -48,22 +61,34 @@ class Profiler:
     # -- what you write ------------------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
-        """An action begins."""
+        """Start an action.
+
+        Args:
+            action_name: Its name.
+        """
 
     def stop(self, action_name: str) -> None:
-        """It is over."""
+        """End an action.
+
+        Args:
+            action_name: Its name.
+        """
 
     def step(self) -> None:
-        """An optimizer step is over, with all that belongs to it; in an evaluation: a batch."""
+        """Mark the end of an optimizer step with all that belongs to it; in an evaluation, of a batch."""
 
     def summary(self) -> str:
-        """What was measured, in words."""
+        """Return the report as text."""
         return ""
 
     # -- what you call -------------------------------------------------------------------------------------------
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
-        """Measure a block: ``with profiler.profile("augment"): ...``."""
+        """Return a context that measures a block: ``with profiler.profile("augment"): ...``.
+
+        Args:
+            action_name: The name of the block.
+        """
         return self._profile(action_name)
 
     @contextmanager
@@ -75,7 +100,15 @@ class Profiler:
             self.stop(action_name)
 
     def profile_iterable(self, iterable: Any, action_name: str) -> Iterator[Any]:
-        """Measure how long each item of an iterable is waited for."""
+        """Measure the time spent waiting for each item of an iterable.
+
+        Args:
+            iterable: The iterable.
+            action_name: The name of the action.
+
+        Yields:
+            The items.
+        """
         iterator = iter(iterable)
         while True:
             self.start(action_name)
@@ -88,7 +121,7 @@ class Profiler:
             yield item
 
     def describe(self) -> None:
-        """Show the report on rank zero or, with a ``filename``, write each process's to its file."""
+        """Show the report on rank zero or, with a ``filename``, write each process's report to its file."""
         text = self.summary()
         if not text:
             return
@@ -103,37 +136,41 @@ class Profiler:
 
     @property
     def needs_directory(self) -> bool:
-        """Whether it writes files, so that `setup` has to name a directory."""
+        """True if it writes files, so that `setup` has to name a directory."""
         return True
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """A stage begins.
+        """Start a stage.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: this process's rank, which file names then have. The Trainer gives its rank among all, so that
-                no two write one file; None in a run of one process.
-            log_dir: where to write if no ``dirpath`` was given.
+            local_rank: This process's rank, which becomes part of file names. The Trainer passes the global rank, so
+                that no two processes write one file; None with a world size of one.
+            log_dir: The directory if no ``dirpath`` was given.
         """
         self._stage, self._rank = stage, local_rank
         self.dirpath = self.dirpath or log_dir
 
     def teardown(self, stage: str | None) -> None:
-        """A stage is over, and the report is out."""
+        """End a stage, after the report.
+
+        Args:
+            stage: The stage.
+        """
 
     @property
     def local_rank(self) -> int:
-        """This process's rank, as `setup` was told."""
+        """Rank of this process, as passed to `setup`."""
         return self._rank or 0
 
     def path_for(self, ending: str, part: str = "") -> Path:
-        """Return the file for this stage and process: ``dirpath/fit-name-0-part.txt``. Makes the directory.
+        """Return the file for this stage and process, ``dirpath/fit-name-0-part.txt``, and create the directory.
 
-        A run of one process leaves the rank out.
+        With a world size of one the rank is left out.
 
         Args:
-            ending: how the name ends, with its dot.
-            part: what it is of, where a process writes several.
+            ending: The suffix of the name, with its dot.
+            part: What it contains, if a process writes several.
         """
         words = [self._stage, self.filename, None if self._rank is None else str(self._rank), part]
         name = re.sub(r"[^\w.+-]+", "_", "-".join(str(word) for word in words if word)) or "profile"
@@ -143,17 +180,33 @@ class Profiler:
 
 
 class PassThroughProfiler(Profiler):
-    """Measures nothing: what ``trainer.profiler`` is where none was asked for."""
+    """Profiler that measures nothing: ``trainer.profiler`` if no profiler was requested.
+
+    Example:
+        >>> from treadle.profilers import PassThroughProfiler
+        >>> with PassThroughProfiler().profile("anything") as name:
+        ...     print(name)
+        anything
+    """
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
-        """See `Profiler.profile`."""
+        """Return a context that measures nothing; see `Profiler.profile`.
+
+        Args:
+            action_name: The name of the block.
+        """
         return nullcontext(action_name)
 
     def profile_iterable(self, iterable: Any, action_name: str) -> Iterator[Any]:
-        """See `Profiler.profile_iterable`."""
+        """Return the iterator of an iterable, unmeasured; see `Profiler.profile_iterable`.
+
+        Args:
+            iterable: The iterable.
+            action_name: The name of the action.
+        """
         return iter(iterable)
 
     @property
     def needs_directory(self) -> bool:
-        """See `Profiler.needs_directory`."""
+        """False: it writes no files."""
         return False

@@ -1,4 +1,4 @@
-"""Which operations the time goes into, on the processor and on the device: torch's profiler."""
+"""Profile of operations on the CPU and the device, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -19,27 +19,34 @@ from .profiler import Profiler
 
 
 class PyTorchProfiler(Profiler):
-    """Records the operations of some steps with ``torch.profiler``, and writes a trace of each process.
+    """Profiler that records the operations of some steps with ``torch.profiler``, and writes a trace of each process.
 
     A trace, ``fit-0.pt.trace.json``, opens in https://ui.perfetto.dev and in TensorBoard; every action of the Trainer
     is a range in it.
 
     Args:
-        dirpath, filename: see `Profiler`; traces lie in the same directory.
-        group_by_input_shapes: a row of the table for each shape of an operation's inputs. Records the shapes.
-        emit_nvtx: make ranges for Nsight Systems, rather than record here: ``nsys profile python train.py``.
-        export_to_chrome: write traces.
-        row_limit: rows of the table; -1 for all.
-        sort_by_key: the table's order, one of `AVAILABLE_SORT_KEYS`; by default the device's time, or the processor's.
-        record_module_names: a range for each call of a part of the model (not within what is compiled).
-        table_kwargs: more arguments of torch's ``EventList.table``.
-        profiler_kwargs: arguments of ``torch.profiler.profile``: ``schedule`` (by default steps 3 to 5 are recorded;
+        dirpath: See `Profiler`; traces are written to the same directory.
+        filename: See `Profiler`.
+        group_by_input_shapes: Show a row of the table for each shape of an operation's inputs. Records the shapes.
+        emit_nvtx: Create ranges for Nsight Systems in place of a recording: ``nsys profile python train.py``.
+        export_to_chrome: Write traces.
+        row_limit: Rows of the table; -1 for all.
+        sort_by_key: Order of the table, one of `AVAILABLE_SORT_KEYS`. Default: the device's time, or the CPU's.
+        record_module_names: Create a range for each call of a submodule (not within compiled code).
+        table_kwargs: Further arguments of torch's ``EventList.table``.
+        profiler_kwargs: Arguments of ``torch.profiler.profile``: ``schedule`` (by default steps 3 to 5 are recorded;
             None for all steps, in memory), ``activities``, ``on_trace_ready`` (in place of writing traces),
             ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops``, ``with_modules``.
 
     Raises:
-        ValueError: for a key or an argument that does not exist, with the nearest one.
-        TypeError: for a schedule that is none.
+        ValueError: If a key or an argument does not exist. The error names the nearest one.
+        TypeError: If ``schedule`` is not a schedule.
+
+    Example:
+        >>> import treadle
+        >>> from treadle.profilers import PyTorchProfiler
+        >>> profiler = PyTorchProfiler(row_limit=10, profile_memory=True)
+        >>> trainer = treadle.Trainer(profiler=profiler, logger=False)
     """
 
     AVAILABLE_SORT_KEYS = frozenset(
@@ -94,21 +101,26 @@ class PyTorchProfiler(Profiler):
 
     @property
     def needs_directory(self) -> bool:
-        """See `Profiler.needs_directory`."""
+        """True if it writes traces or a report; see `Profiler.needs_directory`."""
         traces = self.export_to_chrome and not self.emit_nvtx and self.on_trace_ready is None
         return traces or self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """See `Profiler.setup`. Recording begins.
+        """Start a stage and the recording; see `Profiler.setup`.
+
+        Args:
+            stage: The stage.
+            local_rank: This process's rank.
+            log_dir: The default directory.
 
         Raises:
-            ValueError: for ``emit_nvtx`` without a CUDA device.
+            ValueError: If ``emit_nvtx`` is set without a CUDA device.
         """
         super().setup(stage, local_rank, log_dir)
         self.traces, self._table, self._steps, self._running = [], "", 0, []
         if self.emit_nvtx:
             if not torch.cuda.is_available():
-                raise ValueError("PyTorchProfiler(emit_nvtx=True) makes ranges for CUDA devices, and there is none.")
+                raise ValueError("PyTorchProfiler(emit_nvtx=True) needs a CUDA device, but this process has none.")
             self.profiler = torch.autograd.profiler.emit_nvtx(**_select_nvtx_options(self.profiler_kwargs))
         else:
             self.profiler = torch.profiler.profile(
@@ -119,37 +131,52 @@ class PyTorchProfiler(Profiler):
             self._names = ModuleNames(self.model)
 
     def start(self, action_name: str) -> None:
-        """See `Profiler.start`."""
+        """Start an action; see `Profiler.start`.
+
+        Args:
+            action_name: Its name.
+        """
         record = record_function(f"[treadle]{action_name}")
         record.__enter__()
         self._running.append((action_name, record))
 
     def stop(self, action_name: str) -> None:
-        """See `Profiler.stop`."""
+        """End an action; see `Profiler.stop`.
+
+        Args:
+            action_name: Its name.
+
+        Raises:
+            ValueError: If it is not running.
+        """
         for place in range(len(self._running) - 1, -1, -1):
             if self._running[place][0] == action_name:
                 self._running.pop(place)[1].__exit__(None, None, None)
                 return
-        raise ValueError(f"{action_name!r} can't stop: it was never started.")
+        raise ValueError(f"stop({action_name!r}) without a running action of this name: call start first.")
 
     def step(self) -> None:
-        """See `Profiler.step`: the schedule goes on."""
+        """Advance the schedule; see `Profiler.step`."""
         self._steps += 1
         if not self.emit_nvtx and self.profiler is not None:
             self.profiler.step()
 
     def describe(self) -> None:
-        """See `Profiler.describe`. Recording ends."""
+        """End the recording and show or write the report; see `Profiler.describe`."""
         self._end()
         super().describe()
 
     def summary(self) -> str:
-        """See `Profiler.summary`: a table of the operations that were recorded last."""
+        """End the recording and return a table of the last recorded operations; see `Profiler.summary`."""
         self._end()
         return self._table
 
     def teardown(self, stage: str | None) -> None:
-        """See `Profiler.teardown`."""
+        """End the recording; see `Profiler.teardown`.
+
+        Args:
+            stage: The stage.
+        """
         self._end()
 
     def _end(self) -> None:
@@ -164,12 +191,12 @@ class PyTorchProfiler(Profiler):
         profiler.__exit__(None, None, None)
         if not self.emit_nvtx and not self._table:
             warn(
-                f"PyTorchProfiler has recorded nothing: {self._stage or 'the run'} was over after {self._steps} steps, "
-                "before its schedule began to record. PyTorchProfiler(schedule=None) records all of them."
+                f"PyTorchProfiler has recorded nothing: {self._stage or 'the run'} ended after {self._steps} steps, "
+                "before its schedule began to record. PyTorchProfiler(schedule=None) records all steps."
             )
 
     def _export_cycle(self, profiler: Any) -> None:
-        """A cycle of the schedule is recorded."""
+        """Store the table, and write the trace, of a recorded cycle of the schedule."""
         rows = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         on_device = any(activity.name != "CPU" for activity in profiler.activities)
         key = self.sort_by_key or ("device_time_total" if on_device else "cpu_time_total")
@@ -185,9 +212,12 @@ class PyTorchProfiler(Profiler):
 
 
 class ModuleNames:
-    """Makes each call of a part of ``model`` a range of its name, until `remove`.
+    """Hooks that create a named range for each call of a submodule, until `remove`.
 
-    Parts that are compiled are left out, with all that is in them: a range would break their graph.
+    Compiled submodules are left out, including all that they contain: a range would break their graph.
+
+    Args:
+        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -212,7 +242,7 @@ class ModuleNames:
             self._open.pop().__exit__(None, None, None)
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -224,5 +254,5 @@ def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: t
 
 
 def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that ``emit_nvtx`` has too."""
+    """Return the arguments that ``emit_nvtx`` has too."""
     return {name: value for name, value in options.items() if name == "record_shapes"}

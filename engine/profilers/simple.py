@@ -1,4 +1,4 @@
-"""How long each action takes, and what the run waits for."""
+"""Duration of each action, and what the run waits for."""
 
 from __future__ import annotations
 
@@ -12,18 +12,29 @@ from .verdict import Action, verdict
 
 
 class SimpleProfiler(Profiler):
-    """Measures how often each action runs and how long it takes, and says what the run waits for.
+    """Profiler that measures how often each action runs and how long it takes, and reports what the run waits for.
 
-    An action's share is of its own time: without that of the actions within it, so the shares add up to the whole. On
-    CUDA devices, where a process runs ahead of what it launches, the device's own clock is read too (from marks in its
-    queue, nothing waits), and the shares are of that. On other accelerators they are what the process spends.
+    An action's share is of its own time, without that of the actions within it, so the shares add up to the total. On
+    CUDA devices, where a process runs ahead of the work it launches, the device's own clock is read too (from marks in
+    its queue, without waiting), and the shares are of device time. On other accelerators they are of the process's
+    time.
 
     Args:
-        dirpath, filename: see `Profiler`.
-        extended: show the number of calls, the longest one and the share as well.
+        dirpath: See `Profiler`.
+        filename: See `Profiler`.
+        extended: Show the number of calls, the longest one and the share as well.
 
     Attributes:
-        actions: what was measured, by action.
+        actions: The measurements, by action.
+
+    Example:
+        >>> import time
+        >>> from treadle.profilers import SimpleProfiler
+        >>> profiler = SimpleProfiler()
+        >>> with profiler.profile("sleep"):
+        ...     time.sleep(0.01)
+        >>> profiler.actions["sleep"].calls
+        1
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
@@ -40,16 +51,26 @@ class SimpleProfiler(Profiler):
 
     @property
     def needs_directory(self) -> bool:
-        """See `Profiler.needs_directory`."""
+        """True if it writes a report to a file; see `Profiler.needs_directory`."""
         return self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """See `Profiler.setup`. Each stage is measured by itself."""
+        """Start a stage, which is measured by itself; see `Profiler.setup`.
+
+        Args:
+            stage: The stage.
+            local_rank: This process's rank.
+            log_dir: The default directory.
+        """
         super().setup(stage, local_rank, log_dir)
         self._forget()
 
     def start(self, action_name: str) -> None:
-        """See `Profiler.start`."""
+        """Start an action; see `Profiler.start`.
+
+        Args:
+            action_name: Its name.
+        """
         span = None
         if self._clock is not None:
             span = self._clock.start(action_name, self._running[-1][2] if self._running else None)
@@ -57,10 +78,13 @@ class SimpleProfiler(Profiler):
         self._running.append((action_name, time.perf_counter(), span))
 
     def stop(self, action_name: str) -> None:
-        """See `Profiler.stop`.
+        """End an action; see `Profiler.stop`.
+
+        Args:
+            action_name: Its name.
 
         Raises:
-            ValueError: if it does not run.
+            ValueError: If it is not running.
         """
         end = time.perf_counter()
         running = self._running
@@ -68,7 +92,7 @@ class SimpleProfiler(Profiler):
         while place >= 0 and running[place][0] != action_name:
             place -= 1
         if place < 0:
-            raise ValueError(f"{action_name!r} can't stop: it was never started.")
+            raise ValueError(f"stop({action_name!r}) without a running action of this name: call start first.")
         _, begun, span = running.pop(place)
         took = end - begun
         exclusive = took - self._inner.pop(place)
@@ -95,7 +119,7 @@ class SimpleProfiler(Profiler):
             action.device_first = exclusive
 
     def summary(self) -> str:
-        """See `Profiler.summary`."""
+        """Return the table of actions and the verdict; see `Profiler.summary`."""
         elapsed = time.perf_counter() - self._started
         if self._clock is not None:
             self._clock.read(wait=True)
@@ -105,14 +129,21 @@ class SimpleProfiler(Profiler):
         on_device = self._clock is not None
         lines = [f"{title}: {_format_seconds(elapsed)}", *table(self.actions, elapsed, self.extended, on_device)]
         if self.device is not None and self.device.type != "cpu" and not on_device:
-            lines.append(f"The process runs ahead of {self.device.type}: these are times of launching, and of waiting.")
+            lines.append(f"The process runs ahead of {self.device.type}: these times cover launching and waiting only.")
         if words := verdict(self.actions, self.advice, on_device):
             lines.append(words)
         return "\n".join(lines)
 
 
 def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_device: bool) -> list[str]:
-    """The lines of a table, the largest share first; the last one is what lies in no action."""
+    """Return the lines of a table, the largest share first; the last line is the time outside of all actions.
+
+    Args:
+        actions: The measurements, by action.
+        elapsed: Seconds in total.
+        extended: Show all columns.
+        on_device: Compute shares of device time.
+    """
     exclusive = {name: a.device_exclusive if on_device else a.exclusive for name, a in actions.items()}
     rest = max(0.0, elapsed - sum(exclusive.values()))
     share = {name: f"{100 * seconds / elapsed:.1f} %" for name, seconds in exclusive.items()}
@@ -135,7 +166,7 @@ def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_devi
 
 
 def _format_seconds(value: float) -> str:
-    """A duration in the unit that fits."""
+    """Format a duration in a suitable unit."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

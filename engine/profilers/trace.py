@@ -1,4 +1,4 @@
-"""Measure a block of code with torch's profiler, with a trace of each process."""
+"""Profile of a block of code by torch's profiler, with a trace of each process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from ..configuration import ProfileKwargs
 
 @contextmanager
 def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
-    """Measure a block with torch's profiler, and write each process's trace where the handler says so.
+    """Profile a block with torch's profiler, and write each process's trace if the handler has a directory.
 
     Args:
-        handler: how to measure.
-        world: all processes; where traces are written, each waits for the others' at the end.
+        handler: Settings of the profiler.
+        world: All processes; if traces are written, each process waits for the others at the end.
+
+    Yields:
+        The profiler.
     """
     profiler = _build_profiler(handler, world.rank)
     with profiler:

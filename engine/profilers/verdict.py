@@ -1,11 +1,11 @@
-"""What a run waits for, in one sentence, from what its actions took."""
+"""Verdict on a run in one sentence: what it waits for, from the durations of its actions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 ENOUGH = 0.2
-"""From this share of the time on, something else than the computation is what a run waits for."""
+"""Share of the time above which something other than the computation is reported as what a run waits for."""
 
 COMPUTING = ("forward", "backward", "optimizer", "zero_grad", "clip", "agree", "test_step", "predict_step")
 _KINDS = {
@@ -18,15 +18,16 @@ _KINDS = {
 
 
 class Action:
-    """What was measured of one action.
+    """Measurements of one action.
 
     Attributes:
-        calls: how often it ran.
-        total: seconds in it; of a run within another of its own, as in a recursion, the outer one's.
-        exclusive: those of them in no action within it.
-        longest: seconds of its longest run.
-        first: ``exclusive`` of its first run, which has more to do than the others: start workers, compile, get memory.
-        device_total, device_exclusive, device_first: the same on the device's clock.
+        calls: Number of runs.
+        total: Seconds in it; in a recursion, only the outermost run counts.
+        exclusive: The seconds outside of actions within it.
+        longest: Seconds of its longest run.
+        first: ``exclusive`` of its first run, which takes longer than others: it starts workers, compiles, allocates
+            memory.
+        device_total, device_exclusive, device_first: The same on the device's clock.
     """
 
     __slots__ = ("calls", "device_exclusive", "device_first", "device_total", "exclusive", "first", "longest", "total")
@@ -39,11 +40,11 @@ class Action:
 
 
 def kind_of(name: str, alone: bool = False) -> str:
-    """What an action's time goes into: computing, one of the usual kinds, or that action itself.
+    """Return the kind of an action: computing, one of the usual kinds, or the action itself.
 
     Args:
-        name: the action.
-        alone: whether nothing is trained, so that a validation is what is computed.
+        name: The action.
+        alone: Whether nothing is trained, so that a validation counts as computing.
     """
     if name in COMPUTING or (alone and name == "validation_step"):
         return "computing"
@@ -53,18 +54,18 @@ def kind_of(name: str, alone: bool = False) -> str:
 
 
 def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device: bool) -> str:
-    """Say what most of the time goes into, beside the computation, and what would help.
+    """Describe what takes most of the time besides the computation, and what would help.
 
-    The first run of every action is left out, where there are others: it has more to do. So is what lies before and
-    after the loop.
+    The first run of every action is left out if there are others, since it takes longer. Time before and after the loop
+    is left out too.
 
     Args:
-        actions: what was measured.
-        advice: in place of the usual advice, by action.
-        on_device: whether the device's clock decides.
+        actions: The measurements, by action.
+        advice: Replaces the usual advice, by action.
+        on_device: Whether the device's clock decides.
 
     Returns:
-        A sentence; empty where nothing of a loop was measured.
+        A sentence; empty if no loop was measured.
     """
     spent: dict[str, float] = {}
     alone = "forward" not in actions

@@ -2,7 +2,7 @@
 
 `sources` recognizes a source by its content. `torch_files` reads files of ``torch.save`` through `pickle_reader`, which
 treats a pickle as a list of instructions, and `pickle_types`, the types that some names stand for. `download` fetches
-URLs. `load` puts weights into a model, `save` writes them.
+URLs. `load` loads weights into a model, `save` writes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights behind a URL: a file of the web, whose digest is compared first, or a file or folder of an object store."""
+"""Weights behind a URL: a file on the web, whose digest is compared first, or files in an object store."""
 
 from __future__ import annotations
 
@@ -20,14 +20,21 @@ _WEB = ("http", "https", "file")
 
 
 def is_url(source: object) -> bool:
-    """Whether a source of weights is a URL, not a path."""
+    """Return whether a source of weights is a URL, not a path.
+
+    Args:
+        source: The source.
+    """
     return isinstance(source, str) and _SCHEME.match(source) is not None
 
 
 def find_in_store(source: object) -> RemotePath | None:
-    """Return the place in an object store that a source of weights is; None if it is a path, or of the web.
+    """Return the location in an object store; None if the source is a path, or on the web.
 
-    Who can write there is known to the store, so no digest is needed, as for a path.
+    The store knows who can write there, so no digest is needed, as for a path.
+
+    Args:
+        source: The source.
     """
     if not is_url(source) or str(source).partition("://")[0].lower() in _WEB:
         return None
@@ -35,32 +42,39 @@ def find_in_store(source: object) -> RemotePath | None:
 
 
 def fetch_from_store(source: RemotePath, folder: Path) -> Path:
-    """Bring an object here, or the objects of a folder without those in folders in it.
+    """Download an object, or the objects of a folder without its subfolders.
 
     Args:
-        source: where they are.
-        folder: where to put them.
+        source: The URL.
+        folder: The local folder.
+
+    Returns:
+        The local file or folder.
 
     Raises:
-        ValueError: there is nothing.
-        OSError: the store failed.
+        ValueError: If it does not exist or is empty.
+        OSError: If the store failed.
     """
     if source.is_file():
         source.download(folder / source.name)
         return folder / source.name
     names = source.files()
     if not names:
-        raise ValueError(f"{source}: does not exist, or has no files.")
+        raise ValueError(f"{source} does not exist, or has no files.")
     for name in names:
         (source / name).download(folder / name)
     return folder
 
 
 def check_digest(path: Path, sha256: str) -> None:
-    """Compare a file's sha256.
+    """Compare the sha256 of a file.
+
+    Args:
+        path: The file.
+        sha256: The expected digest.
 
     Raises:
-        ValueError: It is another, or what was asked for is no digest.
+        ValueError: If it differs, or if ``sha256`` is not a digest.
     """
     expected = _parse_digest(sha256)
     with path.open("rb") as file:
@@ -68,36 +82,39 @@ def check_digest(path: Path, sha256: str) -> None:
 
 
 def fetch(url: str, sha256: str | None, folder: Path) -> Path:
-    """Bring the file of a URL here.
+    """Download the file at a URL.
 
     Args:
         url: ``https://``, ``http://`` or ``file://``.
-        sha256: The digest it must have.
-        folder: Where to put it; a local one stays where it is.
+        sha256: The expected digest.
+        folder: The local folder; a local file is not copied.
+
+    Returns:
+        The local file.
 
     Raises:
-        ValueError: There is no digest, or another one, or the file is too large, or the URL is of another kind.
-        OSError: The server or the connection failed.
+        ValueError: If the digest is missing or differs, the file is too large, or the URL has another scheme.
+        OSError: If the server or the connection failed.
     """
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]
     if sha256 is None:
         raise ValueError(
-            f"{url}: whoever can change what a URL gives can change your model. Give sha256=, the file's digest "
-            "(`sha256sum FILE`), or download it yourself and give the path."
+            f"{url} is a URL without a digest, so its content could be replaced unnoticed. Pass sha256=, the digest of "
+            "the file (`sha256sum FILE`), or download it yourself and pass the path."
         )
     expected = _parse_digest(sha256)
     if scheme == "file":
         parts = urllib.parse.urlsplit(url)
         path = Path(urllib.parse.unquote(parts.path))
         if parts.netloc not in ("", "localhost") or not path.is_file():
-            raise ValueError(f"{url}: is no file of this machine.")
+            raise ValueError(f"{url} is not a file of this machine.")
         check_digest(path, sha256)
         return path
     target = folder / "weights"
     try:
         _compare(url, _download(url, target), expected)
     except OSError as error:
-        raise OSError(f"{url}: can't be downloaded: {error}.") from error
+        raise OSError(f"{url} can't be downloaded: {error}.") from error
     return target
 
 
@@ -123,7 +140,7 @@ def _download(url: str, target: Path) -> str:
                 digest.update(piece)
                 file.write(piece)
     except http.client.HTTPException as error:
-        raise OSError(f"the server said what is no HTTP: {type(error).__name__} {error}") from error
+        raise OSError(f"the server's answer is not HTTP: {type(error).__name__} {error}") from error
     return digest.hexdigest()
 
 
@@ -134,7 +151,7 @@ def _read_declared_size(response: Any) -> int:
 
 def _check_size(url: str, size: int, limit: int, target: Path) -> None:
     if size > limit:
-        raise ValueError(f"{url}: has more than the {limit:,} bytes that may be put into {target.parent}.")
+        raise ValueError(f"{url} has more than {limit:,} bytes, the limit of {target.parent}.")
 
 
 def _parse_digest(sha256: object) -> str:
@@ -146,5 +163,5 @@ def _parse_digest(sha256: object) -> str:
 def _compare(place: object, actual: str, expected: str) -> None:
     if actual != expected:
         raise ValueError(
-            f"{place}: its sha256 is {actual}, not {expected}. It is another file; nothing of it was read."
+            f"{place} has the sha256 {actual}, not {expected}. It is another file; nothing in it was read."
         )

@@ -1,4 +1,4 @@
-"""Weights of checkpoints that other programs wrote, into a model. Nothing in a file can make this run anything."""
+"""Loading of weights that other programs wrote into a model. Nothing in a file can make this run code."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # what FSDP1
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """A weight that the source left out, as it was not trained."""
+    """Weight that the source left out, since it was not trained."""
 
     digest: str
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load_weights` did, all by the model's names.
+    """Result of `load_weights`, by the model's names.
 
     Attributes:
-        names: What was loaded.
-        missing: What the model has and the source has not.
-        unexpected: What the source has and the model has not.
-        reshaped: What has another shape in the source.
+        names: Weights that were loaded.
+        missing: Weights that only the model has.
+        unexpected: Weights that only the source has.
+        reshaped: Weights that have another shape in the source.
     """
 
     names: tuple[str, ...]
@@ -56,30 +56,31 @@ def load_weights(
     rename: Rename | None = None,
     sha256: str | None = None,
 ) -> Loaded:
-    """Load weights that any program wrote into a model, by name. Whatever is in the file, nothing of it is run.
+    """Load weights that any program wrote into a model, by name. No code in the file is run, whatever it contains.
 
     Args:
-        model: The model, as it is or prepared: under any strategy each process takes its part.
-        source: A checkpoint of Treadle; a folder as Hugging Face's, with ``model.safetensors`` or
-            ``pytorch_model.bin``, whole or in shards with an index; a safetensors file; a file of ``torch.save`` with
-            a state dict, or with one under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``, as Lightning's
-            ``.ckpt``; or the URL of such a file, with ``sha256``. Each process reads (and downloads) for itself.
-        strict: The names must be exactly the model's. If not, what fits is loaded, and a warning says what isn't.
-        prefix: Take the names that begin with it, without it. Those that wrappers put there are known.
-        rename: A function from the source's name to the model's, or to None to leave it out; or a mapping of names,
-            where one that ends with ``"."`` or is empty stands for all that begin with it.
-        sha256: The digest of the file, which is compared before anything in it is looked at. A URL needs it.
+        model: The model, prepared or not: under any strategy each process loads its shards.
+        source: A checkpoint of Treadle; a folder in Hugging Face's form, with ``model.safetensors`` or
+            ``pytorch_model.bin``, in one file or several with an index; a safetensors file; a file of ``torch.save``
+            with a state dict, or with one under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``, such as
+            Lightning's ``.ckpt``; or the URL of such a file, with ``sha256``. Each process reads (and downloads) by
+            itself.
+        strict: Require exactly the model's names. With False, what fits is loaded, and a warning lists the rest.
+        prefix: Load only names with this prefix, without it. Prefixes of common wrappers are removed automatically.
+        rename: A function from the source's name to the model's, or to None to leave a weight out; or a mapping of
+            names, in which a name that ends with ``"."`` or is empty stands for all names with this prefix.
+        sha256: The digest of the file, which is compared before anything in it is read. Required for a URL.
 
     Returns:
         What was loaded and what was not.
 
     Raises:
-        ValueError: The source is damaged, harmful or none of these, or its names or shapes are not the model's: the
-            text lists them, and says which prefix would fit. The model is as it was then.
-        OSError: It can't be downloaded.
+        ValueError: If the source is damaged, harmful or of another kind, or if its names or shapes differ from the
+            model's: the error lists them, and names a prefix that would fit. The model is not changed then.
+        OSError: If it can't be downloaded.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"load_weights loads into a module, not a {type(model).__name__}.")
+        raise TypeError(f"load_weights got a {type(model).__name__}, but must get a module.")
     with open_source(source, sha256) as opened_source:
         return load_opened(model, opened_source, strict, prefix, rename)
 
@@ -87,7 +88,15 @@ def load_weights(
 def load_opened(
     model: nn.Module, source: Opened, strict: bool = True, prefix: str | None = None, rename: Rename | None = None
 ) -> Loaded:
-    """Load what was opened into a model; see `load_weights`."""
+    """Load the weights of an opened source into a model; see `load_weights`.
+
+    Args:
+        model: The model, prepared or not.
+        source: The opened source.
+        strict: Require exactly the model's names.
+        prefix: Load only names with this prefix.
+        rename: A function or a mapping of names.
+    """
     unwrapped = _unwrap_model(model)
     state = unwrapped.state_dict()
     targets = {strip_compile_prefix(name): name for name in state}
@@ -104,7 +113,7 @@ def load_opened(
     else:
         fitting = [name for name in weights if name in targets and name not in reshaped]
         if not fitting:
-            raise ValueError(f"{source.place}: nothing in it fits the model.{_suggest_prefix(weights, targets)}")
+            raise ValueError(f"{source.place}: none of its weights fit the model.{_suggest_prefix(weights, targets)}")
         _say_left_out(source.place, missing, unexpected, reshaped)
     if frozen:
         check_frozen(compute_digests(unwrapped, frozen, World()), frozen, source.place, strict)
@@ -119,7 +128,7 @@ def load_opened(
         unwrapped.load_state_dict(values, strict=strict and not frozen)
     except RuntimeError as error:
         raise ValueError(
-            f"{source.place}: does not fit the model: {error}{_suggest_prefix(weights, targets)}"
+            f"{source.place} does not fit the model: {error}{_suggest_prefix(weights, targets)}"
         ) from error
     return Loaded(tuple(fitting), missing, unexpected, reshaped)
 
@@ -128,16 +137,16 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
     unwrapped = SingleDevice().unwrap(model)
     empty = [name for name, value in unwrapped.state_dict().items() if getattr(value, "is_meta", False)]
     if empty or is_dispatched(unwrapped):
-        lacking = abbreviate(empty) if empty else "parts of it"
+        lacking = abbreviate(empty) if empty else "some of its weights"
         raise ValueError(
-            f"load_weights: the model has no memory for {lacking}: it was built empty, or spread over devices. "
-            "Use load_checkpoint_and_dispatch, or model.to_empty(device=...) first."
+            f"load_weights: the model has no memory for {lacking}, since it was built empty, or spread over devices. "
+            "Use load_checkpoint_and_dispatch, or call model.to_empty(device=...) first."
         )
     return unwrapped
 
 
 def _find_tied_values(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Names for tied parameters, of which a file may hold one name only."""
+    """Return values for tied parameters of which a file contains only one name."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(strip_compile_prefix(name))
@@ -163,7 +172,7 @@ def _compare(
     targets: Mapping[str, str],
     differences: tuple[tuple[str, ...], ...],
 ) -> None:
-    """Refuse weights that are not exactly the model's."""
+    """Raise if weights are not exactly those of the model."""
     missing, unexpected, reshaped = differences
     if not any(differences):
         return
@@ -177,15 +186,15 @@ def _compare(
     ]
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     raise ValueError(
-        f"{source.place}: holds another model's weights:\n  "
+        f"{source.place} contains another model's weights:\n  "
         + "\n  ".join(line[:300] for line in lines[:30])
         + more
-        + f"\nWith strict=False what fits is loaded.{_suggest_prefix(weights, targets)}"
+        + f"\nTo load what fits, pass strict=False.{_suggest_prefix(weights, targets)}"
     )
 
 
 def _may_know_other_names(module: nn.Module) -> bool:
-    """Whether the model loads in a way of its own, or parts of it have hooks that change what is loaded."""
+    """Return whether the model has its own way of loading, or hooks that change what is loaded."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
     hooks = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]
@@ -225,7 +234,7 @@ def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, m
         if not isinstance(new, str):
             raise TypeError(f"rename({name!r:.100}) must be a name or None, not {new!r:.100}.")
         if new in result:
-            raise ValueError(f"{source.place}: two names become {new!r:.100} by prefix and rename.")
+            raise ValueError(f"{source.place}: prefix and rename map two names to {new!r:.100}; make them distinct.")
         result[new] = value
     return result
 
@@ -249,7 +258,7 @@ def _make_renaming(rename: Rename | None) -> Callable[[str], str | None]:
 
 
 def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, Any]:
-    """Values under names without what wrappers put there, as far as the model's own names don't have it."""
+    """Remove the prefixes of wrappers from names, unless the model's own names have them."""
     values = {strip_compile_prefix(name): value for name, value in values.items()}
     for inside in _INSIDE:
         if any(inside in name for name in values) and not any(inside in name for name in model_names):
@@ -265,7 +274,7 @@ def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, 
 
 
 def _suggest_prefix(weights: Mapping[str, Any], model_names: Mapping[str, Any]) -> str:
-    """What would make the names fit better, if a prefix does."""
+    """Return a hint if a prefix would make more names fit."""
     if len(weights) > 100_000:
         return ""
 

@@ -1,9 +1,9 @@
-"""A pickle read as data: a stack machine that builds lists and dicts, and has no way to import, call or create more.
+"""Pickle reader without code execution: a stack machine that creates lists and dicts, and cannot import or call.
 
-Python's unpickler does what the file says. This one notes it: a name of a class or function stays a `Name`, and what a
-call of it would have made stays an `UnbuiltCall`, a record of the name and the arguments. Others may know some names,
-and what data they stand for. So it does not matter which names a process has told torch to trust, nor whether a name's
-code is harmless: none of it ever runs.
+Python's unpickler does what the file says. This one records it: the name of a class or function stays a `Name`, and the
+result of calling it stays an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which names
+they know, and what data they stand for. It therefore does not matter which names a process has told torch to trust, nor
+whether a name's code is harmless: none of it ever runs.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ _PLAIN_BUILTINS = {
 
 @dataclass(frozen=True)
 class Name:
-    """The name of a class or function, such as ``"torch.FloatStorage"``. Nobody has looked whether there is one."""
+    """Name of a class or function, such as ``"torch.FloatStorage"``. It is never looked up."""
 
     path: str
 
 
 @dataclass(eq=False, slots=True)
 class UnbuiltCall:
-    """What calling a name would have made.
+    """Record of a call that was not made.
 
     Attributes:
-        name: The name; ``"persistent"`` for what the file's owner keeps elsewhere, which torch does with memory.
+        name: The name; ``"persistent"`` for what the file's owner stores elsewhere, which torch does with tensor
+            memory.
         args: The arguments.
-        state: What would have been given to it afterwards.
+        state: The state that would have been set afterwards.
         pairs: The items that would have been set, in order.
-        items: What would have been appended.
+        items: The items that would have been appended.
     """
 
     name: str
@@ -68,13 +69,13 @@ def read(stream: Any) -> Any:
     """Read one pickle, up to its end, from a binary stream; what follows is left unread.
 
     Args:
-        stream: An open file, of which at most `MAX_BYTES` are there.
+        stream: An open file with at most `MAX_BYTES` bytes.
 
     Returns:
         Lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and `UnbuiltCall`. They may contain themselves.
 
     Raises:
-        ValueError: It is damaged, or too large, or names what only an attack would.
+        ValueError: If it is damaged, too large, or has names that only an attack would use.
     """
     machine = _Machine()
     count = 0
@@ -85,7 +86,7 @@ def read(stream: Any) -> Any:
                 raise ValueError(f"its pickle has more than {MAX_OPCODES:,} instructions")
             handler = _HANDLERS.get(opcode.name)
             if handler is None:
-                raise ValueError(f"its pickle has the instruction {opcode.name}, which no file of torch.save has")
+                raise ValueError(f"its pickle has the instruction {opcode.name}, which torch.save never writes")
             handler(machine, arg)
         return machine.stack[-1]
     except (IndexError, KeyError, TypeError, OverflowError, UnicodeError, RecursionError) as error:
@@ -118,7 +119,7 @@ class _Machine:
 
 
 def _check_key(value: Any) -> Any:
-    """A key of a dict or set, of which nobody can make thousands that collide."""
+    """Return a key of a dict or set, if its type does not allow thousands of colliding keys."""
     if isinstance(value, int) and value.bit_length() > 64:
         raise ValueError("its pickle has a huge number as a key")
     if isinstance(value, tuple):
@@ -157,13 +158,13 @@ def _add(target: Any, items: list[Any]) -> None:
 
 def _make_name(module: Any, name: Any) -> Name:
     if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > 500:
-        raise ValueError("its pickle has a name that is none")
+        raise ValueError("its pickle has an invalid name")
     module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
     root = module.partition(".")[0]
     if root in _HARMFUL or (root == "builtins" and name not in _PLAIN_BUILTINS):
         raise ValueError(
-            f"it asks to run {module}.{name}, which is no data: the file was made to do harm to those who load it. "
-            "Nothing of it was run. Delete it, and get the weights elsewhere, as safetensors if you can"
+            f"it asks to run {module}.{name}, which is not data: the file was made to attack those who load it. "
+            "Nothing in it was run. Delete it, and get the weights elsewhere, as safetensors if possible"
         )
     return Name(sys.intern(f"{module}.{name}"))
 

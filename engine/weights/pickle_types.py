@@ -1,6 +1,6 @@
-"""What data the names in other programs' files stand for: those of torch, numpy, paths, Lightning's containers.
+"""Data types for the names in other programs' files: those of torch, numpy, paths, Lightning's containers.
 
-Everything not in the table stays `Unknown`. No name here leads to another program's code; the values are ours.
+Names that are not in the table raise `Unknown`. No name leads to another program's code; the values are Treadle's.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _NUMPY_DTYPE = re.compile(r"(\?|b1|[iufc](1|2|4|8|16)|U\d{1,6}|S\d{1,6})")
 
 
 class Unknown(Exception):
-    """What has a name that is not in the table, or stands for no data; says the name."""
+    """Error: a name is not in the table, or does not stand for data; contains the name."""
 
 
 class Reader:
-    """Turns what `pickles.read` returned into data.
+    """Converter of the results of `pickle_reader.read` to data.
 
     Args:
-        persistent: What to make of a persistent id, which is a tuple.
-        calls: More names, and what to make of the arguments of a call of each.
-        budget: The most bytes that may be copied on the way: a file can refer to one long text a million times.
+        persistent: Converts a persistent id, which is a tuple.
+        calls: Further names, and functions that convert the arguments of a call of each.
+        budget: The maximum number of bytes to copy: a file can refer to one long text a million times.
     """
 
     def __init__(
@@ -45,14 +45,18 @@ class Reader:
         self._open: set[int] = set()
 
     def mapping(self, value: Any, place: str) -> dict[Any, Any]:
-        """The items of a dict that are data; what others are is noted in `dropped`, by place.
+        """Return the items of a dict that are data; the names of others are added to `dropped`, by place.
+
+        Args:
+            value: The dict, of any class in the file.
+            place: Its place, for errors.
 
         Raises:
-            ValueError: It is no dict.
+            ValueError: If it is not a dict.
         """
         value = self.container(value)
         if not isinstance(value, dict):
-            raise ValueError(f"{place} is no dict")
+            raise ValueError(f"{place} is not a dict")
         entries = {}
         for name, item in value.items():
             if isinstance(name, Name):
@@ -64,7 +68,11 @@ class Reader:
         return entries
 
     def container(self, value: Any) -> Any:
-        """A dict of whatever class in the file as a plain one, its items unread; anything else as it is."""
+        """Return a dict of any class in the file as a plain one, its items unread; any other value as it is.
+
+        Args:
+            value: The value.
+        """
         if isinstance(value, UnbuiltCall):
             name = value.name
             if name == "collections.OrderedDict" and value.args:  # as Python 2 wrote it
@@ -80,11 +88,15 @@ class Reader:
         return value
 
     def data(self, value: Any, depth: int = 0) -> Any:
-        """The data that a value stands for.
+        """Return the data that a value stands for.
+
+        Args:
+            value: The value.
+            depth: Its nesting level.
 
         Raises:
-            Unknown: It, or something in it, is none.
-            ValueError: It contains itself, is nested too deep, or asks for more memory than it has.
+            Unknown: If it, or something in it, is not data.
+            ValueError: If it contains itself, is nested too deep, or requests more memory than the file has.
         """
         if isinstance(value, Name):
             return self._resolve_name(value)
@@ -103,10 +115,17 @@ class Reader:
         return built
 
     def charge(self, size: int) -> None:
-        """Count memory that is copied."""
+        """Count memory that is copied.
+
+        Args:
+            size: The number of bytes.
+
+        Raises:
+            ValueError: If the budget is exceeded.
+        """
         self.budget -= size
         if self.budget < 0:
-            raise ValueError("it asks for far more memory than it has data")
+            raise ValueError("it requests far more memory than it has data")
 
     def _build(self, value: Any, depth: int) -> Any:
         if isinstance(value, dict):
@@ -131,7 +150,7 @@ class Reader:
                 return self.calls[value.name](self, *args, state=self.data(state, depth))
             built = self.calls[value.name](self, *args)
         except (TypeError, AttributeError, IndexError, OverflowError, RuntimeError, LookupError) as error:
-            raise ValueError(f"{value.name} has arguments that are none of it: {error}") from error
+            raise ValueError(f"{value.name} has invalid arguments: {error}") from error
         if value.pairs:
             built.update(self.data(value.pairs, depth))
         return built
@@ -144,11 +163,15 @@ class Reader:
 
 
 def check_extent(value: Any, limit: int = 1_000_000) -> None:
-    """Refuse data that refers to its parts so often that whoever walks through it never ends.
+    """Refuse data with so many references to its parts that traversing it would not end.
+
+    Args:
+        value: The data.
+        limit: The maximum number of items in a traversal.
 
     Raises:
-        ValueError: It would be longer than ``limit`` if it were written out.
-        RecursionError: It contains itself.
+        ValueError: If it has more.
+        RecursionError: If it contains itself.
     """
     extents: dict[int, int] = {}
 
@@ -161,7 +184,7 @@ def check_extent(value: Any, limit: int = 1_000_000) -> None:
         return extents[id(part)]
 
     if extent(value) > limit:
-        raise ValueError("it refers to the same things again and again, and would have no end if written out")
+        raise ValueError(f"it refers to the same objects so often that it would have more than {limit:,} items")
 
 
 def _build_ordered_dict(reader: Reader, pairs: Any = ()) -> dict[Any, Any]:

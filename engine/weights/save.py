@@ -1,4 +1,4 @@
-"""Weights and data in files that other tools read: whole shards, an index that names them, nothing half-written."""
+"""Writing of weights and data in files that other tools read: shards with an index, never half-written."""
 
 from __future__ import annotations
 
@@ -34,10 +34,13 @@ _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 
 
 def parse_byte_size(size: int | str) -> int:
-    """Return a number of bytes, given as one or as ``"500MB"``, ``"2GiB"``.
+    """Return a size in bytes, given as a number or as ``"500MB"``, ``"2GiB"``.
+
+    Args:
+        size: The size.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: If it is neither.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).upper().strip())
     if isinstance(size, bool) or match is None or match[2] not in _UNITS or not float(match[1]):
@@ -46,21 +49,23 @@ def parse_byte_size(size: int | str) -> int:
 
 
 def save_object(obj: Any, f: Any, safe: bool) -> None:
-    """Write data to a path or URL (in one move) or an open file.
+    """Write data to a path or URL (in one rename) or to an open file.
 
     Args:
-        obj: what to write.
-        f: where.
-        safe: as safetensors; of tied tensors the first is written, and the header says for which others.
+        obj: The data.
+        f: The path, URL or file.
+        safe: Write safetensors; of tied tensors the first is written, and the header lists the names of the others.
 
     Raises:
-        TypeError: for what is not data, what ``torch.load(weights_only=True)`` refuses, or for safetensors no dict of
-            tensors.
+        TypeError: If it is not data, if ``torch.load(weights_only=True)`` refuses it, or, for safetensors, if it is not
+            a dict of tensors.
     """
     write: Callable[[Any], None]
     if safe:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
-            raise TypeError(f"safe_serialization=True takes a dict of tensors by name, not {type(obj).__name__}.")
+            raise TypeError(
+                f"safe_serialization=True got a {type(obj).__name__}, but writes only a dict of tensors by name."
+            )
         _check(obj, any_dtype=False)
         tensors, aliases = split_tied(obj)
 
@@ -86,9 +91,13 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
 
 
 def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
-    """Let ``write`` write a file beside ``path``, and put it in place once it is complete, durably.
+    """Write a file beside ``path`` and put it in place once it is complete, durably.
 
-    For an object store the file is written to the folder of temporary files and uploaded from there.
+    For an object store the file is written to the folder for temporary files and uploaded from there.
+
+    Args:
+        path: The path of the file.
+        write: Writes to the path that it is called with.
     """
     if isinstance(path, RemotePath):
         with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
@@ -109,13 +118,17 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
 
 
 def make_parent(path: AnyPath) -> None:
-    """Make the folder that a file goes to, durably; an object store needs none."""
+    """Create the parent folder of a file, durably; an object store needs none.
+
+    Args:
+        path: The file.
+    """
     if isinstance(path, Path):
         filesystem.make_directory(path.absolute().parent)
 
 
 def _clear(paths: Iterable[AnyPath]) -> None:
-    """Delete what a failure left, if the disk still lets us; the failure itself is what the caller must hear of."""
+    """Delete what a failure left, if the disk permits; errors are ignored, since the failure itself is raised."""
     for path in paths:
         with suppress(OSError):
             _delete(path)
@@ -129,21 +142,23 @@ def _delete(path: AnyPath) -> None:
 
 
 def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, safe: bool) -> None:
-    """Write weights as one file or as shards with an index, by the names that Hugging Face's loaders look for.
+    """Write weights as one file or as several with an index, under the names that Hugging Face's loaders look for.
 
-    At every moment the folder holds the old weights or the new ones, whole: shards get names that no file of the
-    folder has (``-v1`` in them where the usual ones are taken), the index takes the old one's place in one move, and
-    then the old files go.
+    At every moment the folder contains either the old or the new weights, complete: new files get unused names (``-v1``
+    in them if the usual ones exist), the index replaces the old one in one rename, and then the old files are deleted.
 
     Args:
-        weights: tensors by name. Of tied ones the first is written; the file's header says for which others.
-        directory: where, a folder or a URL.
-        limit: the most bytes of a file, unless one tensor alone has more.
-        safe: safetensors, else torch's format.
+        weights: Tensors by name. Of tied ones the first is written; the file's header lists the names of the others.
+        directory: A folder or a URL.
+        limit: The largest size of a file in bytes, unless one tensor alone is larger.
+        safe: Write safetensors, else torch's format.
+
+    Raises:
+        TypeError: If a value is not a tensor.
     """
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
-        raise TypeError(f"{others[0]} in the model's state is no tensor; weights are tensors only. Use save_state.")
+        raise TypeError(f"{others[0]} in the model's state is not a tensor, so it isn't a weight. Use save_state.")
     _check(weights, any_dtype=not safe)
     write_weights(*split_tied(weights), directory, limit, safe)
 
@@ -151,17 +166,17 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
 def write_weights(
     tensors: Mapping[str, Whole], aliases: Mapping[str, str], directory: AnyPath, limit: int, safe: bool = True
 ) -> None:
-    """As `save_weights`, of tensors that are there once each, or are read one after the other as they are written.
+    """Write tensors that are read one after the other during the write; see `save_weights`.
 
     Args:
-        tensors: by name.
-        aliases: other names of some of them.
-        directory: where.
-        limit: the most bytes of a file.
-        safe: safetensors, else torch's format, where a tensor stands under its other names too.
+        tensors: Tensors by name, each once.
+        aliases: Other names of some of them.
+        directory: A folder or a URL.
+        limit: The largest size of a file in bytes.
+        safe: Write safetensors, else torch's format, in which a tensor also has its other names.
 
     Raises:
-        ValueError: the directory is a checkpoint, whose files these would replace. Nothing is written then.
+        ValueError: If the directory is a checkpoint, whose files these would replace. Nothing is written then.
     """
     directory = absolute(directory)
     refuse_checkpoint(directory)
@@ -191,28 +206,35 @@ def write_weights(
 
 
 def refuse_checkpoint(directory: AnyPath) -> None:
-    """See that weights for others do not go into the folder of a checkpoint, whose own files have the same names.
+    """Check that a directory is not a checkpoint, whose own files have the same names as exported weights.
+
+    Args:
+        directory: A folder or a URL.
 
     Raises:
-        ValueError: it is one.
+        ValueError: If it is one.
     """
     if (directory / MANIFEST).is_file():
         raise ValueError(
-            f"{directory} is a checkpoint (it has a {MANIFEST}), and files written into it would destroy it: name "
+            f"{directory} is a checkpoint (it has a {MANIFEST}), and files written into it would destroy it: choose "
             "another folder."
         )
 
 
 def _check(tensors: Mapping[str, Tensor], any_dtype: bool) -> None:
-    """Refuse what can't be written, before anything is."""
+    """Check that all tensors can be written, before the first is."""
     for name, tensor in tensors.items():
         if is_sharded(tensor):
-            raise TypeError(f"{name} is one process's part of a tensor: save accelerator.get_state_dict(model).")
+            raise TypeError(f"{name} is one process's shard of a tensor: save accelerator.get_state_dict(model).")
         check_tensor(tensor, name, any_dtype=any_dtype)
 
 
 def nbytes(tensor: Whole) -> int:
-    """The size of its values, in bytes."""
+    """Return the size of a tensor's values in bytes.
+
+    Args:
+        tensor: The tensor.
+    """
     return tensor.shape.numel() * tensor.dtype.itemsize
 
 
@@ -229,7 +251,7 @@ def _split_shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
 
 
 def _choose_free_names(directory: AnyPath, stem: str, ending: str, number: int) -> list[str]:
-    """The names for so many shards; of several, names that no file has. One file replaces another in one move."""
+    """Return the names of the files; of several, unused names. A single file replaces another in one rename."""
     if number == 1:
         return [f"{stem}.{ending}"]
     for version in count():
@@ -250,14 +272,20 @@ def _write(path: str, tensors: Mapping[str, Whole], aliases: Mapping[str, str], 
 
 
 def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str]) -> None:
-    """Write one safetensors file."""
+    """Write one safetensors file.
+
+    Args:
+        path: The file.
+        tensors: Tensors by name.
+        aliases: Other names of some of them.
+    """
     # Header entries as safetensors' own `save_model` writes them, which its `load_model` reads.
     notes = {alias: name for alias, name in aliases.items() if name in tensors}
     filesystem.write_tensors(path, tensors, {"format": "pt", **notes})
 
 
 def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]) -> None:
-    """Delete what the new files replace, and what killed processes left of theirs."""
+    """Delete what the new files replace, and what killed processes left."""
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
     entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
     existing = filesystem.list_names(directory)
@@ -271,7 +299,10 @@ def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]
         for name in left:
             _delete(directory / name)
     except OSError as error:
-        warn(f"the weights in {directory} are saved, but older files can't be deleted: {error}. The next save will.")
+        warn(
+            f"the weights in {directory} are saved, but older files can't be deleted: {error}. The next save deletes "
+            "them."
+        )
 
 
 _ADVICE: dict[type, str] = {
@@ -285,14 +316,14 @@ _ADVICE: dict[type, str] = {
 
 
 def make_readable(value: Any, place: str) -> Any:
-    """What ``torch.load(weights_only=True)`` reads: numpy's numbers become Python's, a defaultdict a plain dict.
+    """Return a value that ``torch.load(weights_only=True)`` reads: with Python numbers and plain dicts.
 
     Args:
-        value: what `codec.encode` takes. What needs no change stays the same object.
-        place: where it is, for the error.
+        value: Anything that `json_codec.encode` accepts. Values that need no change stay the same object.
+        place: Its place, for the error.
 
     Raises:
-        TypeError: for what it refuses. The text names the place, the type and the fix.
+        TypeError: If it is refused. The text names the place, the type and the fix.
     """
     kind = type(value)
     if isinstance(value, np.generic):
@@ -312,16 +343,16 @@ def make_readable(value: Any, place: str) -> Any:
         items = [make_readable(item, f"{place}.{number}") for number, item in enumerate(value)]
         return value if _has_identical_items(value, items) else kind(items)
     if is_sharded(value):
-        raise TypeError(f"{place}: is one process's part of a tensor; save accelerator.get_state_dict(model).")
+        raise TypeError(f"{place} is one process's shard of a tensor; save accelerator.get_state_dict(model).")
     for refused, advice in _ADVICE.items():
         if isinstance(value, refused):
             raise TypeError(
-                f"{place}: torch.load(weights_only=True) reads no {kind.__name__}, and what is written here is to be "
-                f"read without trust: {advice}, or leave it out."
+                f"{place} is a {kind.__name__}, which torch.load(weights_only=True) does not load: {advice}, or leave "
+                "it out."
             )
     return value
 
 
 def _has_identical_items(old: Iterable[Any], new: Iterable[Any]) -> bool:
-    """Whether nothing was changed: then the container stays the same object, with what a state dict notes of itself."""
+    """Return whether nothing was changed, so that the container stays the same object with its own attributes."""
     return all(old_item is new_item for old_item, new_item in zip(old, new, strict=True))

@@ -1,7 +1,7 @@
-"""Where weights are: sources of every kind, known by their content, opened with every tensor unread.
+"""Sources of weights of every kind, recognized by their content, and opened with every tensor unread.
 
-Safetensors are mapped; a file of ``torch.save``, Lightning's among them, is read as `torch_files` says. There is no
-unpickler and no ``torch.load`` here, so no setting can make one trust a file.
+Safetensors are mapped; files of ``torch.save``, including Lightning's, are read by `torch_files`. There is no unpickler
+and no ``torch.load`` here, so no setting can make one trust a file.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _ACCEPTED_SOURCES = (
 
 @dataclass
 class Opened:
-    """A source of weights.
+    """Opened source of weights.
 
     Attributes:
-        place: What to call it in errors.
+        place: Its name in errors.
         weights: Its tensors by name, unread.
-        others: What stands beside them in the state and is none: data, or in words what it is.
-        file: The file of ``torch.save`` they are in, if it is one.
-        checkpoint: The checkpoint of Treadle they are in, verified, if it is one.
-        frozen: The digests of weights that are not in it, as they were not trained, by name.
+        others: Other values in the state: data, or a description.
+        file: The file of ``torch.save`` with the weights, if it is one.
+        checkpoint: The verified checkpoint of Treadle with the weights, if it is one.
+        frozen: The digests of weights that it leaves out, since they were not trained, by name.
     """
 
     place: str
@@ -67,14 +67,21 @@ class Opened:
 
 @contextmanager
 def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
-    """Find the weights in a source; see `load_weights`. What was downloaded is deleted at the end.
+    """Open the weights in a source; see `load_weights`. Downloads are deleted at the end.
+
+    Args:
+        source: The source.
+        sha256: The expected digest of the file.
+
+    Yields:
+        The opened source.
 
     Raises:
-        ValueError: It is none of the sources, or not what ``sha256`` says.
-        OSError: It can't be downloaded.
+        ValueError: If it is not a source of weights, or has another digest.
+        OSError: If it can't be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"the source of weights must be a path or a URL, not a {type(source).__name__}.")
+        raise TypeError(f"the source of weights is a {type(source).__name__}, but must be a path or a URL.")
     if not is_url(source):
         yield _open(Path(source), sha256)
         return
@@ -92,19 +99,19 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
-    """Open the weights of a checkpoint on disk, every tensor unread, and for as long as the tensors are needed.
+    """Open the weights of a checkpoint on disk, every tensor unread, for as long as the tensors are needed.
 
-    Of a checkpoint of Treadle only the sizes of its files are checked, not their digests: a model for which this
-    function is meant may be larger than memory.
+    Of a checkpoint of Treadle only the sizes of its files are checked, not their digests: a model that needs this
+    function may be larger than memory.
 
     Args:
-        checkpoint: a path, or the URL of an object store, whose files are kept here until the process ends: of a
-            safetensors file; a file of ``torch.save``, which is read without running what it holds; a
-            ``.index.json`` that names several; or a folder with one of these, also a checkpoint of Treadle. Each may be
-            a symbolic link, as in Hugging Face's cache.
+        checkpoint: A path, or a URL of an object store, whose files are kept locally until the process ends: a
+            safetensors file; a file of ``torch.save``, which is read without running code in it; a ``.index.json`` that
+            names several files; or a folder with one of these, or a checkpoint of Treadle. Each may be a symbolic link,
+            as in Hugging Face's cache.
 
     Raises:
-        ValueError: if it is none of these, is damaged, or lacks a file.
+        ValueError: If it is none of these, is damaged, or lacks a file.
     """
     stored = find_in_store(checkpoint)
     if stored is None:
@@ -125,12 +132,12 @@ def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
         find_again(path)
         if path.is_dir():
             if sha256 is not None:
-                raise ValueError("sha256= is the digest of one file; name the file")
+                raise ValueError("sha256= is the digest of one file, but this is a folder; pass the file")
             return _open_folder(path, digests)
         assert isinstance(path, Path)
         if not path.is_file():
             raise ValueError(
-                f"{'is no plain file' if os.path.lexists(path) else 'does not exist'}. {_ACCEPTED_SOURCES}"
+                f"{'is not a plain file' if os.path.lexists(path) else 'does not exist'}. {_ACCEPTED_SOURCES}"
             )
         if sha256 is not None:
             check_digest(path, sha256)
@@ -157,12 +164,12 @@ def _open_folder(path: AnyPath, digests: bool) -> Opened:
     names = filesystem.list_names(path)
     if ".metadata" in names:
         raise ValueError(
-            "is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle that runs what it says. If "
-            "you trust it, make one file of it with `python -m torch.distributed.checkpoint.format_utils "
+            "is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle that can run code. If you "
+            "trust it, convert it to one file with `python -m torch.distributed.checkpoint.format_utils "
             "dcp_to_torch FOLDER FILE` (Lightning: `python -m lightning.pytorch.utilities.consolidate_checkpoint`)"
         )
     if "zero_to_fp32.py" in names:
-        raise ValueError("is a checkpoint of DeepSpeed; make one file of it with its own zero_to_fp32.py")
+        raise ValueError("is a checkpoint of DeepSpeed; convert it to one file with its own zero_to_fp32.py")
     candidates = [name for name in _USUAL if name in names][:1]
     for ending in (".index.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
         candidates = candidates or [name for name in names if name.endswith(ending)]
@@ -172,7 +179,7 @@ def _open_folder(path: AnyPath, digests: bool) -> Opened:
             if candidates
             else f"no weights; it has {names[:8]}"
         )
-        raise ValueError(f"holds {problem}. {_ACCEPTED_SOURCES if not candidates else 'Name the file'}")
+        raise ValueError(f"contains {problem}. {_ACCEPTED_SOURCES if not candidates else 'Pass the file'}")
     return _open(path / candidates[0], None, digests=digests)
 
 
@@ -181,7 +188,7 @@ def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     document = filesystem.read_json(path.resolve(), _MAX_INDEX_BYTES)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise ValueError("is no index: it has no weight_map of tensors to files")
+        raise ValueError("is not an index: it has no weight_map of tensors to files")
     weights: dict[str, Any] = {}
     others: dict[str, Any] = {}
     names_by_file: dict[str, set[str]] = {}
@@ -211,21 +218,24 @@ def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | 
         file = TorchFile(path)
         return (*read_state_dict(file), file)
     if head[257:262] == b"ustar":
-        raise ValueError(f"{path}: is a tar archive, as torch.save wrote before 2016; save it again with a newer torch")
+        raise ValueError(f"{path} is a tar archive of torch.save before 2016; save it again with a newer torch")
     format_name = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
-    problem = f"is a {format_name} file" if format_name else "is empty" if not head else "is of no kind that is known"
-    raise ValueError(f"{path}: {problem}. {_ACCEPTED_SOURCES}.")
+    problem = f"is a {format_name} file" if format_name else "is empty" if not head else "has an unknown format"
+    raise ValueError(f"{path} {problem}. {_ACCEPTED_SOURCES}.")
 
 
 def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a state dict in a file of ``torch.save``, and what else is in it.
+    """Return the tensors of a state dict in a file of ``torch.save``, and other values in it.
+
+    Args:
+        file: The opened file.
 
     Raises:
-        ValueError: There is none.
+        ValueError: If it has no state dict.
     """
     document = file.reader.container(file.document)
     if not isinstance(document, dict):
-        raise ValueError(f"it holds no dict of tensors but {_name_kind(document)}; save model.state_dict()")
+        raise ValueError(f"it contains {_name_kind(document)}, not a dict of tensors; save model.state_dict()")
     key = next((key for key in _STATE_KEYS if isinstance(file.reader.container(document.get(key)), dict)), "")
     before = set(file.reader.dropped)
     state = file.reader.mapping(document[key] if key else document, key)
@@ -236,10 +246,10 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
         wrong = [f"{place} is {name}" for place, name in bad.items()]
         wrong += [f"{n} is a {type(v).__name__}" for n, v in others.items() if not n.endswith("_extra_state")]
         if wrong:
-            raise ValueError(f"there is more than tensors among its weights: {abbreviate([w[:120] for w in wrong])}")
+            raise ValueError(f"its weights are not all tensors: {abbreviate([w[:120] for w in wrong])}")
     if not weights and not key:
         raise ValueError(
-            f"it holds no tensors by name, nor any under {', '.join(_STATE_KEYS)}. It holds "
+            f"it has no tensors by name, nor under {', '.join(_STATE_KEYS)}. It contains "
             f"{abbreviate([str(name)[:60] for name in document])}{_describe_module(document)}"
         )
     return weights, others
@@ -252,7 +262,7 @@ def _name_kind(document: Any) -> str:
 def _describe_module(document: dict[Any, Any]) -> str:
     objects = [f"{key} is a {value.name}" for key, value in document.items() if hasattr(value, "name")]
     return (
-        f" ({abbreviate(objects)}, an object that only its own program can make): save its state_dict()"
+        f" ({abbreviate(objects)}, an object that only its own program can create): save its state_dict()"
         if objects
         else ""
     )

@@ -1,6 +1,7 @@
-"""Files of ``torch.save``, read without ``torch.load``: names and places of tensors, and what else is plain data.
+"""Reader of ``torch.save`` files without ``torch.load``: names and places of tensors, and plain data.
 
-`pickles` reads the pickle in it as data, so it can run nothing; tensors stay in the file until they are asked for.
+`pickle_reader` reads the pickle in it as data, so it can run nothing; tensors stay in the file until they are
+requested.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory that the file's tensors are views of."""
+    """Memory of which the file's tensors are views."""
 
     dtype: torch.dtype
     key: str
@@ -44,7 +45,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of the file: a view of one of its storages."""
+    """Tensor of the file: a view of one of its storages."""
 
     storage: Storage
     dtype: torch.dtype
@@ -55,7 +56,7 @@ class View:
 
 @dataclass(frozen=True)
 class Strided:
-    """A tensor that does not lie in one piece: what lies there, and how to look at it."""
+    """Tensor that is not contiguous in the file: the memory that it is in, and its strides."""
 
     base: FilePiece
     shape: torch.Size
@@ -63,24 +64,38 @@ class Strided:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """Dtype of the tensor."""
         return self.base.dtype
 
     def get(self, exact: bool = True) -> Tensor:
-        """The tensor, a view of what is mapped onto the file."""
+        """Return the tensor, a view of memory that is mapped onto the file.
+
+        Args:
+            exact: See `FilePiece.get`.
+        """
         return self.base.get(exact).as_strided(self.shape, self.stride)
 
     def fill(self, out: Tensor) -> None:
-        """Copy it into ``out``."""
+        """Copy the tensor into ``out``.
+
+        Args:
+            out: The target.
+        """
         out.copy_(self.get(exact=False))
 
 
 class TorchFile:
-    """An opened file of ``torch.save``.
+    """Opened file of ``torch.save``.
+
+    Args:
+        path: The file.
 
     Attributes:
-        document: Its content as `pickles.read` returns it. `reader` makes data of it, tensors as `View`.
-        reader: Turns parts of the document into data.
+        document: Its content as `pickle_reader.read` returns it. `reader` converts it to data, tensors to `View`.
+        reader: Converts parts of the document to data.
+
+    Raises:
+        ValueError: If it is damaged, or not a file of ``torch.save``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,10 +112,13 @@ class TorchFile:
                 self.document = self._read_legacy(file, size)
 
     def piece(self, view: Any) -> Piece | Strided:
-        """The tensor that a `View` stands for, unread.
+        """Return the tensor that a `View` stands for, unread.
+
+        Args:
+            view: The view.
 
         Raises:
-            ValueError: It is no part of the file.
+            ValueError: If it lies outside of the file.
         """
         start, nbytes = self._places.get(view.storage.key, (0, -1))
         size = view.dtype.itemsize
@@ -121,13 +139,13 @@ class TorchFile:
     def _note_storage(self, pid: Any) -> Storage:
         kind, name, key, _, count = pid[:5] if isinstance(pid, tuple) and len(pid) in (5, 6) else (None,) * 5
         if kind != "storage" or not isinstance(name, pickle_reader.Name) or not isinstance(key, str) or any(pid[5:]):
-            raise ValueError("it refers to something that is no storage of a tensor")
+            raise ValueError("it refers to something that is not a storage of a tensor")
         word = name.path.rpartition(".")[2].removesuffix("Storage")
         if not name.path.startswith("torch.") or word not in _KINDS:
-            raise ValueError(f"it has a storage of {name.path}, which is none of torch's")
+            raise ValueError(f"it has a storage of {name.path}, which is not a type of torch")
         storage = Storage(_KINDS[word], key, _check_count(count))
         if self._storages.setdefault(key, storage) != storage:
-            raise ValueError(f"its storage {key!r:.40} is said to be of two kinds")
+            raise ValueError(f"its storage {key!r:.40} has two types")
         return storage
 
     def _read_zipped(self, file: Any, size: int) -> Any:
@@ -152,7 +170,7 @@ class TorchFile:
     def _read_small(self, file: Any, name: str, limit: int) -> bytes:
         start, nbytes = self._places.get(name, (0, 0))
         if nbytes > limit:
-            raise ValueError(f"its {name.rpartition('/')[2]} has {nbytes:,} bytes, more than the {limit:,} allowed")
+            raise ValueError(f"its {name.rpartition('/')[2]} has {nbytes:,} bytes, but at most {limit:,} are allowed")
         file.seek(start)
         return file.read(nbytes)
 
@@ -160,7 +178,7 @@ class TorchFile:
         # Mapped, so that only what the pickles take up is read; they come first.
         with mmap.mmap(file.fileno(), min(size, pickle_reader.MAX_BYTES), access=mmap.ACCESS_READ) as stream:
             if pickle_reader.read(stream) != _MAGIC or pickle_reader.read(stream) != _LEGACY_VERSION:
-                raise ValueError("it is a pickle, but no file of torch.save; save weights as safetensors")
+                raise ValueError("it is a pickle, but not a file of torch.save; save weights as safetensors")
             system = pickle_reader.read(stream)
             if not isinstance(system, dict) or system.get("little_endian") is not True:
                 raise ValueError("it was written by a big-endian machine; save it again as safetensors")
@@ -180,7 +198,7 @@ class TorchFile:
         return document
 
     def _follow(self, document: Any) -> None:
-        """Note every storage, wherever it is: in old files only they say how long each is."""
+        """Note every storage in a document: in old files only references give their lengths."""
         visited: set[int] = set()
         left = [document]
         while left:
@@ -199,7 +217,7 @@ class TorchFile:
 
 
 def _read_directory_bytes(file: Any, size: int) -> int:
-    """How long a zip's list of entries says it is, before anything reads it."""
+    """Return the declared length of a zip's list of entries, before anything reads it."""
     file.seek(max(0, size - 2**16 - 22))
     tail = file.read()
     at = tail.rfind(b"PK\x05\x06")
@@ -234,7 +252,7 @@ def _find_root(entries: dict[str, zipfile.ZipInfo]) -> str:
     roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]
     if len(roots) != 1:
         content = "numpy arrays" if any(name.endswith(".npy") for name in entries) else "no data.pkl"
-        raise ValueError(f"it is a zip archive with {content}, and no file of torch.save")
+        raise ValueError(f"it is a zip archive with {content}, but not a file of torch.save")
     return roots[0]
 
 
@@ -251,7 +269,7 @@ def _locate_entry(file: Any, entry: zipfile.ZipInfo, size: int) -> tuple[int, in
 
 def _check_count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError("a tensor's size is no number")
+        raise ValueError("a tensor's size is not a number")
     return value
 
 
@@ -266,10 +284,10 @@ def _build_view(
     reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None
 ) -> View:
     if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
-        raise ValueError("a tensor is described in a way that torch never does")
+        raise ValueError("a tensor has a description that torch never writes")
     shape, stride = tuple(_check_count(n) for n in shape), tuple(_check_count(n) for n in stride)
     if len(shape) != len(stride) or len(shape) > 64 or math.prod(shape) >= 2**62:
-        raise ValueError("a tensor has a shape that no tensor can have")
+        raise ValueError("a tensor has an invalid shape")
     return View(storage, dtype or storage.dtype, _check_count(offset), shape, stride)
 
 

@@ -1,4 +1,4 @@
-"""Batch normalisation over the samples of all processes."""
+"""Batch normalization over the samples of all processes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,31 @@ _REPLACEABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True)
 class TorchSyncBatchNorm:
-    """As a plugin of a Trainer the same as its ``sync_batchnorm=True``."""
+    """Plugin of a Trainer that is equivalent to ``sync_batchnorm=True``.
+
+    Example:
+        >>> import treadle
+        >>> from treadle.strategies import TorchSyncBatchNorm
+        >>> trainer = treadle.Trainer(plugins=[TorchSyncBatchNorm()], logger=False)
+    """
 
 
 def synchronise(module: nn.Module, world: World) -> None:
-    """Put a synchronised layer in the place of every BatchNorm layer within ``module``.
+    """Replace every BatchNorm layer within ``module`` by a synchronized one.
 
-    The new layers hold the very parameters, buffers and hooks of the old ones, under the same names.
+    The new layers have the same parameters, buffers and hooks, under the same names.
+
+    Args:
+        module: The user's model.
+        world: All processes.
 
     Raises:
-        ValueError: where ``module`` itself is such a layer, or one is of a class of its own.
+        ValueError: If ``module`` itself is such a layer, or if one has a custom class.
     """
     # torch's SyncBatchNorm refuses the CPU, up to 2.13 at least.
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
     if isinstance(module, _BatchNorm):
-        raise ValueError("sync_batchnorm=True can't replace the whole model: put the BatchNorm layer inside a module.")
+        raise ValueError("sync_batchnorm=True, but the model itself is a BatchNorm layer: put it inside a module.")
     replacements: dict[nn.Module, nn.Module] = {}
     for name, parent in list(module.named_modules()):
         for child_name, child in list(parent._modules.items()):
@@ -40,8 +50,8 @@ def synchronise(module: nn.Module, world: World) -> None:
             if type(child) not in (*_REPLACEABLE, nn.SyncBatchNorm):
                 layer_name = f"{name}.{child_name}" if name else child_name
                 raise ValueError(
-                    f"sync_batchnorm=True knows BatchNorm1d, 2d and 3d; {layer_name} is a {type(child).__name__}, "
-                    "which may compute something else. Make it one of these, or synchronise it yourself."
+                    f"sync_batchnorm=True supports BatchNorm1d, 2d and 3d, but {layer_name} is a "
+                    f"{type(child).__name__}. Use one of these classes, or synchronize it yourself."
                 )
             if child not in replacements:
                 replacements[child] = _convert_layer(kind, child, world.group)
@@ -56,16 +66,20 @@ def _convert_layer(kind: type[_BatchNorm], layer: _BatchNorm, group: Any) -> _Ba
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """``SyncBatchNorm`` that works on the CPU: statistics of all processes' samples, each counting the same."""
+    """``SyncBatchNorm`` for the CPU: statistics over the samples of all processes, each with the same weight."""
 
     process_group: Any
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"batch normalisation takes inputs of at least 2 dimensions, not {input.dim()}.")
+            raise ValueError(f"the input has {input.dim()} dimensions, but batch normalization needs at least 2.")
 
     def forward(self, input: Tensor) -> Tensor:
-        """See ``torch.nn.SyncBatchNorm``."""
+        """Normalize the input; see ``torch.nn.SyncBatchNorm``.
+
+        Args:
+            input: Tensor of shape (samples, channels, ...).
+        """
         if not self.training or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -81,7 +95,7 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """One exchange forward (mean, squared deviations, count of each process), one backward."""
+    """Autograd function with one exchange in forward (mean, squared deviations and count), one in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:
@@ -99,7 +113,7 @@ class _Normalise(torch.autograd.Function):
         means, deviations, counts = rank_stats[:, :channels], rank_stats[:, channels:-1], rank_stats[:, -1:]
         total = counts.sum()
         if total < 2:
-            raise ValueError("batch normalisation needs more than one value per channel over all processes to train.")
+            raise ValueError("batch normalization needs more than one value per channel over all processes to train.")
         mean = (means * counts).sum(0) / total
         # From each process's own mean: the difference of two sums of squares would lose half of the digits.
         var = (deviations + counts * (means - mean).square()).sum(0) / total

@@ -1,9 +1,9 @@
-"""In which order a replica's gradients become ready, as that decides how they are added up.
+"""Order in which a replica's gradients become ready, which determines how they are added up.
 
-After the first backward torch lays out anew what it reduces together, in the order in which the gradients became ready
-in it. From three processes on, where a number lies there decides in which order the processes' parts are added, and so
-its last bit. A run that goes on from a checkpoint would begin with the first layout again, so it rehearses that
-backward: zeros, in the order that the checkpoint names.
+After the first backward, torch regroups the gradients that it reduces together, in the order in which they became
+ready. From three processes on, the position of a number there determines the order in which the processes' gradients
+are added, and so its last bit. A run that resumes from a checkpoint would begin with the first grouping again, so it
+rehearses that backward: zeros, in the order in the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 
 class ReadyOrder:
-    """The order of one replica.
+    """Order of one replica's gradients.
 
     Args:
-        replica: torch's DistributedDataParallel.
-        fixed: whether its layout never changes, so that there is nothing to note.
+        replica: Torch's DistributedDataParallel.
+        fixed: Whether its grouping never changes, so that there is nothing to record.
 
     Attributes:
-        order: the numbers of the parameters to be trained, empty before the first reduced backward.
+        order: The indices of the trained parameters; empty before the first reduced backward.
     """
 
     def __init__(self, replica: Any, fixed: bool) -> None:
@@ -44,20 +44,23 @@ class ReadyOrder:
 
     @property
     def watching(self) -> bool:
-        """Whether the first reduced backward is still to come, or has just been."""
+        """True until the first reduced backward has been recorded."""
         return bool(self._handles)
 
     def settle(self) -> None:
-        """Stop watching after the first reduced backward. Called between a backward and the next."""
+        """Stop recording after the first reduced backward. Call it between two backward passes."""
         if self.order:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
 
     def rehearse(self, order: Iterable[int]) -> None:
-        """Let the coming backward be reduced as one after a first backward in this order. All processes must ask.
+        """Make the next backward be reduced like one after a first backward in this order. All processes must call it.
 
-        Of another model's order nothing is taken.
+        The order of another model is ignored.
+
+        Args:
+            order: The indices of the trained parameters.
         """
         order, replica = list(order), self._replica()
         if replica is None or not order or sorted(order) != list(range(len(self._parameters))):

@@ -1,4 +1,4 @@
-"""Many tensors sent as few: averages and copies over the ranks in flat buckets."""
+"""Coalesced communication: averages and broadcasts of many tensors in flat buckets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ BUCKET_BYTES = 25 * 2**20  # torch's own choice for DDP; larger buckets only tak
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Yield the tensors in lists of one dtype and device, of at most ``limit`` bytes unless a single one is larger."""
+    """Yield the tensors in lists of one dtype and device, of at most ``limit`` bytes unless a single one is larger.
+
+    Args:
+        tensors: The tensors.
+        limit: The largest size of a list.
+    """
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         kind = tensor.dtype, tensor.device
@@ -28,36 +33,50 @@ def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[li
 
 
 def average(tensors: Iterable[Tensor], world: World) -> None:
-    """Replace each tensor by its mean over the ranks, in place. All ranks must give the same shapes in one order."""
+    """Replace each tensor by its mean over the ranks, in place. All ranks must pass the same shapes in one order.
+
+    Args:
+        tensors: The tensors.
+        world: The ranks.
+    """
     for bucket in buckets(tensors):
         _scatter(world.all_reduce(_flatten(bucket)).div_(world.size), bucket)
 
 
 def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
-    """Overwrite the tensors, in place, with those of rank ``source``."""
+    """Overwrite the tensors, in place, with those of rank ``source``.
+
+    Args:
+        tensors: The tensors.
+        world: The ranks.
+        source: The rank.
+    """
     for bucket in buckets(tensors):
         _scatter(world.broadcast_tensor(_flatten(bucket), source), bucket)
 
 
 def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
-    """Replace each gradient by its mean over all ranks; one that a rank lacks counts as zero there.
+    """Replace each gradient by its mean over all ranks; a missing gradient counts as zero.
 
-    What is the same everywhere stays so: gradients may be averaged again after more has been added to them. One that no
-    rank has stays None. All ranks must call it with the same parameters.
+    Gradients that are equal on all ranks stay equal, so they may be averaged again after more was added to them. A
+    gradient that no rank has stays None. All ranks must call it with the same parameters.
 
     Args:
-        parameters: whose gradients.
-        world: the ranks.
-        note: a number that is summed over the ranks beside them (0-d tensor).
+        parameters: The parameters.
+        world: The ranks.
+        note: A number that is summed over the ranks in the same exchange (0-d tensor).
 
     Returns:
-        The sum; None in a world of one.
+        The sum; None with a world size of one.
+
+    Raises:
+        ValueError: If a gradient is sparse.
     """
     if world.size == 1:
         return None
     parameters = list(dict.fromkeys(parameters))
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
-        raise ValueError("sparse gradients can't be averaged on demand: make the embedding with sparse=False.")
+        raise ValueError("sparse gradients can't be averaged on demand: create the embedding with sparse=False.")
     holders = torch.tensor([*(float(parameter.grad is not None) for parameter in parameters), 0.0], device=world.device)
     if note is not None:
         holders[-1] = note

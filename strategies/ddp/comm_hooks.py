@@ -1,4 +1,4 @@
-"""How gradients travel between the replicas: compressed, or as a function of the user's says."""
+"""Communication of gradients between replicas: compressed, or by a user-defined function."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ _NAMES = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
 
 
 class CommHook:
-    """One choice of ``comm_hook``, checked when it is made, put to use when a model is wrapped.
+    """Communication hook, validated when it is created and applied when a model is wrapped.
 
     Args:
-        hook: a name, a function for torch's ``register_comm_hook``, or None.
-        state: what the function gets as its first argument; for PowerSGD also a dict of ``PowerSGDState``'s arguments.
+        hook: A name, a function for torch's ``register_comm_hook``, or None.
+        state: The first argument of the function; for PowerSGD also a dict of ``PowerSGDState``'s arguments.
         wrapper: ``"fp16"``, ``"bf16"`` or a function: what is sent is cast before and after ``hook``.
+
+    Raises:
+        ValueError: If the arguments contradict each other, or if torch's hook is broken.
+
+    Source: PowerSGD (Vogels et al., 2019), https://arxiv.org/abs/1905.13727
     """
 
     def __init__(self, hook: Any, state: Any = None, wrapper: Any = None) -> None:
@@ -38,7 +43,7 @@ class CommHook:
             )
         if self.hook is None and (self.wrapper is not None or state):
             argument = "comm_state" if self.wrapper is None else "comm_wrapper"
-            raise ValueError(f"{argument} is for a comm_hook, and none is given: add comm_hook=, or leave it out.")
+            raise ValueError(f"{argument} needs a comm_hook, but none is set: pass comm_hook=, or leave it out.")
         if self.hook in ("fp16", "bf16") and state:
             raise ValueError(f"comm_hook={str(self.hook)!r} has no state: leave out comm_state={state!r}.")
         if getattr(self.hook, "__name__", "") == "post_localSGD_hook":
@@ -51,7 +56,12 @@ class CommHook:
         return self.hook is not None
 
     def register(self, module: torch.nn.parallel.DistributedDataParallel, world: World) -> None:
-        """Let ``module`` reduce its gradients this way."""
+        """Register the hook with a replica.
+
+        Args:
+            module: Torch's DistributedDataParallel.
+            world: All processes.
+        """
         hook, state = self._resolve_hook(world)
         if callable(self.wrapper):
             hook = self.wrapper(hook)
@@ -74,7 +84,7 @@ class CommHook:
 
         if self.hook == "bf16":
             return default_hooks.bf16_compress_hook, world.group
-        announce("PowerSGD's error memory is not part of checkpoints: a resumed run begins a new one")
+        announce("PowerSGD's error memory is not saved in checkpoints: a resumed run starts with an empty one")
         if self.state is not None and not isinstance(self.state, dict):
             return powerSGD_hook.powerSGD_hook, self.state
         # torch's epsilon is 0, with which a gradient that is all zero becomes NaN.
@@ -85,7 +95,11 @@ class CommHook:
 def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in float16, scaled by its largest element on any process.
 
-    Unscaled, as torch's hook sends it, a gradient that is multiplied by a count of tokens passes float16's 65504.
+    Without the scale, as in torch's hook, a gradient that is multiplied by a count of tokens exceeds float16's 65504.
+
+    Args:
+        group: The process group.
+        bucket: Torch's bucket of gradients.
     """
     buffer = bucket.buffer()
     if not buffer.numel():

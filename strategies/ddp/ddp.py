@@ -39,15 +39,15 @@ _ALIASES = {  # Lightning's and Accelerate's
 
 
 class _Replica(DistributedDataParallel):
-    """A DDP module through which the attributes of the user's model stay within reach.
-
-    Attributes:
-        apart: how many contexts are open in which gradients stay local.
+    """DDP module that gives access to the attributes of the user's model.
 
     Args:
-        router: runs the user's model.
-        advance: called before each forward of a training step, which may wait for other ranks.
-        options: of torch's module.
+        router: Runs the user's model.
+        advance: Called before each forward of a training step, which may wait for other ranks.
+        options: Options of torch's module.
+
+    Attributes:
+        apart: The number of open contexts in which gradients are not reduced.
     """
 
     def __init__(self, router: Router, advance: Callable[[], None], **options: Any) -> None:
@@ -60,13 +60,13 @@ class _Replica(DistributedDataParallel):
 
     @property
     def module(self) -> nn.Module:
-        """The user's model, as users of torch's DDP know it; to torch itself the router, while it builds or runs."""
+        """The user's model, as in torch's DDP; for torch itself, during construction and forward, the router."""
         router: Any = self._modules["module"]
         is_torchs = "ready" not in self.__dict__ or DistributedDataParallel._active_ddp_module is self
         return router if is_torchs else router.module
 
     def can_skip_reduction(self) -> bool:
-        """Whether a backward may go without a reduction; a static graph has to be seen in one with it first."""
+        """Return whether a backward may skip the reduction; a static graph needs one with a reduction first."""
         return not self.static_graph or self._static_graph_delay_allreduce_enqueued
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,10 +85,10 @@ class _Replica(DistributedDataParallel):
             raise better from error
 
     def check(self) -> None:
-        """See that no reduction is under way still: torch itself would say so in the next forward, if there is one.
+        """Check that no reduction is still in progress: torch itself would raise only in the next forward, if any.
 
         Raises:
-            ValueError: names the parameters that got no gradient.
+            ValueError: If parameters got no gradient. The error lists them.
         """
         if self.ready is not None and self.ready.watching:
             self.ready.settle()
@@ -98,7 +98,11 @@ class _Replica(DistributedDataParallel):
             raise (self.explain(error) or error) from error
 
     def explain(self, error: BaseException) -> ValueError | None:
-        """What to raise instead of an error of torch's reducer; None for any other error."""
+        """Return the error to raise in place of an error of torch's reducer; None for any other error.
+
+        Args:
+            error: The error.
+        """
         return explain_reducer_error(error, self._names, self.find_unused_parameters)
 
     def __getattr__(self, name: str) -> Any:
@@ -109,31 +113,39 @@ class _Replica(DistributedDataParallel):
 
 
 class DDP(Strategy):
-    """One whole copy of the model on every process; gradients are averaged during backward.
+    """Strategy with a full copy of the model on every process; gradients are averaged during backward.
 
     Args:
-        find_unused_parameters: let some parameters take no part in a step, at the cost of a walk over the graph.
-        static_graph: every step computes the same graph, unused parameters included, which then cost no walk; also
-            allows what is ready more than once (re-entrant checkpointing).
-        gradient_as_bucket_view: gradients live in the buffers they are sent in: saves memory of their size.
-        bucket_cap_mb: size of these buffers in MiB; torch's default is 25.
-        broadcast_buffers: give every process rank zero's buffers (BatchNorm's statistics) before each forward.
-        comm_hook: how gradients are sent: ``"fp16"``, ``"bf16"``, ``"power_sgd"``, or a function for torch's
-            ``register_comm_hook``. What the processes agree on is never compressed.
-        comm_state: for a function its first argument; for PowerSGD torch's ``PowerSGDState``, or a dict of its
+        find_unused_parameters: Permit parameters that take no part in a step, at the cost of a traversal of the graph.
+        static_graph: Every step computes the same graph, including unused parameters, which then need no traversal. It
+            also permits gradients that are ready more than once (reentrant checkpointing).
+        gradient_as_bucket_view: Store gradients in the buffers that they are sent in, which saves memory of their size.
+        bucket_cap_mb: Size of these buffers in MiB. Default: torch's, 25.
+        broadcast_buffers: Give every process rank zero's buffers (BatchNorm's statistics) before each forward.
+        comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"``, or a function for torch's
+            ``register_comm_hook``. The votes of the processes are never compressed.
+        comm_state: For a function its first argument; for PowerSGD torch's ``PowerSGDState``, or a dict of its
             arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
-        comm_wrapper: ``"fp16"`` or ``"bf16"``: cast what ``comm_hook`` sends as well.
-        sync_batchnorm: BatchNorm layers see the samples of all processes, on the CPU too.
-        zero: keep each parameter's optimizer state on one process only (ZeRO stage 1). Training is bit-equal.
-        local_sgd_steps: after ``local_sgd_start`` steps, reduce no gradients: each process steps alone, and parameters
-            are averaged every so many optimizer steps, and before an evaluation or a checkpoint.
-        local_sgd_start: optimizer steps before that.
-        other: Lightning's and Accelerate's names of these: ``ddp_comm_hook``, ``ddp_comm_state``,
-            ``ddp_comm_wrapper``, ``comm_state_option``, ``model_averaging_period``.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``: cast what ``comm_hook`` sends too.
+        sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, on the CPU too.
+        zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). Training is bit-equal.
+        local_sgd_steps: After ``local_sgd_start`` steps, do not reduce gradients: each process steps by itself, and
+            parameters are averaged after this number of optimizer steps, and before an evaluation or a checkpoint.
+        local_sgd_start: Optimizer steps before that.
+        other: Lightning's and Accelerate's names of these: ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``,
+            ``comm_state_option``, ``model_averaging_period``.
 
     Raises:
-        TypeError: for an argument that does not exist, with the nearest one that does.
-        ValueError: for arguments that contradict each other.
+        TypeError: If an argument does not exist. The error names the nearest valid one.
+        ValueError: If arguments contradict each other.
+
+    Example:
+        >>> import treadle
+        >>> from treadle.strategies import DDP
+        >>> trainer = treadle.Trainer(strategy=DDP(gradient_as_bucket_view=True), accelerator="cpu", logger=False)
+
+    Source: ZeRO (Rajbhandari et al., 2020), https://arxiv.org/abs/1910.02054; post-local SGD (Lin et al., 2020),
+    https://arxiv.org/abs/1808.07217
     """
 
     name = "ddp"
@@ -181,12 +193,12 @@ class DDP(Strategy):
             clashes = {"zero": zero, "comm_hook": bool(self.comm_hook), "static_graph": static_graph}
             for clash in (name for name, on in clashes.items() if on):
                 raise ValueError(
-                    f"local_sgd_steps={self.local_steps.every} contradicts {clash}: it needs the processes in every "
-                    "step. Leave out one of them."
+                    f"local_sgd_steps={self.local_steps.every} contradicts {clash}, which communicates in every step. "
+                    "Leave out one of them."
                 )
 
     def attach(self, world: World, precision: Precision) -> None:
-        """See `Strategy.attach`. On one process there is nothing to average, and nothing is wrapped."""
+        """See `Strategy.attach`. With a world size of one, there is nothing to average, and nothing is wrapped."""
         super().attach(world, precision)
         self.delays_sync = world.size > 1
         self._ballot: Ballot | None = None
@@ -198,13 +210,13 @@ class DDP(Strategy):
         self._local_optimizer: Optimizer | None = None
         if self.local_steps is not None and precision.scaled:
             raise ValueError(
-                f"local_sgd_steps={self.local_steps.every} can't run with float16's loss scale, where each process "
-                "would skip steps of its own: use bf16, or leave it out."
+                f"local_sgd_steps={self.local_steps.every} can't be combined with float16's loss scale, since each "
+                "process would skip different steps: use bf16, or leave it out."
             )
         requested = {"comm_hook": self.comm_hook, "zero": self.zero, "local_sgd_steps": self.local_steps}
         ineffective = [name for name, value in requested.items() if value]
         if world.size == 1 and ineffective:
-            announce(f"one process only: DDP's {', '.join(ineffective)} changes nothing")
+            announce(f"the world size is 1, so DDP's {', '.join(ineffective)} has no effect")
 
     @property
     def replicas_equal(self) -> bool:
@@ -212,7 +224,7 @@ class DDP(Strategy):
         return self.local_steps is None or not self.local_steps.alone
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """See `Strategy.wrap`. With ``step``, what the processes must agree on rides in the gradient reduction."""
+        """See `Strategy.wrap`. With ``step``, the votes of the processes are part of the gradient reduction."""
         if self.world.size == 1 or not (step or any(p.requires_grad for p in module.parameters())):
             return super().wrap(module)
         self.place(module)
@@ -220,7 +232,7 @@ class DDP(Strategy):
             synchronise(module, self.world)
         device = self.world.device
         ballot = None
-        if step and not self.comm_hook:  # a compressed count is no count
+        if step and not self.comm_hook:  # compression would change the counts
             ballot = self._ballot = Ballot(device, ballot_dtype(module.parameters()))
         router = Router(module, self.precision.context(device), self.precision.compute is not None, ballot)
         replica = _Replica(
@@ -243,11 +255,14 @@ class DDP(Strategy):
         return replica
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """See `Strategy.replicate`. There is nothing that would reduce in backward."""
+        """See `Strategy.replicate`. Backward does not reduce."""
         if self.world.size == 1:
             return super().wrap(module)
         if self.comm_hook or self.local_steps is not None:
-            raise ValueError("DDP(comm_hook, local_sgd_steps) need the automatic optimization: leave them out.")
+            raise ValueError(
+                "DDP(comm_hook=..., local_sgd_steps=...) can't be combined with automatic_optimization=False: leave "
+                "them out."
+            )
         self.place(module)
         if self.sync_batchnorm:
             synchronise(module, self.world)
@@ -260,7 +275,7 @@ class DDP(Strategy):
         return average_gradients(parameters, self.world, note)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`. It stays the user's own object; hooks around its step do the rest."""
+        """See `Strategy.wrap_optimizer`. The user's own object is returned; hooks around its step do the rest."""
         super().wrap_optimizer(optimizer)
         if self.world.size == 1:
             return optimizer
@@ -280,7 +295,7 @@ class DDP(Strategy):
             self._shards[optimizer] = Shards(optimizer, self.world)
         if self.local_steps is not None:
             if self._local_optimizer not in (None, optimizer):
-                raise ValueError("local_sgd_steps counts the steps of one optimizer, and there are several.")
+                raise ValueError("local_sgd_steps supports one optimizer, but there are several: leave it out.")
             self._local_optimizer = optimizer
             optimizer.register_step_post_hook(self._finish_step)
         return optimizer
@@ -292,7 +307,11 @@ class DDP(Strategy):
             self.set_gradient_sync(replica, True)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return an error of torch's reducer, raised in a backward, in words that help; any other as it is."""
+        """Return an error of torch's reducer, raised in a backward, with a better explanation; any other as it is.
+
+        Args:
+            error: The error.
+        """
         explanations = (replica.explain(error) for replica in self._replicas)
         return next((better for better in explanations if better is not None), error)
 
@@ -313,15 +332,15 @@ class DDP(Strategy):
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """See `Strategy.no_sync`. Within it `set_gradient_sync` has no effect."""
+        """See `Strategy.no_sync`. Inside it, `set_gradient_sync` has no effect."""
         replica = _find_replica(module)
         if replica is None:
             yield
             return
         if not replica.can_skip_reduction():
             raise ValueError(
-                "static_graph=True needs a first backward with reduction, so gradients can't stay local before it. "
-                "Leave out static_graph, or no_sync for the first step."
+                "static_graph=True needs a reduction in the first backward, so no_sync can't be used before it. Leave "
+                "out static_graph, or no_sync for the first step."
             )
         before = replica.require_backward_grad_sync
         replica.apart += 1
@@ -342,7 +361,7 @@ class DDP(Strategy):
         if replica.find_unused_parameters or replica.static_graph:
             option = "static_graph" if replica.static_graph else "find_unused_parameters"
             raise ValueError(
-                f"{option}=True looks at the graph in forward, too late for a forward in no_sync: leave it out."
+                f"{option}=True reads the graph in forward, which is too late for a forward in no_sync: leave it out."
             )
         before = replica.require_backward_grad_sync
         replica.require_backward_grad_sync = True  # type: ignore[assignment]
@@ -356,7 +375,7 @@ class DDP(Strategy):
         """See `Strategy.steps_apart`."""
         if self.zero or self.local_steps is not None:
             option = "zero=True" if self.zero else "local_sgd_steps"
-            raise ValueError(f"DDP({option}) exchanges parameters in its own steps: leave it out to step apart.")
+            raise ValueError(f"DDP({option}) exchanges parameters in each step: leave it out to use LocalSGD.")
         return self.no_sync(module)
 
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -408,12 +427,12 @@ class DDP(Strategy):
             self.local_steps.meet(self._local_optimizer, self.world)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """See `Strategy.sync_buffers`. Processes that have stepped alone get one model."""
+        """See `Strategy.sync_buffers`. Processes that have stepped separately get one model."""
         self._meet()
         super().sync_buffers(module)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """See `Strategy.model_state`. Processes that have stepped alone get one model."""
+        """See `Strategy.model_state`. Processes that have stepped separately get one model."""
         self._meet()
         return super().model_state(module)
 
@@ -452,7 +471,7 @@ class DDP(Strategy):
     # -- for plans -----------------------------------------------------------------------------------------------
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """See `Strategy.reduction_buckets`: torch itself is asked how it would fill its buckets."""
+        """See `Strategy.reduction_buckets`: torch itself computes the buckets."""
         if self.world.size == 1:
             return None
         settings = {
@@ -462,7 +481,7 @@ class DDP(Strategy):
             "sync_batchnorm": self.sync_batchnorm,
         }
         for name in (name for name, value in settings.items() if value):
-            raise ValueError(f"a plan does not know what DDP({name}=...) sends; leave it out to plan the rest.")
+            raise ValueError(f"DDP({name}=...) is not supported in a plan; leave it out to plan the rest.")
         from torch.utils._python_dispatch import _disable_current_modes
 
         cap = self.options["bucket_cap_mb"]
@@ -496,31 +515,35 @@ class DDP(Strategy):
 
 
 def _find_replica(module: nn.Module) -> _Replica | None:
-    """The replica in what `wrap` returned, or in that after ``torch.compile``; None where nothing is reduced."""
+    """Return the replica inside a module of `wrap`, also after ``torch.compile``; None if nothing is reduced."""
     if not isinstance(module, _Replica):
         module = module._modules.get("_orig_mod") or module
     return module if isinstance(module, _Replica) else None
 
 
 def make_ddp_factory(flag: bool) -> Callable[[], DDP]:
-    """A factory for the registry's ``ddp_find_unused_parameters_*`` names."""
+    """Return a factory for the registry's ``ddp_find_unused_parameters_*`` names.
+
+    Args:
+        flag: The value of ``find_unused_parameters``.
+    """
     return lambda: DDP(find_unused_parameters=flag)
 
 
 def _resolve_aliases(arguments: dict[str, Any], aliased: dict[str, Any]) -> None:
-    """Move the arguments in ``other`` to the names they have here."""
+    """Move aliased arguments to the names of `DDP`."""
     for alias, value in aliased.items():
         name = _ALIASES.get(alias)
         if name is None:
             valid = [*inspect.signature(DDP.__init__).parameters, *_ALIASES]
             raise TypeError(f"DDP() has no argument {alias!r}.{nearest(alias, set(valid) - {'self', 'other'})}")
         if value is not None and arguments[name] is not None:
-            raise ValueError(f"{alias}= is another name of {name}=; give one of them.")
+            raise ValueError(f"{alias}= is another name of {name}=; pass one of them.")
         arguments[name] = value if value is not None else arguments[name]
 
 
 def _translate_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options in torch's names: since 2.13 ``broadcast_buffers`` is called otherwise, and warns."""
+    """Return the options under torch's names: since 2.13 ``broadcast_buffers`` has another name, and warns."""
     options = dict(options)
     keep = options.pop("broadcast_buffers")
     new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters

@@ -1,4 +1,4 @@
-"""What torch's gradient reducer says when it is stuck, in the user's own words: names, the rule, the fix."""
+"""Explanations of errors in torch's gradient reducer: names, the rule, the fix."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _MAX_NAMES = 30
 
 
 def explain_reducer_error(error: BaseException, names: list[str], finds_unused: bool = False) -> ValueError | None:
-    """Return what to raise instead of ``error``, or None where it is not about the reduction of gradients.
+    """Return the error to raise in place of ``error``, or None if it is not about the reduction of gradients.
 
     Args:
-        error: what torch raised.
-        names: the parameters in the reducer's order.
-        finds_unused: whether ``find_unused_parameters`` is on already.
+        error: The error that torch raised.
+        names: The parameters in the reducer's order.
+        finds_unused: Whether ``find_unused_parameters`` is already set.
     """
     text = str(error)
     if text.startswith(_UNFINISHED):
@@ -34,20 +34,20 @@ def _unused_parameter_error(names: list[str], finds_unused: bool) -> ValueError:
     problem = f"no gradient reached these parameters, so this step's gradients were not reduced: {shown or 'unknown'}."
     if finds_unused:
         return ValueError(
-            f"{problem} find_unused_parameters=True leaves out what the model's output does not depend on; these it "
-            "does depend on, or the loss does not come from that output. Compute the loss from what the prepared model "
-            "returns."
+            f"{problem} find_unused_parameters=True skips only parameters that the model's output does not depend on; "
+            "the output depends on these, or the loss does not use that output. Compute the loss from the output of "
+            "the prepared model."
         )
     return ValueError(
-        f"{problem} If they are meant to take no part in some steps, use strategy='ddp_find_unused_parameters_true' or "
-        "DDP(find_unused_parameters=True); if never, freeze them with requires_grad_(False). If they should take "
-        "part, the loss does not depend on all of the model's output: compute it from what the prepared model returns."
+        f"{problem} If they are unused in some steps on purpose, use strategy='ddp_find_unused_parameters_true' or "
+        "DDP(find_unused_parameters=True); if they are never used, freeze them with requires_grad_(False). If they "
+        "should be used, compute the loss from the complete output of the prepared model."
     )
 
 
 def _ready_twice_error(name: str) -> ValueError:
     return ValueError(
-        f"the gradient of {name} was ready twice in one backward. Activation checkpointing does that where layers are "
-        "checkpointed with use_reentrant=True and used more than once: give torch.utils.checkpoint.checkpoint "
-        "use_reentrant=False. If every step computes the same graph, DDP(static_graph=True) allows it as well."
+        f"the gradient of {name} was ready twice in one backward. This happens if layers are used more than once and "
+        "checkpointed with use_reentrant=True: pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If every "
+        "step computes the same graph, DDP(static_graph=True) permits it too."
     )

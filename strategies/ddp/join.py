@@ -1,4 +1,4 @@
-"""Replicas that run out of batches at different times."""
+"""Joining of replicas that run out of batches at different times."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 
 @contextmanager
 def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let a rank run ``modules`` fewer times than the others and contribute nothing to their reductions after that.
+    """Let a rank run ``modules`` fewer times than the others, without a contribution to their reductions after that.
 
     Each reduction is the mean over the ranks that still have a batch. All ranks leave together, with the parameters and
     buffers of those that had the most batches.
 
     Args:
-        modules: the modules that a strategy's ``wrap`` returned.
+        modules: Modules that a strategy's ``wrap`` returned.
 
     Raises:
-        ValueError: for a model whose reductions a rank that has left can't take part in.
+        ValueError: If a module is not one that reduces gradients.
     """
     from torch.distributed.algorithms.join import Join, Joinable
 
@@ -28,8 +28,8 @@ def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
     for module in trained:
         if not isinstance(module, Joinable):
             raise ValueError(
-                f"{type(module).__name__} is not a prepared model, so nothing reduces its gradients. Pass "
-                "join_uneven_inputs the model that Accelerator.prepare returned."
+                f"{type(module).__name__} is not a prepared model, so its gradients are not reduced. Pass the model "
+                "that Accelerator.prepare returned to join_uneven_inputs."
             )
     if not trained:
         yield

@@ -1,4 +1,4 @@
-"""Post-local SGD: gradients are averaged at first, later each process steps alone and the parameters are averaged."""
+"""Post-local SGD: gradients are averaged at first; later each process steps by itself and parameters are averaged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from .coalesced import average
 
 
 class LocalSteps:
-    """How far a run is, and when its processes meet.
+    """Step count of a run with local steps, and the schedule of its averages.
 
     Args:
-        every: optimizer steps from one average of the parameters to the next.
-        start: optimizer steps before that, with gradients that are averaged as usual.
+        every: Optimizer steps between two averages of the parameters.
+        start: Optimizer steps before that, with gradients that are averaged as usual.
 
     Attributes:
-        count: optimizer steps so far.
+        count: Number of optimizer steps so far.
+
+    Source: Don't Use Large Mini-Batches, Use Local SGD (Lin et al., 2020), https://arxiv.org/abs/1808.07217
     """
 
     def __init__(self, every: int, start: int) -> None:
@@ -31,24 +33,39 @@ class LocalSteps:
 
     @property
     def alone(self) -> bool:
-        """Whether the next step is taken without the others."""
+        """True if the next step is taken by each process separately."""
         return self.count >= self.start
 
     def stepped(self, optimizer: Optimizer, world: World) -> None:
-        """Count a step of ``optimizer``; average its parameters if it is time."""
+        """Count a step of ``optimizer``, and average its parameters if it is due.
+
+        Args:
+            optimizer: The user's optimizer.
+            world: All processes.
+        """
         self._apart = self.alone
         self.count += 1
         if self._apart and (self.count - self.start) % self.every == 0:
             self.meet(optimizer, world)
 
     def meet(self, optimizer: Optimizer, world: World) -> None:
-        """Give all processes one model now, if they have gone apart."""
+        """Average the parameters now, if the processes have stepped separately.
+
+        Args:
+            optimizer: The user's optimizer.
+            world: All processes.
+        """
         if self._apart:
             average(_list_trained_parameters(optimizer), world)
             self._apart = False
 
     def state_dict(self, optimizer: Optimizer, world: World) -> dict[str, Any]:
-        """The optimizer's state, averaged on all processes, so that a run that is resumed goes on as this one does."""
+        """Return the optimizer's state, averaged on all processes, so that a resumed run continues like this one.
+
+        Args:
+            optimizer: The user's optimizer.
+            world: All processes.
+        """
         self.meet(optimizer, world)
         if self.alone:
             slots = dict(_list_slots(optimizer))
@@ -58,7 +75,11 @@ class LocalSteps:
         return {**optimizer.state_dict(), "local_sgd_count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the count up again; the state of another strategy has none, and the first steps begin anew."""
+        """Restore the count; the state of another strategy has none, and the first steps start again.
+
+        Args:
+            state: A state of `state_dict`.
+        """
         self.count = state.get("local_sgd_count", 0)
         self._apart = False
 
@@ -68,7 +89,7 @@ def _list_trained_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _list_slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
-    """What the optimizer has gathered for each parameter, by place and name; step counts are the same everywhere."""
+    """Return the optimizer's state of each parameter, by index and name; step counts are the same everywhere."""
     slots = []
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -78,10 +99,14 @@ def _list_slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
 
 
 def parse_local_steps(every: Any, start: Any) -> LocalSteps | None:
-    """What ``local_sgd_steps`` and ``local_sgd_start`` ask for.
+    """Return the settings of ``local_sgd_steps`` and ``local_sgd_start``, or None if they are not set.
+
+    Args:
+        every: The value of ``local_sgd_steps``.
+        start: The value of ``local_sgd_start``.
 
     Raises:
-        ValueError: names the argument, the value and the rule.
+        ValueError: If a value is invalid. The error names the argument, the value and the rule.
     """
     for name, value, least in (("local_sgd_steps", every, 1), ("local_sgd_start", start, 0)):
         if value is not None:

@@ -1,9 +1,11 @@
-"""Optimizer state in parts: each process steps its share of the parameters and sends the others the result (ZeRO-1).
+"""Sharded optimizer state: each process steps its share of the parameters and sends the others the result (ZeRO-1).
 
-Nothing is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. So any class, any option of a
-group and every scheduler that holds it work, and what is computed is bit-equal to the plain optimizer. torch's
-``ZeroRedundancyOptimizer`` builds a second optimizer from class and defaults, starts without state, and gathers a
-state by pickle on one process only.
+Nothing is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. Every class, every option of a
+group and every scheduler that refers to it therefore works, and the result is bit-equal to the plain optimizer. torch's
+``ZeroRedundancyOptimizer`` builds a second optimizer from class and defaults, starts without state, and gathers a state
+by pickle on one process only.
+
+Source: ZeRO (Rajbhandari et al., 2020), https://arxiv.org/abs/1910.02054
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ from .coalesced import broadcast
 
 
 class Shards:
-    """Which process keeps the state of which parameter of one optimizer.
+    """Assignment of an optimizer's parameters, and their state, to processes.
 
     Args:
-        optimizer: the user's optimizer; what it has gathered so far for other processes' parameters is dropped.
-        world: the processes.
+        optimizer: The user's optimizer; its state of other processes' parameters is dropped.
+        world: The processes.
 
     Raises:
-        ValueError: for an optimizer that treats all its parameters as one vector.
+        ValueError: If the optimizer treats all its parameters as one vector.
     """
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("zero=True can't share out LBFGS, which treats its parameters as one; use zero=False.")
+            raise ValueError("zero=True does not support LBFGS, which treats its parameters as one; use zero=False.")
         self.world = world
         self.owner: dict[Tensor, int] = {}
         self._load = [0] * world.size
@@ -43,7 +45,7 @@ class Shards:
         optimizer.register_step_post_hook(self._exchange)
 
     def _assign(self, optimizer: Optimizer) -> None:
-        """Give each parameter that has no owner yet to the process with the least, the largest first."""
+        """Assign each parameter without an owner to the process with the fewest elements, the largest first."""
         unassigned = [p for group in optimizer.param_groups for p in group["params"] if p not in self.owner]
         for parameter in sorted(unassigned, key=lambda p: p.numel(), reverse=True):
             rank = self._load.index(min(self._load))
@@ -51,7 +53,7 @@ class Shards:
             self._load[rank] += parameter.numel()
 
     def _narrow(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a step: leave only this process's parameters in the groups."""
+        """Keep only this process's parameters in the groups, before a step."""
         self._widen(optimizer)  # a step that raised left them narrow
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         replaced: Any = None
@@ -73,14 +75,19 @@ class Shards:
             self._whole = None
 
     def _exchange(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """After a step: send what this process has stepped, and take what the others have."""
+        """Send the parameters that this process has stepped, and receive those of the others, after a step."""
         self._widen(optimizer)
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for source in range(self.world.size):
             broadcast([p for p in trained if self.owner[p] == source], self.world, source)
 
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take this process's part of a whole state."""
+        """Load this process's share of a full state.
+
+        Args:
+            optimizer: The user's optimizer.
+            state: The full state.
+        """
         self._assign(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         remote_indices = {i for i, p in enumerate(parameters) if self.owner[p] != self.world.rank}

@@ -1,4 +1,4 @@
-"""Diagnosis of what a run would use: machines and processes, inspected, compared and measured."""
+"""Diagnosis of the machines and processes that a run would use: inspected, compared and measured."""
 
 from __future__ import annotations
 

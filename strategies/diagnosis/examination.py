@@ -1,8 +1,8 @@
-"""The examination of a job's ranks: each inspects itself, all report through the store, one of them judges.
+"""Examination of a job's ranks: each inspects itself, all report through the store, and one of them judges.
 
-The store comes first because it answers without the others: a rank that never comes is named, instead of waited for in
-a collective. The measurements follow once every rank has reported. Two limits hold, one for each part, and a timer
-ends what ignores them.
+The store comes first because it answers without the other ranks: a rank that never reports is named, instead of awaited
+in a collective. The measurements follow once every rank has reported. Each of the two parts has a limit, and a timer
+ends a rank that exceeds it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def examine(
     publish: Callable[[Report], None],
     accelerator: str = "auto",
 ) -> Report | None:
-    """Examine the ranks that a launcher started; every rank calls this, and one of them reports.
+    """Examine the ranks that a launcher started. Every rank calls this, and one of them publishes the report.
 
     Args:
-        launched: what the launcher says about this rank.
-        run_folder: where the run would write.
-        limit: seconds for all ranks to report, and again for the measurements.
-        publish: called with the report on the one rank that reports: rank zero, or the lowest rank that came. Other
-            ranks leave after it has returned.
-        accelerator: what the ranks compute on, ``"auto"`` for the devices there are.
+        launched: Values that the launcher has set for this rank.
+        run_folder: Folder into which the run would write.
+        limit: Seconds for all ranks to report, and again for the measurements.
+        publish: Function that receives the report on the one rank that publishes it: rank zero, or the lowest rank that
+            came. Other ranks leave after it has returned.
+        accelerator: Device type of the ranks. Default: ``"auto"``, the available devices.
 
     Returns:
         The report on the rank that published it, else None.
@@ -76,15 +76,20 @@ def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
     """Return the report on this process alone, where no ranks could be started.
 
     Args:
-        run_folder: where the run would write.
-        errors: what prevented it.
+        run_folder: Folder into which the run would write.
+        errors: Reasons why no ranks could be started.
     """
     facts = inspect_process(run_folder) | {"rank": 0}
     return make_report([facts], judge([facts], size=1, launched=None, missing=[], errors=errors, measured={}))
 
 
 def make_report(ranks: list[Facts], findings: list[Finding]) -> Report:
-    """Return what `treadle doctor --json` prints."""
+    """Return the report that `treadle doctor --json` prints.
+
+    Args:
+        ranks: Result of `inspect_process` for each rank, with its ``"rank"``.
+        findings: The judged findings.
+    """
     return {
         "result": find_worst(finding.mark for finding in findings),
         "findings": [finding.to_dict() for finding in findings],
@@ -114,7 +119,12 @@ class _Examination:
         self._ending = threading.Lock()
 
     def start_timer(self, purpose: str, seconds: float) -> None:
-        """Give this rank ``seconds`` for what follows; afterwards it reports what is known and leaves."""
+        """Give this rank ``seconds`` for the next part; afterwards it reports what is known and leaves.
+
+        Args:
+            purpose: Name of the part, for the error.
+            seconds: Seconds for the part.
+        """
         if self._timer is not None:
             self._timer.cancel()
         self._timer = threading.Timer(seconds + MARGIN, self._time_out, (purpose, seconds))
@@ -122,21 +132,21 @@ class _Examination:
         self._timer.start()
 
     def _time_out(self, purpose: str, seconds: float) -> None:
-        """Run in the timer's thread: the main thread is in a call of torch's that nothing breaks off."""
+        """End the examination in the timer's thread: the main thread is in an uninterruptible call of torch."""
         self._errors = self._list_errors()
         error = "" if self._errors else f"{purpose} did not end within {seconds:g} s"
         self.end(error, inspect_process(self._run_folder))
         os._exit(1)
 
     def meet(self, environment: Mapping[str, str]) -> dist.Store:
-        """Return a store of this examination which all ranks see.
+        """Return a store of this examination that all ranks see.
 
         Args:
-            environment: the launcher's variables.
+            environment: Variables of the launcher.
 
         Raises:
-            ValueError: if the address can't be used.
-            RuntimeError: if rank zero, or the launcher, does not answer.
+            ValueError: The address can't be used.
+            RuntimeError: Rank zero, or the launcher, does not answer.
         """
         launched = self.launched
         address = launched.address
@@ -144,7 +154,10 @@ class _Examination:
         try:
             socket.getaddrinfo(host, None)  # torch would try again until the limit
         except OSError as error:
-            raise ValueError(f"MASTER_ADDR={host!r} does not resolve on {socket.gethostname()} ({error})") from None
+            raise ValueError(
+                f"MASTER_ADDR={host!r} does not resolve on {socket.gethostname()} ({error}); set the address of rank "
+                "0's machine"
+            ) from None
         if address is None and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             # Rank zero keeps the store. Torch's own rendezvous would wait in it for all ranks, and name none.
             port = environment["MASTER_PORT"]
@@ -156,17 +169,21 @@ class _Examination:
         return self._store
 
     def call_roll(self, store: dist.Store, facts: Facts) -> None:
-        """Report this rank's facts, learn who is missing, and whether this rank reports.
+        """Report this rank's inspection, and learn which ranks are missing and whether this rank publishes the report.
 
-        Rank zero decides who is missing; where it does not come itself, the lowest rank that did.
+        Rank zero decides which ranks are missing; if it does not come itself, the lowest rank that did.
+
+        Args:
+            store: The store of the examination.
+            facts: Result of `inspect_process` for this rank.
 
         Raises:
-            ValueError: if another process is this rank too.
-            RuntimeError: if rank zero came and did not decide.
+            ValueError: Another process has the same rank.
+            RuntimeError: Rank zero came and did not decide.
         """
         rank, size = self.launched.rank, self.launched.world_size
         if store.add(f"arrivals of {rank}", 1) > 1:
-            raise ValueError(f"another process is rank {rank} of {size} too; each needs a RANK of its own")
+            raise ValueError(f"another process is rank {rank} of {size} too; set a different RANK for each process")
         store.set(f"facts of {rank}", json.dumps(facts))
         if rank == 0 or not self._await(store, "roll"):
             names = [f"facts of {other}" for other in range(size)]
@@ -178,25 +195,32 @@ class _Examination:
             ]
             store.set("roll", json.dumps([other for other in range(size) if not present[other]]))
         elif not self._await(store, "roll"):
-            raise RuntimeError("rank 0 came, but did not say which ranks are missing")
+            raise RuntimeError("rank 0 has reported, but not which ranks are missing")
         self.missing = json.loads(store.get("roll"))
 
     def _await_keys(self, store: dist.Store, names: list[str]) -> list[bool]:
-        """Wait for keys as long as the limit, and return which of them are set."""
+        """Wait until all keys are set or the limit is over, and return which of them are set."""
         deadline = time.monotonic() + self.limit
         while not store.check(names) and time.monotonic() < deadline:
             time.sleep(0.02)
         return [store.check([name]) for name in names]
 
     def _await(self, store: dist.Store, name: str) -> bool:
-        """Wait for a key as long as the limit; the store may end with the rank that keeps it."""
+        """Wait for a key up to the limit, and return whether it is set.
+
+        The store may end with the rank that keeps it.
+        """
         with suppress(*_STORE_ERRORS):
             store.wait([name], timedelta(seconds=self.limit))
             return True
         return False
 
     def measure(self, accelerator: str) -> None:
-        """Connect the ranks and measure; a rank's failure is a part of the report."""
+        """Connect the ranks and measure. A rank's failure becomes part of the report.
+
+        Args:
+            accelerator: Device type of the ranks.
+        """
         assert self._store is not None
         error = ""
         try:
@@ -217,7 +241,7 @@ class _Examination:
             disconnect()
 
     def _list_errors(self) -> list[str]:
-        """Return how the measurements ended badly, with the ranks; empty where they ended well on all."""
+        """Return the failures of the measurements, with their ranks; empty where they succeeded on all."""
         if self._store is None or not self._facts or self.missing:
             return []
         store, ranks, errors = self._store, range(self.launched.world_size), []
@@ -236,7 +260,12 @@ class _Examination:
         return errors
 
     def end(self, error: str, facts: Facts) -> None:
-        """Publish the report where this rank reports, and wait for it where it does not."""
+        """Publish the report where this rank publishes it; else wait until it is published.
+
+        Args:
+            error: Failure of the meeting; "" for none.
+            facts: Result of `inspect_process` for this rank.
+        """
         with self._ending:  # the timer may come while the report is on its way
             if self.report is not None:
                 return

@@ -32,12 +32,12 @@ _CLOCK_NOTE, _CLOCK_FAULT = 0.1, 1.0  # seconds
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """Line of the report.
 
     Args:
         mark: ``"good"``, ``"note"`` or ``"fault"``.
-        subject: what was looked at.
-        text: what it is, and what to do where something is wrong.
+        subject: What was inspected.
+        text: Its state, and a fix where something is wrong.
     """
 
     mark: str
@@ -45,10 +45,16 @@ class Finding:
     text: str
 
     def to_dict(self) -> dict[str, str]:
+        """Return the finding as a dict, for JSON."""
         return asdict(self)
 
 
 def find_worst(marks: Iterable[str]) -> str:
+    """Return the worst of the marks; ``"good"`` without any.
+
+    Args:
+        marks: Marks of findings.
+    """
     return max(marks, key=_MARKS.index, default=GOOD)
 
 
@@ -64,12 +70,12 @@ def judge(
     """Return the findings about a job, in the order in which they are printed.
 
     Args:
-        ranks: what each rank that came has inspected; ``"rank"`` names it.
-        size: number of ranks there should be.
-        launched: what the launcher says about the rank that reports.
-        missing: ranks that did not come.
-        errors: what went wrong while the ranks met or measured.
-        measured: ``"clocks"`` and ``"all-reduce"``, where they were measured.
+        ranks: Result of `inspect_process` for each rank that reported; ``"rank"`` holds its number.
+        size: Expected number of ranks.
+        launched: Values that the launcher has set for the rank that publishes the report; None without one.
+        missing: Ranks that did not report.
+        errors: Failures while the ranks met or measured.
+        measured: Measurements under ``"clocks"`` and ``"all-reduce"``, where they exist.
     """
     return [
         _judge_presence(ranks, size, launched, missing),
@@ -88,12 +94,12 @@ def _judge_presence(ranks: list[Facts], size: int, launched: LaunchEnvironment |
     hosts = list(dict.fromkeys(facts["host"] for facts in ranks))
     place = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} machines"
     if missing:
-        absent = f"{format_ranks(missing)} of {size} did not come: not started, stuck, or unable to reach MASTER_ADDR"
+        absent = f"{format_ranks(missing)} of {size} did not report: not started, stuck, or unable to reach MASTER_ADDR"
         return Finding(FAULT, "ranks", absent)
     if launched is None:
         return Finding(GOOD, "ranks", f"this process alone, {place}")
     if len(ranks) < size:
-        return Finding(NOTE, "ranks", f"what follows is about rank {ranks[0]['rank']} of {size} alone, {place}")
+        return Finding(NOTE, "ranks", f"the lines below describe rank {ranks[0]['rank']} of {size} alone, {place}")
     starter = "treadle" if launched.supervisor else launched.launcher
     environment = ranks[0]["environment"]
     address, port = launched.address or (environment.get("MASTER_ADDR"), environment.get("MASTER_PORT"))
@@ -101,7 +107,7 @@ def _judge_presence(ranks: list[Facts], size: int, launched: LaunchEnvironment |
 
 
 def _judge_versions(ranks: list[Facts], subject: str, packages: tuple[str, ...]) -> Finding:
-    """Compare the versions of all ranks with rank zero's, or those of the lowest rank that came."""
+    """Compare the versions of all ranks with rank zero's, or those of the lowest rank that reported."""
     first = ranks[0]
     differences = []
     for package in packages:
@@ -121,7 +127,7 @@ def _judge_versions(ranks: list[Facts], subject: str, packages: tuple[str, ...])
 
 
 def _judge_ranks(ranks: list[Facts], judge_rank: Callable[[Facts], Finding]) -> Finding:
-    """Return the worst finding of all ranks, which names its ranks where others have another one."""
+    """Return the worst finding of all ranks, which names its ranks where others have a different one."""
     by_finding: dict[Finding, list[int]] = {}
     for facts in ranks:
         by_finding.setdefault(judge_rank(facts), []).append(facts["rank"])
@@ -139,7 +145,9 @@ def _judge_system(facts: Facts) -> Finding:
     name, release = facts["system"]["name"], facts["system"]["release"]
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
     if name == "Linux" and numbers < _OLDEST_LINUX:
-        return Finding(NOTE, "system", f"Linux {release}: on kernels older than 5.5 processes may hang. Upgrade it.")
+        return Finding(
+            NOTE, "system", f"Linux {release}: processes may hang on kernels older than 5.5. Upgrade the kernel."
+        )
     return Finding(GOOD, "system", f"{name} {release}")
 
 
@@ -186,9 +194,13 @@ def _judge_devices(facts: Facts) -> Finding:
         text += f", P2P for {devices['peer pairs']} of {devices['pairs']} pairs"
         text += {True: ", NVLink", False: ", no NVLink", None: ""}[devices["nvlink"]]
     if visible is not None and len(cuda) < len([part for part in visible.split(",") if part.strip()]):
-        return Finding(FAULT, "devices", f"{text}: CUDA_VISIBLE_DEVICES={visible!r} names more than torch sees.")
+        return Finding(
+            FAULT, "devices", f"{text}: CUDA_VISIBLE_DEVICES={visible!r} names more devices than torch sees."
+        )
     crowded = any(device["free"] < device["total"] / 2 for device in cuda)
-    return Finding(NOTE if crowded else GOOD, "devices", text + (": another program uses one." if crowded else ""))
+    return Finding(
+        NOTE if crowded else GOOD, "devices", text + (": another program uses one of them." if crowded else "")
+    )
 
 
 def _judge_backends(facts: Facts) -> Finding:
@@ -215,8 +227,8 @@ def _judge_start_method(facts: Facts) -> Finding:
 
 def _judge_port(facts: Facts) -> Finding:
     if facts["free port"] is None:
-        return Finding(FAULT, "ports", "the system gives no port to listen on at 127.0.0.1.")
-    return Finding(GOOD, "ports", "a free one can be had")
+        return Finding(FAULT, "ports", "the system has no free port to listen on at 127.0.0.1.")
+    return Finding(GOOD, "ports", "free ports are available")
 
 
 _RANK_JUDGES = (
@@ -230,7 +242,7 @@ def _folder_judge(name: str) -> Callable[[Facts], Finding]:
         folder = facts["folders"][name]
         where = "" if folder["path"] == name else f"{folder['path']}: "
         if folder["error"] is not None:
-            return Finding(FAULT, name, f"{where}no file can be written: {folder['error']}.")
+            return Finding(FAULT, name, f"{where}can't write a file: {folder['error']}.")
         free = folder["free"]
         space = f"{where}{format_bytes(free)} of {format_bytes(folder['total'])} free"
         if name == "/dev/shm":
@@ -239,7 +251,7 @@ def _folder_judge(name: str) -> Callable[[Facts], Finding]:
                 return Finding(FAULT, name, f"{space}: {hint}.")
             return Finding(NOTE if free < _MODEST_SHM else GOOD, name, space)
         if free < _FULL_DISK:
-            return Finding(FAULT, name, f"{space}: checkpoints have no room.")
+            return Finding(FAULT, name, f"{space}: too little space for checkpoints.")
         if name == "temp folder" and len(folder["path"]) > _LONGEST_TEMP:
             text = "too long for the sockets of data workers under `treadle launch` or devices=; set TMPDIR"
             return Finding(NOTE, name, f"{where}{text} to at most {_LONGEST_TEMP} letters.")
@@ -261,24 +273,28 @@ def _judge_environment(ranks: list[Facts], launched: LaunchEnvironment | None) -
 
 
 def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> Iterator[tuple[str, str]]:
-    """List what launchers and users set that can't be meant."""
+    """Yield the contradictions between variables that launchers and users set.
+
+    Yields:
+        Mark and text of each.
+    """
     env = facts["environment"]
     by_torchrun = "TORCHELASTIC_RUN_ID" in env
     if "RANK" in env and not by_torchrun:
         for size_name, rank_name in _OTHER_LAUNCHERS.items():
-            there = env.get(size_name, "1")
-            if there != "1" and (env.get("WORLD_SIZE"), env["RANK"]) != (there, env.get(rank_name)):
+            other_size = env.get(size_name, "1")
+            if other_size != "1" and (env.get("WORLD_SIZE"), env["RANK"]) != (other_size, env.get(rank_name)):
                 yield (
                     FAULT,
-                    f"RANK={env['RANK']}, WORLD_SIZE={env.get('WORLD_SIZE')} contradict {rank_name}="
-                    f"{env.get(rank_name)}, {size_name}={there}. RANK counts; unset it where srun or mpirun starts "
-                    "the ranks.",
+                    f"RANK={env['RANK']}, WORLD_SIZE={env.get('WORLD_SIZE')} contradict "
+                    f"{rank_name}={env.get(rank_name)}, {size_name}={other_size}. Treadle uses RANK; unset it where "
+                    "srun or mpirun starts the ranks.",
                 )
     address = env.get("MASTER_ADDR", "")
     if launched is not None and launched.node_count > 1 and (address == "localhost" or address.startswith("127.")):
         yield (
             FAULT,
-            f"MASTER_ADDR={address} is each machine's own, and there are {launched.node_count} machines. Set the "
+            f"MASTER_ADDR={address} is a loopback address, but the run has {launched.node_count} machines. Set the "
             "address of rank 0's machine.",
         )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -286,14 +302,14 @@ def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> It
         wanted = [part.lstrip("=") for part in env.get(name, "").split(",") if part]
         unknown = [part for part in wanted if not any(other.startswith(part) for other in facts["interfaces"])]
         if unknown and not env[name].startswith("^"):
-            there = ", ".join(facts["interfaces"])
-            yield FAULT, f"{name}={env[name]}: there is no interface {', '.join(unknown)}; there are {there}."
+            existing = ", ".join(facts["interfaces"])
+            yield FAULT, f"{name}={env[name]}: this machine has no interface {', '.join(unknown)}, only {existing}."
     for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE"):
         if env.get(name) == "1" and facts["devices"]["cuda"]:
             yield NOTE, f"{name}=1 makes collectives slower; unset it unless it is needed."
     ignored = [f"{name}={env[name]}" for name, default in _OF_ACCELERATE.items() if env.get(name, default) != default]
     if ignored:
-        yield NOTE, f"{', '.join(ignored)}: not read by Treadle. Give Accelerator(...) or Trainer(...) the argument."
+        yield NOTE, f"{', '.join(ignored)}: not read by Treadle. Pass the argument to Accelerator(...) or Trainer(...)."
 
 
 def _judge_measurements(measured: Facts) -> Iterator[Finding]:
@@ -305,18 +321,22 @@ def _judge_measurements(measured: Facts) -> Iterator[Finding]:
             yield Finding(GOOD, "clocks", f"at most {offset * 1e3:.1f} ms from rank 0's")
         else:
             side = "ahead of" if offsets[rank] > 0 else "behind"
-            text = f"rank {rank} is {offset:.1f} s {side} rank 0: times in logs and checkpoints don't compare. Use NTP."
+            text = f"rank {rank} is {offset:.1f} s {side} rank 0, so times in logs and checkpoints differ. Use NTP."
             yield Finding(FAULT if offset >= _CLOCK_FAULT else NOTE, "clocks", text)
     if "all-reduce" in measured:
-        found = measured["all-reduce"]
+        all_reduce = measured["all-reduce"]
         text = (
-            f"{found['backend']}, latency {found['latency'] * 1e6:.0f} us, bus bandwidth "
-            f"{format_bytes(found['bandwidth'])}/s for {found['bytes'] >> 20} MiB"
+            f"{all_reduce['backend']}, latency {all_reduce['latency'] * 1e6:.0f} us, bus bandwidth "
+            f"{format_bytes(all_reduce['bandwidth'])}/s for {all_reduce['bytes'] >> 20} MiB"
         )
         yield Finding(GOOD, "all-reduce", text)
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return "rank 1", or "ranks 1, 2"; of many the first ones."""
+    """Return "rank 1", or "ranks 1, 2"; of more than eight ranks the first eight.
+
+    Args:
+        ranks: The ranks.
+    """
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -1,4 +1,4 @@
-"""The machine and the environment as one process sees them, as plain data that travels to rank zero."""
+"""Inspection of the machine and environment from one process, as plain data that is sent to rank zero."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _UNLIMITED = 1 << 60  # bytes; version 1 of control groups writes about this muc
 
 
 def inspect_process(run_folder: str | Path = ".") -> Facts:
-    """Return what matters to a run of this process: versions, hardware, limits, folders, environment.
+    """Return what affects a run of this process: versions, hardware, limits, folders, environment.
 
     Args:
-        run_folder: where the run would write.
+        run_folder: Folder into which the run would write. Default: the current one.
     """
     interfaces = [name for _, name in socket.if_nameindex()]
     return {
@@ -75,7 +75,7 @@ def inspect_process(run_folder: str | Path = ".") -> Facts:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of Python, torch, Treadle and the installed packages that matter, by name."""
+    """Return the versions of Python, torch, Treadle and the relevant installed packages, by name."""
     versions = {"Python": platform.python_version(), "torch": torch.__version__, "treadle": __version__}
     for package in (*REQUIRED, *OPTIONAL):
         try:
@@ -86,7 +86,7 @@ def read_versions() -> dict[str, str]:
 
 
 def name_processor() -> str:
-    """Return the processor's name as the system gives it, else its architecture."""
+    """Return the processor's name as the system reports it, else its architecture."""
     match = re.search(r"^model name\s*: *(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)  # only Linux has it
     return match[1] if match else platform.processor() or platform.machine()
 
@@ -117,7 +117,7 @@ def _read_meminfo(key: str) -> int | None:
 
 
 def _read_cpu_quota() -> float | None:
-    """Return how many CPUs' time the control groups of this process allow, None for any."""
+    """Return the number of CPUs that the control groups of this process allow; None without a limit."""
     quotas = []
     for folder in _list_control_groups("cpu"):
         quota, _, period = _read(folder / "cpu.max").strip().partition(" ")  # version 2
@@ -129,7 +129,7 @@ def _read_cpu_quota() -> float | None:
 
 
 def _read_memory_limit() -> int | None:
-    """Return how many bytes the control groups of this process allow, None for any."""
+    """Return the number of bytes that the control groups of this process allow; None without a limit."""
     texts = [
         (_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")).strip()
         for folder in _list_control_groups("memory")
@@ -138,7 +138,7 @@ def _read_memory_limit() -> int | None:
 
 
 def _list_control_groups(controller: str) -> list[Path]:
-    """Return the folders of this process's control group and of those around it, of both versions."""
+    """Return the folders of this process's control group and its ancestors, for both versions of control groups."""
     folders = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -171,7 +171,7 @@ def _inspect_devices() -> Facts:
 
 
 def _has_nvlink() -> bool | None:
-    """Tell whether two GPUs of this machine are joined by NVLink, None where nvidia-smi can't say."""
+    """Return whether NVLink joins two GPUs of this machine; None where nvidia-smi can't tell."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -183,22 +183,25 @@ def _has_nvlink() -> bool | None:
 
 
 def _list_backends() -> dict[str, str]:
-    """Return the backends torch was built with, and their versions where they tell."""
+    """Return the backends torch was built with, and their versions where known."""
     if not dist.is_available():
         return {}
-    found = {"gloo": ""} if dist.is_gloo_available() else {}
+    backends = {"gloo": ""} if dist.is_gloo_available() else {}
     if dist.is_nccl_available():
         try:
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            backends["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         except (RuntimeError, AttributeError):  # built for ROCm, or without its own
-            found["nccl"] = ""
-    return found | ({"mpi": ""} if dist.is_mpi_available() else {})
+            backends["nccl"] = ""
+    return backends | ({"mpi": ""} if dist.is_mpi_available() else {})
 
 
 def inspect_folder(folder: str | Path) -> Facts:
     """Return a folder's space in bytes, and the error of writing a file into it.
 
-    A folder that does not exist yet would be made in the nearest one that does: that one is tried.
+    A folder that does not exist yet would be created in the nearest existing parent, which is inspected instead.
+
+    Args:
+        folder: The folder.
     """
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -216,7 +219,7 @@ def inspect_folder(folder: str | Path) -> Facts:
 
 
 def _find_port() -> int | None:
-    """Return a port on which this machine can listen, None where the system gives none."""
+    """Return a port on which this machine can listen; None where the system has no free one."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port: int = server.getsockname()[1]
@@ -234,7 +237,11 @@ def _read(path: str | Path) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes in a short form, such as "7.8 GB"."""
+    """Return a number of bytes in a short form, such as "7.8 GB".
+
+    Args:
+        size: The number of bytes.
+    """
     if size < 1000:
         return f"{size:.0f} B"
     power = min(4, int(math.log(size, 1000)))

@@ -20,6 +20,9 @@ def measure_clocks(world: World) -> list[float]:
     """Return by how many seconds the clock of each rank is ahead of rank zero's.
 
     Each rank reads its clock as it leaves a barrier, so the error is the time between the first and the last to leave.
+
+    Args:
+        world: The world.
     """
     rounds = []
     for _ in range(_ROUNDS):
@@ -42,8 +45,14 @@ def measure_all_reduce(world: World) -> dict[str, Any]:
 
     Bus bandwidth is what a ring moves over each link: 2 (n - 1) / n times the tensor's bytes per second.
 
+    Args:
+        world: The world.
+
+    Returns:
+        ``"backend"``, ``"latency"``, ``"bandwidth"``, and ``"bytes"`` of the tensor that was measured.
+
     Raises:
-        ArithmeticError: if the sum is not that of all ranks' values.
+        ArithmeticError: A sum is not that of all ranks' values.
     """
     _check_sum(world)
     latency = _time_all_reduce(world, _SMALL, repeats=20)
@@ -66,7 +75,9 @@ def _check_sum(world: World) -> None:
     wrong = world.gather_objects(int((values != expected).sum()))
     if any(wrong):  # on all ranks, as one that left alone would leave the others waiting
         ranks = ", ".join(str(rank) for rank, count in enumerate(wrong) if count)
-        raise ArithmeticError(f"an all-reduce of {_MEDIUM} values gave up to {max(wrong)} wrong sums on rank {ranks}")
+        raise ArithmeticError(
+            f"an all-reduce of {_MEDIUM} values returned up to {max(wrong)} wrong sums on rank {ranks}"
+        )
 
 
 def _time_all_reduce(world: World, length: int, repeats: int) -> float:

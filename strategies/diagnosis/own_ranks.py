@@ -1,4 +1,4 @@
-"""The examination where no launcher started ranks: two or more are started for it on this machine."""
+"""Examination without a launcher: two or more ranks are started for it on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRACE = 2.0  # seconds; the ranks have nothing to save
 
 
 def choose_ranks() -> tuple[int, str]:
-    """Return how many ranks to start and on what: one for each GPU of several, else two on the CPU."""
+    """Return the number of ranks to start and their device: one for each of several GPUs, else two on the CPU."""
     gpus = torch.cuda.device_count()
     return (gpus, "cuda") if gpus > 1 else (2, "cpu")
 
@@ -30,10 +30,11 @@ def examine_own_ranks(
     """Start ranks that examine themselves, and return their report.
 
     Args:
-        nproc: number of ranks.
-        build_command: returns the command of a rank, which writes its report as JSON to the path it is given.
-        run_folder: where the run would write.
-        limit: seconds that each part of the examination may take in the ranks.
+        nproc: Number of ranks.
+        build_command: Function that returns the command of a rank. The rank writes its report as JSON to the path that
+            the function receives.
+        run_folder: Folder into which the run would write.
+        limit: Seconds that each part of the examination may last in the ranks.
     """
     with tempfile.TemporaryDirectory(prefix="treadle-doctor-") as folder:
         path = Path(folder) / "report.json"
@@ -52,4 +53,6 @@ def examine_own_ranks(
             report: Report = json.loads(path.read_text(encoding="utf-8"))
             return report
     ending = f"did not end within {longest:g} s" if status == 128 + signal.SIGTERM else f"ended with status {status}"
-    return examine_without_ranks(run_folder, [f"the {nproc} ranks started for it {ending} and made no report"])
+    return examine_without_ranks(
+        run_folder, [f"the {nproc} ranks started for the examination {ending} and wrote no report"]
+    )

@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, what they exchange, and how their calls are checked."""
+"""The processes of a run: their ranks, their communication, and checks of their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``TREADLE_DEBUG=1``: before every exchange the processes compare what they are about to do."""
+"""Comparison of the processes' calls before every collective, with ``TREADLE_DEBUG=1``."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _MATCHING, _NOTE, _DIFFERENT, _MISSING = "=", "~", "!", "?"  # the first letter 
 
 @dataclass(frozen=True)
 class Call:
-    """One process's part in an exchange, as others get to see it.
+    """One process's call of a collective, as other processes see it.
 
     Attributes:
-        operation: which of World's exchanges, with what it is given: ``"all_reduce sum"``.
-        value: type, shape and device of the tensor; empty for objects.
-        name: what the user called: ``"gather"``, ``"fit"``.
-        inside: where in Treadle, if that is not ``name`` itself.
-        path: the user's file.
-        line: the user's line, and the function that it is in.
+        operation: The collective of World, with its arguments: ``"all_reduce sum"``.
+        value: Dtype, shape and device of the tensor; empty for objects.
+        name: The function that the user called: ``"gather"``, ``"fit"``.
+        inside: The function in Treadle, if it is not ``name`` itself.
+        path: The user's file.
+        line: The user's line, and the function that contains it.
     """
 
     operation: str
@@ -57,23 +57,28 @@ class Call:
 
     @property
     def place(self) -> str:
-        """Where it stands, in words."""
+        """Location of the call, as text."""
         name = f"in {self.name}" if self.name else ""
         inside = f"({self.inside})" if self.inside else ""
         return " ".join(filter(None, (name, inside, f"at {self.path}:{self.line}" if self.path else "")))
 
     @property
     def location_key(self) -> tuple[str, ...]:
-        """What tells one place from another.
+        """Key that distinguishes locations.
 
-        The folder does not, as machines may keep the same file elsewhere, and our own lines do not, as one function
-        may have a branch for who leads.
+        The folder is not part of it, since machines may have the same file elsewhere, and neither are Treadle's own
+        lines, since a function may have different branches for rank zero.
         """
         return (Path(self.path).name, self.line, re.sub(r":\d+", "", self.inside))
 
     @classmethod
     def from_stack(cls, operation: str, value: torch.Tensor | None = None) -> Call:
-        """What is being called, as the stack shows it."""
+        """Return the current call, read from the stack.
+
+        Args:
+            operation: The collective, with its arguments.
+            value: The tensor.
+        """
         form = "" if value is None else f"{str(value.dtype)[6:]} {list(value.shape)} on {value.device.type}"
         frame: FrameType | None = sys._getframe(1)
         outer = inner = None
@@ -100,16 +105,17 @@ def _describe_frame(frame: FrameType, file: str = "") -> str:
 
 
 class Meeting:
-    """Where the processes of a group lay their calls side by side: torch's store, which also answers while some miss.
+    """Comparison of calls through torch's store, which also answers if some processes are missing.
 
-    Calls are counted in the store, per process, so that several Worlds over one group are one sequence. Who comes last
-    compares and leaves the verdict; so does who waits in vain. There is one verdict on each call, and all obey it.
+    Calls are counted in the store, per process, so that several Worlds over one group form one sequence. The last
+    process to arrive compares the calls and stores the verdict; a process that has waited too long does so too. There
+    is one verdict on each call, which applies to all.
 
     Args:
-        store: shared by the processes.
-        ranks: the group's processes, by their rank in the whole world.
-        position: this process's position among them.
-        timeout: seconds to wait for the others.
+        store: The shared store.
+        ranks: The group's processes, by their global ranks.
+        position: This process's index among them.
+        timeout: Seconds to wait for the others.
     """
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], position: int, timeout: float) -> None:
@@ -125,8 +131,11 @@ class Meeting:
     def arrive(self, call: Call) -> None:
         """Wait for the others' calls.
 
+        Args:
+            call: The call of this process.
+
         Raises:
-            DistributedOperationException: on every process, if one makes another call, has ended, or does not come.
+            DistributedOperationException: On every process, if one makes another call, has ended, or does not arrive.
         """
         if self._broken:
             raise DistributedOperationException(self._broken)
@@ -135,8 +144,8 @@ class Meeting:
             verdict = self._compare(number) if last else self._await(number)
         except dist.DistNetworkError as error:
             raise DistributedOperationException(
-                f"{call}: what the processes compare their calls in is gone ({error}); the process that keeps it, "
-                "usually rank 0, has ended."
+                f"{call}: the store in which the processes compare their calls is not available ({error}); the process "
+                "that keeps it, usually rank 0, has ended."
             ) from None
         kind, text = verdict[:1], verdict[1:]
         if kind == _NOTE:
@@ -147,7 +156,7 @@ class Meeting:
             raise DistributedOperationException(text)
 
     def leave(self) -> None:
-        """This process ends: a call that the others still make, or wait in, has no partner any more."""
+        """Note that this process ends: a call that others still make, or wait in, cannot complete any more."""
         if os.getpid() != self._process:
             return
         with contextlib.suppress(RuntimeError):  # the store may be gone with the process that kept it
@@ -178,7 +187,7 @@ class Meeting:
         return self._settle(number, verdict_on(calls, self._ranks, self._note))
 
     def _settle(self, number: int, verdict: str) -> str:
-        """Leave the verdict, unless another process was faster; returns the one that counts."""
+        """Store the verdict, unless another process was faster, and return the one that applies."""
         return self._store.compare_set(f"{number} verdict", "", verdict).decode()
 
     def _await(self, number: int) -> str:
@@ -199,27 +208,33 @@ class Meeting:
             if entry and entry[0] >= number
         }
         absent = {
-            rank: f"not here; its last call was {entry[1]}" if entry else "not here; it has made no call so far"
+            rank: f"missing; its last call was {entry[1]}" if entry else "missing; it has made no call so far"
             for rank, entry in zip(self._ranks, last_calls, strict=True)
             if not entry or entry[0] < number
         }
         return (
-            f"{named_ranks(list(absent))} did not come within {self._timeout:g} s to a call that needs all processes:\n"
+            f"{named_ranks(list(absent))} did not make a call that needs all processes within {self._timeout:g} s:\n"
             f"{describe_calls({**arrived, **absent})}\n"
-            "A call that only some processes make (`if accelerator.is_main_process:`) never ends; one process may also "
-            "have failed, wait in a call of its own (a backward pass of DDP), or need more time: TREADLE_DEBUG_TIMEOUT "
-            f"sets the seconds.{_quote_note(self._note)}"
+            "A call that only some processes make (`if accelerator.is_main_process:`) never ends. A process may also "
+            "have failed, wait in another call (a backward pass of DDP), or need more time: TREADLE_DEBUG_TIMEOUT sets "
+            f"the seconds.{_quote_note(self._note)}"
         )
 
 
 def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> str:
-    """What the processes are told about their calls, in the order of ``ranks``; the first letter is the kind."""
+    """Return the verdict on the processes' calls; its first letter is the kind.
+
+    Args:
+        calls: The calls, in the order of ``ranks``.
+        ranks: The ranks.
+        note: An earlier note to repeat.
+    """
     listed = describe_calls({rank: str(call) for rank, call in zip(ranks, calls, strict=True)})
     ended_ranks = [rank for rank, call in zip(ranks, calls, strict=True) if call.operation.startswith(_ENDED)]
     if len(ended_ranks) == len(calls):
         return _MATCHING
     if ended_ranks:
-        problem = f"{named_ranks(ended_ranks)} will not come to a call that needs all processes"
+        problem = f"{named_ranks(ended_ranks)} will not make a call that needs all processes"
         return f"{_MISSING}{problem}:\n{listed}{_quote_note(note)}"
     equal = {
         "the call": len({(call.operation, call.name) for call in calls}) == 1,
@@ -230,16 +245,16 @@ def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> s
         return _MATCHING
     if equal["the call"] and equal["the tensor"] and calls[0].operation.split()[0] in _MAY_STAND_APART:
         return (
-            f"{_NOTE}The processes meet in a {calls[0].operation} from different lines:\n{listed}\n"
-            "That is fine if it is meant so; otherwise some process left out a call."
+            f"{_NOTE}The processes make the call {calls[0].operation} from different lines:\n{listed}\n"
+            "If this is not intended, some process left out a call."
         )
     differ = " and ".join(aspect for aspect, is_equal in equal.items() if not is_equal)
     advice = (
-        "Types and shapes must agree: pad_across_processes makes shapes equal; gather takes different lengths in "
-        "dimension 0."
+        "Dtypes and shapes must be the same: pad_across_processes makes shapes equal; gather supports different "
+        "lengths in dimension 0."
         if equal["the call"] and equal["the line"]
-        else "All processes must make the same calls in the same order: look for one under a condition that holds on "
-        "some of them only."
+        else "All processes must make the same calls in the same order: look for a call under a condition that holds "
+        "only on some of them."
     )
     return f"{_DIFFERENT}the processes make calls that differ in {differ}:\n{listed}\n{advice}{_quote_note(note)}"
 
@@ -249,11 +264,11 @@ def _quote_note(note: str) -> str:
 
 
 class DebugWorld(World):
-    """A World whose processes compare each call before they make it; `make_world` chooses it under ``TREADLE_DEBUG=1``.
+    """World whose processes compare each call before they make it; used by `make_world` with ``TREADLE_DEBUG=1``.
 
     Args:
-        debug: what is asked for. Default: what the environment says.
-        place: see `World`.
+        debug: The settings. Default: those of the environment.
+        place: See `World`.
     """
 
     def __init__(self, *, debug: DebugEnvironment | None = None, **place: Any) -> None:
@@ -263,7 +278,7 @@ class DebugWorld(World):
             return
         ranks = list(range(self.size)) if self.group is None else dist.get_process_group_ranks(self.group)
         name = "world" if self.group is None else f"{self.group.group_name} {ranks[0]}"
-        # Private, but in every torch from 1.x to 2.13: the one store that whoever made the group made it with.
+        # Private, but in every torch from 1.x to 2.13: the store that the group was created with.
         store = dist.PrefixStore(f"treadle debug/{name}", dist.distributed_c10d._get_default_store())
         self._meeting = Meeting(store, ranks, self.rank, self.debug.timeout)
 
@@ -278,7 +293,11 @@ class DebugWorld(World):
         return super().mesh(**dimensions)
 
     def meet(self, call: str) -> None:
-        """Compare the call, as every other: that names what the missing ranks do instead, with their lines."""
+        """Compare the call like every other one, which shows the lines of the missing ranks.
+
+        Args:
+            call: The name of the call.
+        """
         self._compare("meet")
 
     def barrier(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes as they are now, for functions that are given no World: torch's process group is what is known."""
+"""The current processes, for functions without a World argument, from torch's process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .world import World
 
 
 def current_place() -> tuple[int, int, int]:
-    """This process's rank, the number of processes, and its rank on its machine. Connects to nobody."""
+    """Return this process's rank, the world size, and its rank on its machine, without a connection."""
     launched = LaunchEnvironment.read()
     if not dist.is_initialized():
         return (0, 1, 0) if launched is None else (launched.rank, launched.world_size, launched.local_rank)
@@ -22,10 +22,10 @@ def current_place() -> tuple[int, int, int]:
 
 
 def current_world(accelerator: str = "auto") -> World:
-    """The processes of the group that is up; else those that a launcher started, connected now; else this one alone.
+    """Return the world of the current process group; else connect the processes of a launcher; else this process alone.
 
     Args:
-        accelerator: what they compute on, where they have yet to be connected.
+        accelerator: The kind of device, if they have yet to be connected.
     """
     if not dist.is_initialized():
         return open_world(accelerator, spread=False)
@@ -48,7 +48,11 @@ def _find_device() -> torch.device:
 
 
 def backend_of(world: World) -> str | None:
-    """What carries the tensors between the processes; None where there are no others."""
+    """Return the backend that transfers tensors; None with a world size of one.
+
+    Args:
+        world: The processes.
+    """
     if world.size == 1:
         return None
     backends = dict(part.split(":") for part in dist.get_backend_config(world.group).split(","))
@@ -56,7 +60,7 @@ def backend_of(world: World) -> str | None:
 
 
 def disconnect() -> None:
-    """End the process group, where there is one. The next World makes a new one."""
+    """Destroy the process group, if there is one. The next World creates a new one."""
     dismiss()
     process_group.spare_lines.clear()
     if dist.is_initialized():
@@ -65,11 +69,11 @@ def disconnect() -> None:
 
 
 def abort() -> None:
-    """Break off all collectives, and the process group with them. nccl's end waits for those that are under way."""
+    """Abort all collectives and the process group. Destroying an nccl group would wait for collectives in progress."""
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
 
 
 def connected() -> bool:
-    """Whether a process group is up."""
+    """Return whether a process group exists."""
     return dist.is_initialized()

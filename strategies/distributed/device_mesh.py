@@ -1,4 +1,4 @@
-"""How processes are laid out on a grid: replicas, shards, and groups that share the work on one sample."""
+"""Layout of processes on a mesh: replicas, shards, and groups that share the work on one sample."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ REPLICATE, SHARD, TENSOR = "data_replicate", "data_parallel", "tensor_parallel"
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a grid of processes.
+    """Sizes of a mesh of processes.
 
     Args:
-        data: processes that the data is shared out to, or ``"auto"`` for all that ``tensor`` leaves.
-        replicate: into how many replicas those fall; each is sharded over the rest.
-        tensor: processes that work on one sample together.
+        data: Number of processes that the data is sharded over, or ``"auto"`` for all that ``tensor`` leaves.
+        replicate: Number of replicas; each is sharded over the rest.
+        tensor: Number of processes that process one sample together.
+
+    Raises:
+        ValueError: If a size is not positive.
     """
 
     data: int | str = "auto"
@@ -36,18 +39,21 @@ class Layout:
             check_int(flag, value, 1)
 
     def sizes(self, world_size: int) -> dict[str, int]:
-        """The grid for ``world_size`` processes, by the names of its dimensions.
+        """Return the sizes of the mesh by the names of its dimensions.
+
+        Args:
+            world_size: The world size.
 
         Raises:
-            ValueError: if they can not be laid out so.
+            ValueError: If the sizes do not fit the world size.
         """
         data, left = divmod(world_size, self.tensor)
         if left:
-            raise ValueError(f"tensor_parallel_size={self.tensor} does not divide the {world_size} processes.")
+            raise ValueError(f"tensor_parallel_size={self.tensor} does not divide the world size, {world_size}.")
         if self.data not in ("auto", data):
             raise ValueError(
-                f"data_parallel_size={self.data} times tensor_parallel_size={self.tensor} is not the number of "
-                f"processes, {world_size}. Leave data_parallel_size at 'auto'."
+                f"data_parallel_size={self.data} times tensor_parallel_size={self.tensor} is not the world size, "
+                f"{world_size}. Leave data_parallel_size at 'auto'."
             )
         shard, left = divmod(data, self.replicate)
         if left:
@@ -58,17 +64,29 @@ class Layout:
         return {name: size for name, size in sizes.items() if name == SHARD or size > 1}
 
     def mesh(self, world: World) -> DeviceMesh:
-        """The grid of all processes."""
+        """Return the mesh of all processes.
+
+        Args:
+            world: All processes.
+        """
         return world.mesh(**self.sizes(world.size))
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The part of the grid over which one process's parameters are sharded (and replicated)."""
+        """Return the part of the mesh over which one process's parameters are sharded (and replicated).
+
+        Args:
+            mesh: The mesh of all processes.
+        """
         if self.tensor == 1:
             return mesh
         return mesh[REPLICATE, SHARD] if self.replicate > 1 else mesh[SHARD]
 
     def data_world(self, world: World) -> World:
-        """The processes that get different data, of which this one is one."""
+        """Return the processes with different data that include this one.
+
+        Args:
+            world: All processes.
+        """
         if self.tensor == 1:
             return world
         return world.part(world.mesh(data=world.size // self.tensor, tensor=self.tensor)["data"])

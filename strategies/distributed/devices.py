@@ -1,4 +1,4 @@
-"""Which devices of this machine a run wants."""
+"""Devices of this machine for a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 
 
 def device_type(accelerator: str) -> str:
+    """Return the kind of device for a value of ``accelerator``: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+
+    Args:
+        accelerator: One of `ACCELERATORS`.
+
+    Raises:
+        ValueError: If the name is unknown, or if torch sees no such device.
+    """
     choose("accelerator", accelerator, ACCELERATORS)
     if accelerator == "auto":
         if torch.cuda.is_available():
@@ -20,18 +28,33 @@ def device_type(accelerator: str) -> str:
         return "mps" if torch.backends.mps.is_available() else "cpu"
     kind = "cuda" if accelerator == "gpu" else accelerator
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"accelerator={accelerator!r} but torch sees no CUDA device. Use accelerator='cpu' or 'auto'.")
+        raise ValueError(f"accelerator={accelerator!r}, but torch sees no CUDA device. Use 'cpu' or 'auto'.")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("accelerator='mps' but torch sees no MPS device. Use accelerator='cpu' or 'auto'.")
+        raise ValueError("accelerator='mps', but torch sees no MPS device. Use 'cpu' or 'auto'.")
     return kind
 
 
 def device_of(kind: str, index: int) -> torch.device:
+    """Return torch's device of this kind with this index.
+
+    Args:
+        kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+        index: The index of a CUDA device.
+    """
     return torch.device("cuda", index) if kind == "cuda" else torch.device(kind)
 
 
 def parse_devices(kind: str, devices: Devices) -> list[int] | None:
-    """The device indices of this machine's processes, or None to leave it to the launcher."""
+    """Return the device indices of this machine's processes, or None to leave the number to the launcher.
+
+    Args:
+        kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+        devices: A number, indices, a string or ``"auto"``.
+
+    Raises:
+        ValueError: If the value is invalid, or if torch does not see the devices.
+        TypeError: If it has another type.
+    """
     rule = "devices must be a number of at least 1, -1 for all, a list of indices, a string such as '0,2', or 'auto'"
     if devices == "auto":
         return None
@@ -55,9 +78,9 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
     if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in chosen):
         raise ValueError(f"devices={devices!r}: {rule}.")
     if not chosen or len(set(chosen)) != len(chosen):
-        raise ValueError(f"devices={devices!r} names no device or one twice: {rule}.")
+        raise ValueError(f"devices={devices!r} is empty or has a device twice: {rule}.")
     if available is not None and max(chosen) >= available:
-        raise ValueError(f"devices={devices!r} but torch sees {available} CUDA device(s), numbered from 0.")
+        raise ValueError(f"devices={devices!r}, but torch sees {available} CUDA device(s), numbered from 0.")
     if kind == "mps" and len(chosen) > 1:
-        raise ValueError(f"devices={devices!r}, but there is one MPS device.")
+        raise ValueError(f"devices={devices!r}, but a machine has only one MPS device; use devices=1.")
     return chosen

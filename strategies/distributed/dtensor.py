@@ -1,4 +1,4 @@
-"""Shards made whole, and whole tensors cut into shards."""
+"""Conversion between sharded and full tensors."""
 
 from __future__ import annotations
 
@@ -16,27 +16,40 @@ Group = list[Tensor]
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether ``value`` is one process's part of a larger tensor (torch's ``DTensor``)."""
+    """Return whether ``value`` is one process's shard of a larger tensor (torch's ``DTensor``).
+
+    Args:
+        value: Any object.
+    """
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def get_original_class(module: nn.Module) -> type[nn.Module]:
-    """The class a module was built from; sharding gives it one that is made for it."""
+    """Return the class a module was created from; sharding replaces it by a generated one.
+
+    Args:
+        module: The module.
+    """
     kind = type(module)
     return kind.__bases__[-1] if hasattr(module, "_get_fsdp_state") else kind
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part, as a plain tensor over the same memory."""
+    """Return this process's shard as a plain tensor over the same memory; a plain tensor is returned as it is.
+
+    Args:
+        tensor: The tensor.
+    """
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def whole(value: Any, keep: bool) -> Any:
-    """A nested state with every sharded tensor whole, in host memory; others stay as they are. All processes must ask.
+    """Return a nested state with sharded tensors gathered in host memory. All processes must call it.
 
     Args:
-        value: dicts, lists and tuples of anything.
-        keep: whether this process wants the result; else it only gives its parts, one tensor after the other.
+        value: Dicts, lists and tuples of anything. Tensors that are not sharded are kept.
+        keep: Whether this process wants the result; otherwise it only contributes its shards, one tensor after the
+            other.
     """
     if is_sharded(value):
         full = value.detach().full_tensor()
@@ -49,10 +62,13 @@ def whole(value: Any, keep: bool) -> Any:
 
 
 def keep_random_state(mesh: DeviceMesh) -> None:
-    """Let each process's GPU go on from its own random numbers when something is drawn for shards.
+    """Let each process's GPU keep its own RNG state when random numbers are drawn for shards.
 
-    The first such operation would give all processes rank zero's (torch 2.13), and dropout the same masks everywhere.
-    Ranks that hold parts of one sample's activations are seeded alike before.
+    The first such operation would give all processes rank zero's state (torch 2.13), and dropout the same masks
+    everywhere. Ranks that hold shards of one sample's activations are seeded alike before.
+
+    Args:
+        mesh: The mesh of the shards.
     """
     from torch.distributed.tensor import _random
 
@@ -61,20 +77,23 @@ def keep_random_state(mesh: DeviceMesh) -> None:
 
 
 class Piece(NamedTuple):
-    """A process's part of a sharded tensor."""
+    """Shard of a tensor that one process has."""
 
     local: Tensor
     offset: tuple[int, ...]
-    """Where it begins in the whole one."""
+    """Its offset in the full tensor."""
     first_copy: bool
-    """Whether this process is the one to write it, of those that have the same part."""
+    """Whether this process writes it, among those that have the same shard."""
 
 
 def piece_of(tensor: Any) -> Piece:
-    """What this process has of a sharded tensor.
+    """Return this process's shard of a tensor.
+
+    Args:
+        tensor: A sharded tensor.
 
     Raises:
-        TypeError: if it is a part of a sum, which has to be added up first.
+        TypeError: If it is a term of a sum, which has to be added up first.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(f"a tensor placed as {tensor.placements} has no values yet: redistribute it first.")
@@ -85,7 +104,7 @@ def piece_of(tensor: Any) -> Piece:
 
 
 def _place(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offset of this process's part."""
+    """Return shape and offset of this process's shard."""
     # Also where it is cut along two dimensions of the mesh; torch's own checkpoints use it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -93,24 +112,26 @@ def _place(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class Whole(Protocol):
-    """A tensor, or what stands for one in a file: it has a form, and gives its values when it is indexed."""
+    """Tensor, or a stand-in for one in a file: it has a shape and a dtype, and returns its values when indexed."""
 
     @property
     def shape(self) -> torch.Size:
-        """Its size in each dimension."""
+        """Shape of the tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its elements."""
+        """Dtype of the tensor."""
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The values, all of them for ``...``."""
+        """Return the values, all of them for ``...``."""
 
 
 def cut_like(full: Whole, like: Any) -> Tensor:
-    """This process's part of ``full``, laid out over the processes as ``like`` is; no exchange.
+    """Return this process's shard of ``full``, sharded like another tensor; no communication.
 
-    Where ``like`` is not sharded it is all of it, over the same memory.
+    Args:
+        full: The full tensor.
+        like: The tensor to imitate. If it is not sharded, the result is all of ``full``, over the same memory.
     """
     if not is_sharded(like):
         return full[...]
@@ -127,13 +148,23 @@ def cut_like(full: Whole, like: Any) -> Tensor:
 
 
 def fill(part: Tensor, full: Whole, like: Any) -> None:
-    """Copy this process's part of ``full``, laid out as ``like`` is, into ``part``."""
+    """Copy this process's shard of ``full`` into ``part``.
+
+    Args:
+        part: The target.
+        full: The full tensor.
+        like: The tensor whose sharding is imitated.
+    """
     shape, offset = _place(like)
     part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:
-    """Tensors in groups that one operation can take: plain ones, and those of each mesh."""
+    """Return the tensors in groups that one operation supports: plain ones, and those of each mesh.
+
+    Args:
+        tensors: The tensors.
+    """
     groups: dict[Any, Group] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)  # type: ignore
@@ -141,13 +172,18 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:
 
 
 def clip_to_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
-    """Scale gradients down so that the norm of all of them together, over all processes, is at most ``max_norm``.
+    """Scale gradients down so that their total norm, over all processes, is at most ``max_norm``.
 
-    torch's own function takes no mixture of sharded and plain tensors, nor of meshes (2.13). A norm that is NaN leaves
-    the gradients as they are, so that what was NaN can still be named.
+    torch's own function supports neither a mixture of sharded and plain tensors nor several meshes (2.13). A NaN norm
+    leaves the gradients unchanged, so that the parameter with the NaN can still be found.
+
+    Args:
+        parameters: The parameters.
+        max_norm: The largest norm.
+        norm_type: The p of the p-norm.
 
     Returns:
-        The norm before (0-d tensor, the same on every process).
+        The norm before clipping (0-d tensor, the same on every process).
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [p.grad for p in parameters if p.grad is not None]

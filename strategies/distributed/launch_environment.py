@@ -1,4 +1,4 @@
-"""What launchers say about a process: the only reader of their environment variables."""
+"""Launch environment of a process: the only reader of launchers' environment variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STARTS = {
     "mpirun": ("mpirun with `--npernode {}`", "mpirun with `--host with {} hosts`"),
     "ray": ("TorchTrainer with `ScalingConfig(num_workers={})`", "TorchTrainer with workers that need {} machines"),
 }
-# Ids from here on name what is no step of srun's: a shell of salloc, a batch script, what was adopted.
+# Ids from here on are not steps of srun: a shell of salloc, a batch script, an adopted process.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFFA
 _SLURM_PORTS = range(15000, 30000)  # below what the kernel and Kubernetes give away
 
@@ -34,14 +34,21 @@ def is_forked() -> bool:
 def is_ray_worker(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether Ray started this process, to run tasks, actors, trials or the ranks of a `TorchTrainer`.
 
-    What a worker starts inherits its variables, but is not a child of Ray's node process.
+    A process that a worker starts inherits its variables, but is not a child of Ray's node process.
+
+    Args:
+        environ: The environment. Default: that of this process.
     """
     env = os.environ if environ is None else environ
     return env.get("RAY_RAYLET_PID") == str(os.getppid())
 
 
 def without_launch_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that no launcher has started, though one may have started this process."""
+    """Return an environment without launch variables, for a process that no launcher starts.
+
+    Args:
+        env: The environment of this process.
+    """
     return {
         name: value
         for name, value in env.items()
@@ -51,24 +58,31 @@ def without_launch_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """What a launcher (torchrun, ours, a Kubernetes job, SLURM's srun, mpirun, Ray) says about this process.
+    """Values that a launcher (torchrun, Treadle's, Kubernetes, SLURM's srun, mpirun, Ray) has set for this process.
 
     Attributes:
-        rank: this process among all.
-        world_size: number of processes.
-        local_rank: this process among those of its machine.
-        local_world_size: number of processes on its machine.
-        node_rank: this machine among all.
-        nodes: number of machines; None where the launcher does not tell.
-        supervisor: process id of our own supervisor, when that started this process.
-        launcher: ``"torchrun"`` (or whoever sets its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
-        gpu: the index of the GPU that the launcher has assigned; None where the rank on the machine decides.
-        address: host and port on which rank 0 listens; None where torch's own variables say it.
-        run_id: what tells this run from others that might use the same address.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        local_rank: Rank of this process on its machine.
+        local_world_size: Number of processes on its machine.
+        node_rank: Index of this machine.
+        nodes: Number of machines; None if the launcher does not report it.
+        supervisor: Process id of Treadle's supervisor, if it started this process.
+        launcher: ``"torchrun"`` (or another launcher that sets its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
+        gpu: Index of the GPU that the launcher has assigned; None if the local rank decides.
+        address: Host and port on which rank 0 listens; None if torch's own variables contain it.
+        run_id: Distinguishes this run from others that might use the same address.
 
     Raises:
-        ValueError: if only a part of the variables is set, or one holds no valid number. A half-set environment
-            would train N separate models that each believe to be alone.
+        ValueError: If only some of the variables are set, or if one has no valid number. With a half-set environment, N
+            processes would each train a separate model.
+
+    Example:
+        >>> from treadle.strategies import LaunchEnvironment
+        >>> variables = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+        >>> launched = LaunchEnvironment.read(variables)
+        >>> launched.rank, launched.world_size, launched.launcher
+        (1, 4, 'torchrun')
     """
 
     rank: int
@@ -85,10 +99,16 @@ class LaunchEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
-        """Read the launch variables; None when no launcher set any. The only place that reads them.
+        """Read the launch variables; return None if no launcher set any. Only this function reads them.
 
-        torchrun's variables, which Ray sets too, come first, as torchrun may itself be started by srun or mpirun; then
-        those of MPI, as mpirun starts its helpers with srun; then those of SLURM.
+        torchrun's variables, which Ray sets too, have priority, since torchrun may itself be started by srun or mpirun;
+        then those of MPI, since mpirun starts its helpers with srun; then those of SLURM.
+
+        Args:
+            environ: The environment. Default: that of this process.
+
+        Raises:
+            ValueError: See the class.
         """
         env = os.environ if environ is None else environ
         if any(name in env for name in _TORCHRUN):
@@ -99,14 +119,22 @@ class LaunchEnvironment:
 
     @property
     def node_count(self) -> int:
-        """Number of machines; where the launcher does not tell, each is taken to have as many processes as this."""
+        """Number of machines.
+
+        If the launcher does not report it, each is assumed to have as many processes as this one.
+        """
         return self.nodes or -(-self.world_size // self.local_world_size)
 
     def check(self, devices: object, device_count: int, num_nodes: int) -> None:
-        """Hold the flags of the user's code against what was started.
+        """Compare the arguments in the user's code with what was started.
+
+        Args:
+            devices: The value of ``devices``, for the error.
+            device_count: The number of processes per machine.
+            num_nodes: The number of machines.
 
         Raises:
-            ValueError: names both numbers and the launcher's option that sets them.
+            ValueError: If they differ. The error names both numbers and the launcher's option that sets them.
         """
         per_node, machines = _STARTS[self.launcher]
         if device_count != self.local_world_size:
@@ -122,10 +150,14 @@ class LaunchEnvironment:
             )
 
     def device_index(self, device_indices: list[int], visible_count: int | None) -> int:
-        """The index of this process's device in ``device_indices``. torch sees ``visible_count`` (None: any).
+        """Return the index of this process's device.
+
+        Args:
+            device_indices: The indices of the machine's processes.
+            visible_count: The number of devices that torch sees; None for no limit.
 
         Raises:
-            ValueError: if that device is not there.
+            ValueError: If the device does not exist.
         """
         if self.gpu is not None:
             return self.gpu
@@ -134,8 +166,8 @@ class LaunchEnvironment:
             return 0  # --gpus-per-task: SLURM shows each task nothing but its own
         if visible_count is not None and index >= visible_count:
             raise ValueError(
-                f"the process with LOCAL_RANK={self.local_rank} wants CUDA device {index}, but torch sees "
-                f"{visible_count}. Start fewer processes per machine, or make more devices visible."
+                f"the process with LOCAL_RANK={self.local_rank} needs CUDA device {index}, but torch sees "
+                f"{visible_count} device(s). Start fewer processes per machine, or make more devices visible."
             )
         return index
 
@@ -155,7 +187,7 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     local_size = _parse_number(env, "LOCAL_WORLD_SIZE", low=1, high=size) if "LOCAL_WORLD_SIZE" in env else 1
     local_rank = _parse_number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else 0
     if local_rank >= local_size:
-        size_text = f"={local_size}" if "LOCAL_WORLD_SIZE" in env else ", which is not set, so it counts as 1"
+        size_text = f"={local_size}" if "LOCAL_WORLD_SIZE" in env else ", which is not set and defaults to 1"
         raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{size_text}.")
     if is_ray_worker(env):
         # torchrun's and our supervisor's variables may be those of the script that connected to Ray.
@@ -181,7 +213,7 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Open MPI's variables, or those of MPICH's and Intel's mpirun."""
+    """Read Open MPI's variables, or those of MPICH's and Intel's mpirun."""
     if "OMPI_COMM_WORLD_SIZE" in env:
         names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
     elif "PMI_SIZE" in env and "MPI_LOCALNRANKS" in env:  # the second, as srun --mpi=pmi2 sets the first too
@@ -206,7 +238,7 @@ def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
-    """The place of a task that srun started, among several; None in a batch script or a shell, and for one alone."""
+    """Read the variables of a task that srun started with others; None in a batch script or shell, or for one task."""
     if not _is_slurm_task(env):
         return None
     tasks = _find_set_name(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -215,8 +247,8 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
         return None  # free to start more processes on its machine
     if "SLURM_HET_SIZE" in env:
         raise ValueError(
-            f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: the parts of a heterogeneous job number their tasks each from 0. "
-            "Start torchrun in each part, or submit a job of one part."
+            f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']} is not supported: each component of a heterogeneous job numbers "
+            "its tasks from 0. Start torchrun in each component, or submit a job with one component."
         )
     shares, nodes, hosts = (
         _find_set_name(env, f"SLURM_STEP_{name}", f"SLURM_{name}")
@@ -252,26 +284,36 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process as a task. A batch script has a SLURM_PROCID too, but no step of its own."""
+    """Return whether srun started this process as a task.
+
+    A batch script has a SLURM_PROCID too, but no separate step.
+    """
     if "SLURM_STEP_ID" not in env or _parse_number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
         return False
-    # In `srun --pty -n 4 bash` four shells start and three end at once; what is typed into the first is no task. Only
-    # the three signs together show that: the name is that of the allocation, so that salloc's srun has it too, and
-    # the port is handed on to whatever is started from such a shell.
+    # In `srun --pty -n 4 bash` four shells start and three end at once; commands typed into the first are not tasks.
+    # Only the three signs together show that: the name is that of the allocation, so salloc's srun has it too, and
+    # processes started from such a shell inherit the port.
     shell = env.get("SLURM_JOB_NAME", "") in ("bash", "sh", "zsh", "fish", "tcsh", "interactive")
     return not (shell and "SLURM_PTY_PORT" in env and os.isatty(0))
 
 
 def _is_slurm_batch(env: Mapping[str, str], task_count: int) -> bool:
-    """Whether the step's variables are those of the task that submitted this batch script, as sbatch hands them on."""
+    """Return whether the step's variables belong to the task that submitted this batch script.
+
+    sbatch passes them on.
+    """
     return "SLURM_GTIDS" in env and len(env["SLURM_GTIDS"].split(",")) != task_count  # it is "0" in a batch script
 
 
 def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
-    """The tasks of each machine, from SLURM's short form: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
+    """Return the number of tasks on each machine, from SLURM's short form: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
+
+    Args:
+        text: The short form.
+        name: The name of the variable, for the error.
 
     Raises:
-        ValueError: names the variable ``name``.
+        ValueError: If it does not have this form.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -283,10 +325,14 @@ def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
 
 
 def host_names(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
-    """The machines of SLURM's short form: ``"n[1-2,07],m5"`` is ``["n1", "n2", "n07", "m5"]``.
+    """Return the machines of SLURM's short form: ``"n[1-2,07],m5"`` is ``["n1", "n2", "n07", "m5"]``.
+
+    Args:
+        text: The short form.
+        name: The name of the variable, for the error.
 
     Raises:
-        ValueError: names the variable ``name``.
+        ValueError: If it does not have this form.
     """
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     hosts = [host for item in items for host in _expand_host(item)]
@@ -303,13 +349,13 @@ def _expand_host(item: str) -> list[str]:
     for part in match[2].split(","):
         low, _, high = part.partition("-")
         if not (low.isdecimal() and (high or low).isdecimal()):
-            return [item]  # which is no name
+            return [item]  # not a name
         heads += [f"{match[1]}{number:0{len(low)}}" for number in range(int(low), int(high or low) + 1)]
     return [head + tail for head in heads for tail in _expand_host(match[3])]
 
 
 def _find_set_name(env: Mapping[str, str], *names: str) -> str:
-    """The first of ``names`` that is set, or else the last."""
+    """Return the first of ``names`` that is set, or else the last."""
     return next((name for name in names if name in env), names[-1])
 
 
@@ -324,11 +370,12 @@ def _check_all_set(env: Mapping[str, str], names: tuple[str, ...], assignment: s
 
 @dataclass(frozen=True, kw_only=True)
 class DebugEnvironment:
-    """What ``TREADLE_DEBUG=1`` asks for.
+    """Settings of ``TREADLE_DEBUG=1``.
 
     Args:
-        timeout: seconds that a process may be late for a call before the others name it (TREADLE_DEBUG_TIMEOUT).
-        replicas: compare the models every so many optimizer steps; 0 is never (TREADLE_DEBUG_REPLICAS).
+        timeout: Seconds that a process may be late for a call before the others name it (TREADLE_DEBUG_TIMEOUT).
+        replicas: Number of optimizer steps between two comparisons of the models; 0 disables it
+            (TREADLE_DEBUG_REPLICAS).
     """
 
     timeout: int = 60
@@ -336,7 +383,14 @@ class DebugEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> DebugEnvironment | None:
-        """Read the debug variables; None unless debugging was asked for. The only place that reads them."""
+        """Read the debug variables; return None if debugging is disabled. Only this function reads them.
+
+        Args:
+            environ: The environment. Default: that of this process.
+
+        Raises:
+            ValueError: If a variable has no valid number.
+        """
         env = os.environ if environ is None else environ
         if not env.get("TREADLE_DEBUG") or not _parse_number(env, "TREADLE_DEBUG", low=0, high=1):
             return None
@@ -363,7 +417,11 @@ def _parse_number(env: Mapping[str, str], name: str, low: int, high: int | None 
 
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while; what was there comes back, whatever happens."""
+    """Set environment variables inside the context; earlier values are restored afterwards.
+
+    Args:
+        variables: The values by name.
+    """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,8 +1,8 @@
-"""Calls that all processes must make, such as a save: one that only some of them make is an error, not a hang.
+"""Calls that all processes must make, such as a save: if only some make one, it is an error and not a hang.
 
-Every process announces in torch's store that it has entered the call, and waits there for the others. That takes as
-long as they need, unless one of them can't come any more: it has entered another such call, it has ended, or it has
-gone on to a later training step or exchange, which in turn waits for those that are here.
+Every process announces in torch's store that it has entered the call, and waits there for the others. It waits as long
+as they need, unless one of them can't arrive any more: it has entered another such call, it has ended, or it has
+continued to a later training step or exchange, which in turn waits for the waiting processes.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from .world import World
 
 _FIRST_LOOK = 2.0  # seconds after which a process that waits looks for what keeps the others
-_STANDING = 3.0  # seconds for which one that has gone on must stand still
-_FIRST_WORD = 60.0  # seconds after which the wait is worth a warning
+_STANDING = 3.0  # seconds without progress before a rank that has continued counts as waiting
+_FIRST_WORD = 60.0  # seconds of waiting before the warning
 _MOST_LOOKED_AT = 64  # ranks that each process which waits looks at, beside those of its machine
 
 
 class SharedCount:
-    """A counter that other processes of this machine can read, whatever this process is waiting in.
+    """Counter that other processes of this machine can read, whatever this process is waiting for.
 
-    It lies in memory that belongs to a file without a name, so nothing is left when the process ends. It is Linux's;
-    elsewhere the counter is private.
+    It is in memory of a file without a name, so nothing is left when the process ends. This needs Linux; elsewhere the
+    counter is private.
 
     Attributes:
-        values: the counter, as a sequence of one number.
-        place: where others find it; "" where they can't.
+        values: The counter, as a sequence of one number.
+        place: The path for other processes; "" if they can't read it.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class SharedCount:
             self.place = f"/proc/{self.pid}/fd/{descriptor}"
 
     def advance(self) -> None:
-        """Count: this process enters a training step or an exchange. 0.13 us."""
+        """Count that this process enters a training step or an exchange. 0.13 us."""
         self.values[0] += 1
 
 
@@ -78,14 +78,14 @@ def _read(place: str) -> int | None:
 
 
 class Arrivals:
-    """Where the processes of one process group announce calls that need all of them.
+    """Announcements of calls that need all processes of one process group.
 
     Args:
-        store: shared by the processes.
-        rank: this process's.
-        size: how many there are.
-        local_size: how many there are on this machine.
-        timeout: how long a call waits for the others.
+        store: The shared store.
+        rank: The rank of this process.
+        size: The world size.
+        local_size: The number of processes on this machine.
+        timeout: How long a call waits for the others.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, local_size: int, timeout: timedelta) -> None:
@@ -103,7 +103,7 @@ class Arrivals:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """This process ends."""
+        """Note that this process ends."""
         if os.getpid() == self._count.pid:
             with contextlib.suppress(RuntimeError):  # the store may be gone with the process that kept it
                 self._store.set(f"{self._rank} has ended", "")
@@ -111,8 +111,12 @@ class Arrivals:
     def meet(self, call: str) -> None:
         """Announce that this process has entered ``call``, and wait until all have.
 
+        Args:
+            call: The name of the call.
+
         Raises:
-            RuntimeError: if another process can't come any more, or does not within the timeout; names the ranks.
+            RuntimeError: If another process can't arrive any more, or does not within the timeout. The error names the
+                ranks.
         """
         moved = int(self._count.values[0]) - self._before
         self._number += 1
@@ -123,7 +127,7 @@ class Arrivals:
                 self._wait(call, arrived, moved)
         except dist.DistNetworkError as error:
             raise RuntimeError(
-                f"{call} needs all processes, and the one that keeps what they announce, usually rank 0, has ended "
+                f"{call} needs all processes, but the one that keeps the store of the run, usually rank 0, has ended "
                 f"({error})."
             ) from None
         except BaseException:
@@ -164,7 +168,7 @@ class Arrivals:
     def _find_missing(
         self, ranks: Iterable[int], call: str, moved: int, standing: dict[int, tuple[int, float]]
     ) -> dict[int, str]:
-        """Return the ranks that are not here, with the reason why they can't come; "" where they still may."""
+        """Return the missing ranks, with the reason why they can't arrive; "" if they still may."""
         missing = {}
         for rank in ranks:
             if rank == self._rank:
@@ -181,7 +185,7 @@ class Arrivals:
         return missing
 
     def _explain_absence(self, rank: int, expected: int, standing: dict[int, tuple[int, float]]) -> str:
-        """Say so if a process of this machine is further than this one was when it came here, and stands still."""
+        """Return the reason if a process of this machine is further than this one, and stands still; else ""."""
         host, place = self._get(f"place of {rank}") or ("", "")
         if not place or host != self._host:
             return ""
@@ -197,7 +201,7 @@ class Arrivals:
         if standing.get(rank, (None, 0.0))[0] != count:
             standing[rank] = count, current_time
         return (
-            "has gone on, and waits in a later step or exchange"
+            "has continued, and waits in a later step or exchange"
             if current_time - standing[rank][1] >= _STANDING
             else ""
         )
@@ -217,7 +221,7 @@ class Arrivals:
         return (
             f"{call} needs all processes, but {_name_ranks(arrived_ranks)} called it and {reasons}. Call it on "
             "every rank, not under `if trainer.is_global_zero:` or `if accelerator.is_main_process:`; each file is "
-            "written once all the same."
+            "still written only once."
         )
 
 
@@ -225,7 +229,11 @@ _current: list[tuple[weakref.ref[Any], int, Arrivals]] = []
 
 
 def arrivals_of(world: World) -> Arrivals:
-    """Return where the processes of torch's present process group meet; several worlds over one group share it."""
+    """Return the announcements of torch's current process group; several worlds over one group share them.
+
+    Args:
+        world: All processes.
+    """
     group, pid = dist.group.WORLD, os.getpid()
     if not _current or _current[0][0]() is not group or _current[0][1] != pid:  # a group may be made anew
         forget_arrivals()
@@ -238,14 +246,14 @@ def arrivals_of(world: World) -> Arrivals:
 
 
 def forget_arrivals() -> None:
-    """Let go of the store that the processes met in: their process group ends."""
+    """Release the store of the announcements, since the process group ends."""
     for *_, earlier in _current:
         atexit.unregister(earlier.leave)
     _current.clear()
 
 
 def _name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0, 1, 2 and 5 more``."""
+    """Format ranks: ``rank 3``, ``ranks 0, 1, 2 and 5 more``."""
     listed = list(ranks)
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
     return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed[:8]))}{more}"

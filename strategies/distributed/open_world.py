@@ -1,4 +1,4 @@
-"""The factory of worlds: finds this process's place, starts missing processes, and chooses the debugging world."""
+"""Factory of worlds: determines this process's place, starts missing processes, and selects the debugging world."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .world import World
 
 
 def make_world(**place: Any) -> World:
-    """Return a `World`, or under ``TREADLE_DEBUG=1`` the `DebugWorld` that compares every call over the processes.
+    """Return a `World`, or with ``TREADLE_DEBUG=1`` a `DebugWorld`, which compares every call over the processes.
 
     Args:
-        place: see `World`.
+        place: See `World`.
     """
     return World(**place) if DebugEnvironment.read() is None else DebugWorld(**place)
 
@@ -34,19 +34,19 @@ def open_world(
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> World:
-    """Return the world that this process is part of; start the missing processes if several are asked for.
+    """Return the world that this process belongs to; start the other processes if several are requested.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``.
-        devices: how many, which (a list of indices or ``"0,2"``), ``-1`` for all, or ``"auto"``: what the launcher
-            started; else all GPUs when ``spread``, else one.
-        num_nodes: number of machines.
-        spread: whether ``"auto"`` may use several GPUs.
-        timeout: how long a collective may wait for the others before it fails.
-        backend: torch's name for what carries tensors.
+        devices: A number, indices (a list or ``"0,2"``), ``-1`` for all, or ``"auto"``: the processes of a launcher;
+            else all GPUs with ``spread``, else one process.
+        num_nodes: Number of machines.
+        spread: Whether ``"auto"`` may use several GPUs.
+        timeout: How long a collective may wait for the others before it fails.
+        backend: Torch's name of the backend.
 
     Raises:
-        ValueError: if the arguments contradict the environment or the machine.
+        ValueError: If the arguments contradict the environment or the machine.
     """
     kind = device_type(accelerator)
     launched = LaunchEnvironment.read()

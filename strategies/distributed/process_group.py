@@ -1,4 +1,4 @@
-"""The process group: made once, and ended so that no process aborts at exit."""
+"""Process group: created once, and destroyed so that no process aborts at exit."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ def connect(
     run_id: str = "",
     backend: str | None = None,
 ) -> None:
-    """Join the process group of ``size`` processes as ``rank``, or check that the one that is there is this one.
+    """Join the process group of ``size`` processes as ``rank``, or check an existing group.
 
     Args:
-        device: where this process computes.
-        rank: this process among all.
-        size: number of processes.
-        timeout: how long a collective may wait for the others.
-        address: host and port on which rank 0 listens. Default: what MASTER_ADDR and MASTER_PORT say.
-        run_id: keeps runs apart that meet at the same address.
-        backend: what carries tensors. Default: gloo on the host, nccl beside it on GPUs.
+        device: The device of this process.
+        rank: The rank of this process.
+        size: The world size.
+        timeout: How long a collective may wait for the others.
+        address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
+        run_id: Separates runs that use the same address.
+        backend: Torch's name of the backend. Default: gloo on the host, with nccl on GPUs.
 
     Raises:
-        ValueError: if a group is there in which this process is another rank, ``address`` or ``backend`` can't be
-            used, or rank 0 runs other versions.
+        ValueError: If ``address``, ``backend`` or an existing group can't be used, or if rank 0 has other versions.
     """
     if backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"backend='nccl' carries tensors between GPUs, and this process computes on {device.type}.")
+        raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}; use 'gloo'.")
     if dist.is_initialized() and backend is not None and backend not in dist.get_backend_config():
-        raise ValueError(f"backend={backend!r}, but the processes are connected by {dist.get_backend_config()}.")
+        raise ValueError(
+            f"backend={backend!r}, but the existing process group uses {dist.get_backend_config()}; leave backend out."
+        )
     if not dist.is_initialized():
         spare_lines.clear()  # of a group that has ended
         # gloo stays beside nccl, so that objects and host tensors travel without touching the GPU.
         if backend in (None, "nccl"):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # DistributedDataParallel imports it, and its functions have the group of that moment as default arguments: one
-        # that never ends, whose sockets stay open (seen in torch 2.6 to 2.13). Imported before, they have none.
+        # Its functions have the group of the import as default argument, whose sockets stay open (torch 2.6 to 2.13).
         import torch.distributed.nn.functional  # noqa: F401
 
         launched = LaunchEnvironment.read()
@@ -90,15 +90,15 @@ def connect(
         atexit.register(disconnect, store)
     if (dist.get_rank(), dist.get_world_size()) != (rank, size):
         raise ValueError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the process group that is "
-            f"already initialised, but rank {rank} of {size} by its environment."
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the existing process group, but "
+            f"rank {rank} of {size} in its environment. Initialize the group with the launcher's variables."
         )
 
 
 def _await_connections(store: dist.Store, size: int) -> None:
-    """Let nobody leave before all are connected: who is still connecting to a rank that ends would fail.
+    """Wait until all processes are connected, since connecting to a rank that ends would fail.
 
-    gloo's group is there for one rank as soon as its own side of each connection is (torch 2.13).
+    gloo's group is complete for one rank as soon as its own side of each connection is (torch 2.13).
     """
     if store.add("connected", 1) == size:
         store.set("all connected", "")
@@ -107,9 +107,9 @@ def _await_connections(store: dist.Store, size: int) -> None:
 
 
 def _allow_sockets(size: int) -> None:
-    """Raise the limit of open files, within the system's: each group of gloo's holds a socket to every other process.
+    """Raise the limit of open files, within the system's: each gloo group has a socket to every other process.
 
-    512 ranks with two groups pass the usual limit of 1,024, and the connection fails.
+    512 ranks with two groups exceed the usual limit of 1,024, and the connection fails.
     """
     if sys.platform != "win32":
         import resource
@@ -122,9 +122,9 @@ def _allow_sockets(size: int) -> None:
 
 
 def let_segments_grow() -> None:
-    """Let torch's allocator for GPUs grow its segments, unless the user has configured it or has used it.
+    """Let torch's GPU allocator grow its segments, unless the user has configured or already used it.
 
-    Then batches of changing sizes leave no holes that nothing fits in.
+    Batches of changing sizes then leave no unusable gaps.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
     """
@@ -135,33 +135,45 @@ def let_segments_grow() -> None:
 
 
 def make_communicators(device: torch.device) -> None:
-    """Make nccl's connections now: the first collective does, which takes seconds, or fails far from the cause."""
+    """Create nccl's connections now.
+
+    Otherwise the first collective does, which takes seconds, or fails far from the cause.
+
+    Args:
+        device: The device of this process.
+    """
     if device.type == "cuda" and "nccl" in dist.get_backend_config():
         dist.all_reduce(torch.zeros(1, device=device))
 
 
 def _check_versions(store: dist.Store, rank: int) -> None:
-    """See that every process runs rank zero's torch and Treadle; others may exchange something else, or nothing."""
+    """Check that every process runs rank zero's torch and Treadle, since other versions may communicate differently."""
     local_versions = f"torch {torch.__version__}, treadle {__version__}"
     if rank == 0:
         store.set("versions", local_versions)
     elif (rank_zero_versions := store.get("versions").decode()) != local_versions:
         raise ValueError(
             f"rank {rank} runs {local_versions} (on {socket.gethostname()}), "
-            f"but rank 0 {rank_zero_versions}: install the same."
+            f"but rank 0 runs {rank_zero_versions}: install the same versions."
         )
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Say how long a collective of the processes may wait for the others, also where they are connected already."""
+    """Set how long a collective may wait for the others, also in an existing process group.
+
+    Args:
+        timeout: The timeout.
+    """
     dist.distributed_c10d._set_pg_timeout(timeout)  # torch 2.13 has no public way
 
 
 def existing_timeout(device: torch.device) -> timedelta | None:
-    """Return how long a collective may wait in the group that is up, which may be the script's or Ray's; None if none.
+    """Return the timeout of collectives in the existing group, which the script or Ray may have created.
+
+    None without one.
 
     Args:
-        device: where this process computes.
+        device: The device of this process.
     """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
@@ -174,7 +186,14 @@ def existing_timeout(device: torch.device) -> timedelta | None:
 
 
 def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, int] | None = None) -> dist.Store:
-    """A store that all processes of the run see; each call makes a connection of its own to it."""
+    """Return a new connection to a store that all processes of the run share.
+
+    Args:
+        rank: The rank of this process.
+        size: The world size.
+        timeout: How long to wait for the others.
+        address: Host and port of rank 0. Default: MASTER_ADDR and MASTER_PORT.
+    """
     if address is not None:
         return _meet(address, rank, timeout)
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
@@ -182,22 +201,22 @@ def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, 
 
 
 def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a part of the store that is empty at first, the same on all processes that call this together.
+    """Return a section of the store that is empty at first, the same on all processes that call this together.
 
-    The store of torchrun's agent outlives the processes that it restarts (torch 2.4 to 2.13), so it holds keys of
+    The store of torchrun's agent outlives the processes that it restarts (torch 2.4 to 2.13), so it has keys of
     processes that were killed at any point. No counter in it can be trusted, nor TORCHELASTIC_RESTART_COUNT, which
-    differs between machines. So each process leaves a token in the store, and rank zero sends its own one back to each,
-    until all have confirmed: the dead don't.
+    differs between machines. Each process therefore leaves a token in the store, and rank zero sends its own token back
+    to each, until all have confirmed, which killed processes do not.
 
     Args:
-        store: the store of the run.
-        name: what the part is for; calls that are made together have the same one.
-        rank: this process.
-        size: number of processes.
-        timeout: how long to wait for the others.
+        store: The store of the run.
+        name: The name of the section; calls that are made together have the same one.
+        rank: The rank of this process.
+        size: The world size.
+        timeout: How long to wait for the others.
 
     Raises:
-        RuntimeError: if a process does not come within the timeout; names the ranks.
+        RuntimeError: If a process does not connect within the timeout. The error names the ranks.
     """
     token = uuid.uuid4().hex
     if rank == 0:
@@ -241,8 +260,8 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
         socket.getaddrinfo(host, port)  # torch would try again until the timeout
     except OSError as error:
         raise ValueError(
-            f"rank 0 should listen on {host!r}, but this machine knows no such host ({error}). "
-            "Set MASTER_ADDR to an address of the machine of rank 0."
+            f"the address of rank 0, {host!r}, is unknown to this machine ({error}). Set MASTER_ADDR to an address of "
+            "the machine of rank 0."
         ) from None
     try:
         return dist.TCPStore(
@@ -252,12 +271,16 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
         if rank != 0:
             raise
         raise ValueError(
-            f"rank 0 can't listen on port {port} ({error}). Set MASTER_PORT to a free one, on all processes."
+            f"rank 0 can't listen on port {port} ({error}). Set MASTER_PORT to a free port, on all processes."
         ) from None
 
 
 def disconnect(store: dist.Store | None = None) -> None:
-    """End the process group, so that the next `connect` makes another."""
+    """Destroy the process group, so that the next `connect` creates another one.
+
+    Args:
+        store: Kept alive until then.
+    """
     dismiss()
     spare_lines.clear()
     forget_arrivals()
@@ -270,11 +293,11 @@ def disconnect(store: dist.Store | None = None) -> None:
 
 
 def _protect_forks() -> None:
-    """Let no process be forked while one of gloo's threads asks for the GIL, which it does after a collective.
+    """Prevent forks while a gloo thread requests the GIL, which it does after a collective.
 
-    Such a thread holds a lock of Python's for a moment. A child that is forked in that moment waits for the lock for
-    ever: a data worker that yields nothing. CPython has mended that in 3.12 (https://github.com/python/cpython/issues/
-    112275); with 3.11.7 one in some hundred workers that were started after a collective hung.
+    Such a thread holds a lock of Python for a moment. A child that is forked in that moment waits for the lock forever:
+    a data worker that yields nothing. CPython has fixed that in 3.12 (https://github.com/python/cpython/issues/112275);
+    with 3.11.7 one in some hundred workers that were started after a collective hung.
     """
     if sys.version_info < (3, 12) and hasattr(os, "register_at_fork") and not _protected:
         _protected.append(True)
@@ -287,13 +310,18 @@ def _await_rest() -> None:
 
 
 def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
-    """Let gloo's threads put down what they hold, for at most ``limit`` seconds, until ``looks`` found them at rest.
+    """Wait until gloo's threads are idle, for at most ``limit`` seconds.
 
-    One of them may still hold the last reference to a tensor, and needs the GIL to let go of it. Before the group's
-    destruction: torch 2.6 joins the threads there without releasing the GIL, which never ends (seen in 3 of 3 runs of
-    100 groups, five small reductions each). And after it, as DistributedDataParallel keeps the process group beyond
-    its destruction: while the interpreter ends, to ask for the GIL aborts the process ("terminate called without an
-    active exception", exit status 134), after all its work was done: seen in 1 of 6 runs of torch 2.13 on two cores.
+    One of them may still hold the last reference to a tensor, and needs the GIL to release it. It is called before the
+    group's destruction: torch 2.6 joins the threads there without releasing the GIL, which never ends (seen in 3 of 3
+    runs of 100 groups, five small reductions each). It is also called afterwards, since DistributedDataParallel keeps
+    the process group beyond its destruction: while the interpreter ends, requesting the GIL aborts the process
+    ("terminate called without an active exception", exit status 134), after all its work was done: seen in 1 of 6 runs
+    of torch 2.13 on two cores.
+
+    Args:
+        limit: The maximum number of seconds.
+        looks: How often in succession they must be idle.
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0
@@ -308,7 +336,10 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
 
 
 def _read_thread(task: Path) -> tuple[str, str]:
-    """Name and state of a thread; ``"R"`` is one that runs or wants to. Both empty for one that is gone."""
+    """Return name and state of a thread; ``"R"`` is one that runs or wants to run.
+
+    Both are empty for an ended thread.
+    """
     try:
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
     except OSError:

@@ -1,4 +1,4 @@
-"""How an attempt ended on every process, learned through a store: it works where a collective is broken or stuck."""
+"""Result of an attempt on every process, exchanged through a store: it works if a collective is broken or stuck."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _LOOK_EVERY = 0.5  # seconds
 
 
 class Attempts:
-    """The attempts of one call, made on all processes. A process that is alone gets an answer at once.
+    """The attempts of one call, made on all processes. With a world size of one, results are available at once.
 
-    A process that fails inside a step leaves the others waiting in a collective. So it reports here, then ends its
-    connection, which breaks off the others' waiting; they find its report and know the cause. The next attempt has a
-    new process group. gloo's collectives break off so. nccl's do not, and to end a connection waits for them: there a
-    thread of each process looks for the others' reports, and aborts what its process waits in.
+    A process that fails inside a step leaves the others waiting in a collective. It reports here, then closes its
+    connection, which interrupts the others; they read its report and know the cause. The next attempt has a new process
+    group. gloo's collectives are interrupted in this way. nccl's are not, and closing a connection waits for them:
+    there, a thread of each process reads the others' reports, and aborts the collectives of its process.
 
     Args:
-        patience: how long a process that failed waits for the others' reports.
+        patience: How long a process that failed waits for the others' reports.
 
     Raises:
-        ValueError: if the processes could not be connected again.
+        ValueError: If the processes could not be reconnected.
     """
 
     def __init__(self, patience: timedelta = timedelta(minutes=1)) -> None:
@@ -45,7 +45,7 @@ class Attempts:
         launched = LaunchEnvironment.read()
         if launched is None:
             raise ValueError(
-                "the processes were started by no launcher that Treadle knows, so they could not be connected again "
+                "the processes were not started by a launcher that Treadle supports, so they could not be reconnected "
                 "after a failure. Start them with torchrun or `treadle launch`."
             )
         self._device = current_world().device.type if dist.is_initialized() else None
@@ -56,30 +56,34 @@ class Attempts:
         self._store = process_group.join_attempt(store, name, self.rank, self.size, limit)
 
     def begin(self) -> None:
-        """A new attempt."""
+        """Start a new attempt."""
         self._number += 1
         if self.size > 1 and _may_use_nccl():
             self._over = threading.Event()
             threading.Thread(target=self._abort_after_others, args=(self._over,), daemon=True).start()
 
     def report(self, outcome: str) -> None:
-        """Say how this process's attempt ended: `DONE`, `RETRY`, or what went wrong."""
+        """Report the result of this process's attempt.
+
+        Args:
+            outcome: `DONE`, `RETRY`, or an error.
+        """
         self._over.set()
         if self.size > 1:
             self._store.set(f"{self._number}/{self.rank}", outcome)
             self._store.get(f"{self._number}/{self.rank}")  # now the others can see it
 
     def someone_retries(self) -> bool:
-        """Whether another process has reported `RETRY`. Waits for nobody."""
+        """Return whether another process has reported `RETRY`, without waiting."""
         return RETRY in self._read_reports()
 
     def _read_reports(self) -> list[str]:
-        """What the others have reported so far."""
+        """Return the reports of the others so far."""
         names = [f"{self._number}/{rank}" for rank in range(self.size) if rank != self.rank]
         return [self._store.get(name).decode() for name in names if self._store.check([name])]
 
     def _abort_after_others(self, over: threading.Event) -> None:
-        """Abort the collectives once another process's attempt has failed, unless this one's is over first."""
+        """Abort the collectives once another process's attempt has failed, unless this one's ends first."""
         while not over.wait(_LOOK_EVERY):
             if any(outcome != DONE for outcome in self._read_reports()):
                 if _is_nccl():
@@ -87,10 +91,10 @@ class Attempts:
                 return
 
     def agree(self) -> bool:
-        """Once this process is `DONE`: whether all are; False asks for another attempt.
+        """Return whether all processes are `DONE`, once this one is; False requests another attempt.
 
         Raises:
-            PeerFailed: if another process failed for good.
+            PeerFailed: If another process failed with an error.
         """
         if self.size == 1:
             return True
@@ -101,10 +105,10 @@ class Attempts:
         return RETRY not in outcomes
 
     def start_over(self) -> None:
-        """Free what the attempt has left behind, and connect the processes anew.
+        """Release what the attempt has left behind, and connect the processes again.
 
         Raises:
-            RuntimeError: if a process does not report in time, or failed for good (`PeerFailed`).
+            RuntimeError: If a process does not report in time, or failed with an error (`PeerFailed`).
         """
         gc.collect()
         if self.size > 1:
@@ -129,8 +133,8 @@ class Attempts:
         except (RuntimeError, dist.DistError):
             silent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
             raise RuntimeError(
-                f"rank(s) {', '.join(map(str, silent))} did not report within {limit.total_seconds():g} s how this "
-                "attempt ended: they may wait in a collective that nothing breaks off."
+                f"rank(s) {', '.join(map(str, silent))} did not report the result of this attempt within "
+                f"{limit.total_seconds():g} s: they may wait in a collective that can't be aborted."
             ) from None
         return [self._store.get(name).decode() for name in names]
 
@@ -144,7 +148,7 @@ def _is_nccl() -> bool:
 
 
 def _cut_off_replicas() -> None:
-    """Let every replica that is left go of the process group; it could not be used again, and would keep it open."""
+    """Remove the process group from all existing replicas, which can't be used again and would keep it open."""
     for value in gc.get_objects():
         # By type: an isinstance would wake proxies and lazy modules.
         if issubclass(type(value), DistributedDataParallel):

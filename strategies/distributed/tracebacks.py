@@ -3,10 +3,9 @@
 Errors keep their type, their object and their whole traceback, so ``except``, debuggers and ``pdb.pm()`` see all of it.
 Only printing changes:
 
-- In a script the interpreter prints through ``sys.excepthook``. Treadle's takes the place of Python's own, or of the
-  one that torch installs with each process group, but of no other: who has chosen a hook keeps it. It is installed
-  with the first Trainer, and where processes connect. Errors that no frame of Treadle's took part in are left to the
-  hook before it.
+- In a script the interpreter prints through ``sys.excepthook``. Treadle's hook replaces Python's own, or the one that
+  torch installs with each process group, but no hook that the user has set. It is installed with the first Trainer,
+  and when processes connect. Errors without a frame of Treadle are passed on to the previous hook.
 - pytest, IPython and notebooks leave out frames that have a local variable ``__tracebackhide__``.
 
 ``TREADLE_FULL_TRACEBACK=1`` disables both.
@@ -40,14 +39,18 @@ _TORCHS_HOOK = "torch.distributed.distributed_c10d"
 
 
 class PeerFailed(RuntimeError):
-    """Raised on ranks that did not fail themselves, with the rank and the words of the first that did."""
+    """Error on ranks that did not fail themselves, with the rank and the error of the first one that did."""
 
 
 _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Socket closed", re.IGNORECASE)
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Tell whether an error follows from another rank's end, so that whoever knows of that is to speak first."""
+    """Return whether an error follows from the end of another rank, whose report should come first.
+
+    Args:
+        error: The error.
+    """
     return any(
         isinstance(link, PeerFailed) or (isinstance(link, RuntimeError) and _LOST.search(str(link)) is not None)
         for link in _collect_links(error)
@@ -55,39 +58,65 @@ def is_consequence(error: BaseException) -> bool:
 
 
 class Store(Protocol):
-    """The part of a torch store that is used here."""
+    """The methods of a torch store that are used here."""
 
     def add(self, key: str, amount: int) -> int:
-        """Increase a counter; returns its new value."""
+        """Increase a counter, and return its new value.
+
+        Args:
+            key: The counter.
+            amount: The increment.
+        """
 
     def set(self, key: str, value: str) -> None:
-        """Set a key for all ranks."""
+        """Set a key for all ranks.
+
+        Args:
+            key: The key.
+            value: Its value.
+        """
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key."""
+        """Return the value of a key.
+
+        Args:
+            key: The key.
+        """
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are set."""
+        """Return whether all keys are set.
+
+        Args:
+            keys: The keys.
+        """
 
     def wait(self, keys: list[str], timeout: Any) -> None:
-        """Wait until all keys are set; raises a RuntimeError after the timeout."""
+        """Wait until all keys are set.
+
+        Args:
+            keys: The keys.
+            timeout: The maximum time.
+
+        Raises:
+            RuntimeError: After the timeout.
+        """
 
 
 _told = threading.Event()  # why the run ends, by the watchdog
 
 
 def silence_uncaught() -> None:
-    """Print no uncaught errors from now on: the watchdog has said why the run ends, and ends this process."""
+    """Stop printing uncaught errors: the watchdog has reported why the run ends, and ends this process."""
     _told.set()
 
 
 def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
-    """Print uncaught errors short and, over all ranks, once. Does nothing where a hook was chosen by the user.
+    """Print uncaught errors short and once over all ranks, unless the user has set a hook.
 
     Args:
-        store: where the ranks learn of each other's errors; None: each prints its own.
-        rank: this process among all.
-        size: world size.
+        store: The store in which the ranks exchange their errors; None: each prints its own.
+        rank: The rank of this process.
+        size: The world size.
     """
     if isinstance(sys.excepthook, Uncaught):
         if store is None:
@@ -100,33 +129,33 @@ def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
 
 
 def forget_store() -> None:
-    """Let go of the store: its process group ends, or torch is about to wrap the hook for another one."""
+    """Release the store, since its process group ends or torch is about to wrap the hook for another one."""
     if isinstance(sys.excepthook, Uncaught):
         sys.excepthook = sys.excepthook.previous
 
 
 def is_full() -> bool:
-    """Tell whether the user wants to see every frame, on every rank."""
+    """Return whether the user wants to see every frame, on every rank."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def is_agent_store() -> bool:
-    """Tell whether the launcher keeps the store of the run; else rank 0 does."""
+    """Return whether the launcher keeps the store of the run; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class Uncaught:
-    """An excepthook.
+    """Hook for ``sys.excepthook``.
 
-    The first rank to come here prints its error. A rank with the same error prints nothing, nor does one whose
-    connection to a rank that failed has closed; one with an error of its own prints a line. No rank leaves before the
-    first has printed: launchers end a job as soon as one rank is gone.
+    The first rank prints its error. A rank with the same error prints nothing, nor does a rank whose connection to a
+    failed rank has closed; a rank with a different error prints one line. No rank ends before the first has printed:
+    launchers end a job as soon as one rank has ended.
 
     Args:
-        previous: the hook in whose place this one is.
-        store: see `report_uncaught`.
-        rank: this process among all.
-        size: world size.
+        previous: The hook that it replaces.
+        store: See `report_uncaught`.
+        rank: The rank of this process.
+        size: The world size.
     """
 
     def __init__(self, previous: Callable[..., Any], store: Store | None, rank: int, size: int) -> None:
@@ -140,6 +169,7 @@ class Uncaught:
             store.set(f"process of {rank}", json.dumps([identify_host(), os.getpid(), read_start_time(os.getpid())]))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print an uncaught error."""
         if self.size == 1 and _PACKAGE not in _map_owners(error, trace).values():
             self.previous(kind, error, trace)
             return
@@ -169,7 +199,7 @@ class Uncaught:
         return "" if is_named else f"on {rank}\n"
 
     def _find_earlier_report(self, error: BaseException, words: str) -> dict[str, Any] | None:
-        """Return what another rank has reported; None if this rank is to report."""
+        """Return the report of another rank; None if this rank is the one to report."""
         if self.store is None:
             return None
         reports: list[dict[str, Any] | None] = []
@@ -197,7 +227,7 @@ class Uncaught:
             return None
 
     def _await_cause(self) -> str:
-        """Let the rank that failed come first. Returns words for ranks that are gone and will say nothing."""
+        """Wait for the report of the rank that failed, and describe ranks that have ended without one."""
         assert self.store is not None
         end = time.monotonic() + PATIENCE
         while not self.store.check(["error"]):  # torch warns where a wait times out
@@ -206,8 +236,8 @@ class Uncaught:
             if (late or not self._supervised) and (gone := self._find_gone()):
                 return "".join(
                     f"treadle: rank {rank} of {self.size} has ended first, without an error in Python: process {pid} "
-                    "was killed by a signal, left by os._exit or sys.exit, or came to the end of its script, while "
-                    "this rank makes a call that needs all\n"
+                    "was killed by a signal, left by os._exit or sys.exit, or reached the end of its script, while "
+                    "this rank makes a call that needs all ranks\n"
                     for rank, pid in gone.items()
                 )
             if late:
@@ -227,14 +257,18 @@ class Uncaught:
         return gone
 
     def _await_reporter_exit(self, earlier: dict[str, Any]) -> None:
-        """Wait until the rank that has reported is gone, so that its launcher names it as the first that failed."""
+        """Wait until the rank that has reported has ended, so that its launcher names it as the first that failed."""
         end = time.monotonic() + PATIENCE
         while earlier["host"] == socket.gethostname() and is_alive(earlier["pid"]) and time.monotonic() < end:
             time.sleep(0.01)
 
 
 def hide_frames(error: BaseException) -> None:
-    """Let pytest, IPython and notebooks leave out framework frames: those of the error, and those it will pass."""
+    """Hide framework frames from pytest, IPython and notebooks: those of the error, and those it will pass.
+
+    Args:
+        error: The error.
+    """
     if is_full():
         return
     frames = [frame for link in _collect_links(error) for frame, _ in traceback.walk_tb(link.__traceback__)]
@@ -244,7 +278,12 @@ def hide_frames(error: BaseException) -> None:
 
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
-    """Return an error as Python prints it, with framework frames counted instead of shown."""
+    """Format an error as Python prints it, with framework frames counted in place of shown.
+
+    Args:
+        error: The error.
+        trace: Its traceback.
+    """
     full = traceback.TracebackException(type(error), error, trace, compact=True)
     if not is_full():
         owners, hint = _map_owners(error, trace), itertools.chain([f" ({VARIABLE}=1 shows them)"], itertools.repeat(""))
@@ -254,7 +293,7 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
 
 
 class _Folded(traceback.StackSummary):
-    """Frames, of which those in a framework's files are counted where they are formatted."""
+    """Stack summary that counts frames in a framework's files when it is formatted."""
 
     def __init__(self, frames: traceback.StackSummary, owners: Mapping[str, str], hint: Iterator[str]) -> None:
         super().__init__(frames)
@@ -275,7 +314,7 @@ class _Folded(traceback.StackSummary):
 
 
 def _iterate_parts(full: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """An error as it will be printed, and those it was raised from or holds."""
+    """Yield an error as it will be printed, and the errors that it was raised from or contains."""
     yield full
     for other in (full.__cause__, full.__context__, *(full.exceptions or ())):
         if other is not None:
@@ -283,7 +322,7 @@ def _iterate_parts(full: traceback.TracebackException) -> Iterator[traceback.Tra
 
 
 def _collect_links(error: BaseException) -> list[BaseException]:
-    """An error, and those it was raised from or holds."""
+    """Return an error, and the errors that it was raised from or contains."""
     links: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
@@ -295,14 +334,18 @@ def _collect_links(error: BaseException) -> list[BaseException]:
 
 
 def _map_owners(error: BaseException, trace: TracebackType | None) -> dict[str, str]:
-    """The framework by file, of all frames that are a framework's."""
+    """Return the framework by file, for all frames that belong to one."""
     traces = [trace, *(link.__traceback__ for link in _collect_links(error))]
     frames = (frame for tb in traces for frame, _ in traceback.walk_tb(tb))
     return {frame.f_code.co_filename: owner for frame in frames if (owner := find_owner(frame)) is not None}
 
 
 def find_owner(frame: FrameType) -> str | None:
-    """The framework that a frame belongs to."""
+    """Return the framework that a frame belongs to, or None.
+
+    Args:
+        frame: The frame.
+    """
     name = frame.f_globals.get("__name__", "")
     if name == "__main__":  # python -m
         name = getattr(frame.f_globals.get("__spec__"), "name", "")

@@ -1,4 +1,4 @@
-"""The call in which a rank waits for others, as its stack shows it, and whether the ranks' calls match."""
+"""Call in which a rank waits for others, read from its stack, and the comparison of the ranks' calls."""
 
 from __future__ import annotations
 
@@ -32,16 +32,22 @@ _ADVICE = (
 
 
 class DistributedOperationException(RuntimeError):
-    """The processes do not make the same call: says for each what it does, and in which line."""
+    """Error: the processes do not make the same call; lists for each what it does, and in which line.
+
+    Example:
+        >>> from treadle.strategies import DistributedOperationException
+        >>> issubclass(DistributedOperationException, RuntimeError)
+        True
+    """
 
 
 @dataclass(frozen=True)
 class WaitingCall:
-    """A call that needs all ranks.
+    """Call that needs all ranks.
 
     Attributes:
-        kind: the same on all ranks if their calls match; "" where that can't be told.
-        words: the call, and the user's line.
+        kind: The same on all ranks if their calls match; "" if unknown.
+        words: The call, and the user's line.
     """
 
     kind: str
@@ -49,15 +55,19 @@ class WaitingCall:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Tell whether a frame is of the user's own code."""
+    """Return whether a frame belongs to the user's own code.
+
+    Args:
+        frame: The frame.
+    """
     return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")) and find_owner(frame) is None
 
 
 def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
-    """Return the call in which the main thread waits for other ranks; None if it doesn't.
+    """Return the call in which the main thread waits for other ranks; None if it does not wait.
 
     Args:
-        frames: of the main thread, outermost first.
+        frames: The frames of the main thread, outermost first.
     """
     frames = [frame for frame in frames if not frame.f_code.co_filename.endswith(_WRAPPERS)]
     files = [frame.f_code.co_filename.replace(os.sep, "/") for frame in frames]
@@ -75,7 +85,10 @@ def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
 
 
 def _name_caller(frame: FrameType | None) -> str:
-    """Return a function of Treadle's; "" for the user's, who may make one exchange in several of his functions."""
+    """Return the name of a function of Treadle.
+
+    "" for a user's function, since users may make one exchange in several.
+    """
     return "" if frame is None or find_owner(frame) is None else frame.f_code.co_qualname
 
 
@@ -86,7 +99,7 @@ def _describe_user_call(frames: Sequence[FrameType], operation: str) -> str:
 
 
 def mark_exchange() -> tuple[str, str]:
-    """Return the function that makes an exchange of World's, and the call of the user's; travels with objects."""
+    """Return the function that calls a collective of World, and the user's call; it is sent with the objects."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _WORLDS:
         frame = frame.f_back
@@ -98,13 +111,13 @@ def mark_exchange() -> tuple[str, str]:
 
 
 def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
-    """See that ranks which have exchanged objects meant the same exchange.
+    """Check that ranks which have exchanged objects made the same call.
 
     Args:
-        marks: what `mark_exchange` returned on each rank.
+        marks: The result of `mark_exchange` on each rank.
 
     Raises:
-        DistributedOperationException: if not; names the line of each.
+        DistributedOperationException: If they did not. The error names the line of each.
     """
     if len({kind for kind, _ in marks.values()}) > 1:
         lines = describe_calls({rank: words for rank, (_, words) in marks.items()})
@@ -112,7 +125,11 @@ def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
 
 
 def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
-    """Return what to tell of ranks that all wait, in words; "" if their calls may match."""
+    """Return a description of ranks that all wait in different calls; "" if their calls may match.
+
+    Args:
+        calls: The call of each rank.
+    """
     kinds = {call.kind for call in calls.values()}
     if len(kinds) < 2 or "" in kinds:
         return ""
@@ -121,7 +138,11 @@ def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
 
 
 def describe_calls(words: Mapping[int, str]) -> str:
-    """Return one line for all ranks that say the same."""
+    """Return one line for all ranks with the same text.
+
+    Args:
+        words: The text of each rank.
+    """
     ranks_by_words: dict[str, list[int]] = {}
     for rank in sorted(words):
         ranks_by_words.setdefault(words[rank], []).append(rank)

@@ -1,20 +1,20 @@
-"""End a run in which a rank hangs, within a limit, and name the rank, its phase and its step.
+"""Watchdog: ends a run in which a rank hangs, within a limit, and names the rank, its phase and its step.
 
-Two daemon threads of each process do the work, and nothing is asked of the training:
+Two daemon threads of each process do the work, without any action of the training:
 
-- The sentry looks once per period at the stack of the thread that trains: the main thread, unless a library such as
-  Ray keeps that for itself. The same stack and the same count of steps and exchanges for as long as the limit means no
-  progress. Then it raises an alarm.
-- The courier tells the store once per period that this process lives, and where it is. When any rank has raised the
-  alarm it writes the stacks of this process into a file, and says in the store whether this rank waits for others.
-  A rank that only waits, in a collective, counts itself as stalled. Once all are, and in different calls, none of them
-  can end: that is an error at once, which names the calls.
+- The sentry reads the stack of the training thread once per period: the main thread, unless a library such as Ray
+  uses that itself. If the stack and the count of steps and exchanges stay the same for as long as the limit, there
+  was no progress. Then it raises an alarm.
+- The courier writes to the store once per period that this process lives, and its position. When any rank has raised
+  the alarm it writes the stacks of this process into a file, and notes in the store whether this rank waits for
+  others. A rank that only waits, in a collective, counts itself as stalled. Once all are, and in different calls, none
+  of them can end: that is an error at once, which names the calls.
 
 A rank that does not answer is stopped, or blocked in C code that holds the interpreter. A rank that answers and does
 not wait for another one hangs. One rank reports, and all leave with `HUNG`.
 
-Without a limit of the user's own a rank raises the alarm only while it waits for others, after nearly as long as a
-collective may wait: whatever one rank does alone may take longer, until others need it.
+If the user has set no limit, a rank raises the alarm only while it waits for others, after nearly as long as a
+collective may wait: work of one rank alone may take longer, until others need it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _ANSWER = 1.0  # seconds that the ranks have to answer an alarm
 _FIRST = 10  # beats in which rank 0 is looked for on this machine
 _HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the others wait for the report
-_LOST = 2.0  # seconds that a rank may go without progress after another one has gone, before it counts as waiting
+_LOST = 2.0  # seconds without progress after another rank has ended, after which a rank counts as waiting
 _INTERRUPT = 2.0  # seconds that the main thread has to notice an interrupt
 _STALL = 8.0  # seconds that a rank only waits before it counts as stalled; `meet` has its own, shorter patience
 _END = "the end of the script"
@@ -78,11 +78,12 @@ _loops: set[CodeType] = set()
 
 
 def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -> None:
-    """Say what a process does while one of Treadle's ``functions`` runs.
+    """Name the phase in which one of Treadle's ``functions`` runs.
 
     Args:
-        phase: a word or two, such as ``"backward"``.
-        loop: they call hooks, which are phases of their own.
+        phase: A word or two, such as ``"backward"``.
+        functions: The functions.
+        loop: Whether they call hooks, which are separate phases.
     """
     codes = [function.__code__ for function in functions]
     _phases.update(dict.fromkeys(codes, phase))
@@ -90,7 +91,11 @@ def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -
 
 
 def stack_of(thread: threading.Thread) -> list[FrameType]:
-    """Return the frames of a thread, outermost first; none if it has ended."""
+    """Return the frames of a thread, outermost first; empty if it has ended.
+
+    Args:
+        thread: The thread.
+    """
     frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
     frames = []
     while frame is not None:
@@ -100,7 +105,11 @@ def stack_of(thread: threading.Thread) -> list[FrameType]:
 
 
 def describe_phase(frames: Iterable[FrameType]) -> str:
-    """Return what a process does: the innermost phase that `name_phase` knows, or the hook that is called in it."""
+    """Return the current phase: the innermost one that `name_phase` has named, or the hook that is called in it.
+
+    Args:
+        frames: The frames of a thread, outermost first.
+    """
     phase, looping = "script", False
     for frame in frames:
         code = frame.f_code
@@ -113,27 +122,31 @@ def describe_phase(frames: Iterable[FrameType]) -> str:
 
 
 def is_waiting(frames: list[FrameType]) -> bool:
-    """Tell whether a thread waits for other ranks."""
+    """Return whether a thread waits for other ranks.
+
+    Args:
+        frames: Its frames, outermost first.
+    """
     file = frames[-1].f_code.co_filename.replace(os.sep, "/") if frames else ""
     return any(part in file for part in WAITING_FILES)
 
 
 class Watchdog:
-    """Watches one process, and through the store all others.
+    """Watchdog of one process, and through the store of all others.
 
     Args:
-        world: all processes.
-        limit: seconds without progress.
-        strict: hold every rank to the limit until its script ends; else only those that wait for others.
-        store: what several processes share; nothing else uses this connection to it.
+        world: All processes.
+        limit: Seconds without progress.
+        strict: Apply the limit to every rank until its script ends; otherwise only to ranks that wait for others.
+        store: The shared store; nothing else uses this connection to it.
 
     Attributes:
-        thread: the one that trains.
-        awaits_others: with ``strict``, this process ends after all others have.
-        ended: the first rank that was seen to have ended.
-        interruptible: this process waits for a moment to leave that all ranks agree on. Once another rank has ended
-            they can't: then the main thread gets a SIGTERM more.
-        interrupted: the main thread has got it.
+        thread: The training thread.
+        awaits_others: With ``strict``, whether this process ends after all others.
+        ended: The first rank that was seen to have ended.
+        interruptible: Whether this process waits for a moment to leave that all ranks agree on. Once another rank has
+            ended they can't agree: then the main thread gets another SIGTERM.
+        interrupted: Whether the main thread has received it.
     """
 
     def __init__(self, world: World, limit: float, strict: bool, store: dist.Store | None = None) -> None:
@@ -177,20 +190,20 @@ class Watchdog:
     def follow(
         self, owner: Any, locate: Callable[[Any], tuple[str, Any]], find_directory: Callable[[Any], Any]
     ) -> None:
-        """Report on what ``owner`` runs, as long as it exists.
+        """Report on the run of ``owner``, as long as it exists.
 
         Args:
-            owner: an Accelerator or a Trainer.
-            locate: returns how far its run is, in words, and anything that is another whenever it has moved.
-            find_directory: returns the directory of its run, None for the working directory.
+            owner: An Accelerator or a Trainer.
+            locate: Returns the position of the run, as text, and a value that changes whenever the run has moved.
+            find_directory: Returns the directory of the run, None for the working directory.
         """
         self._owner, self._locate, self._find_directory = weakref.ref(owner), locate, find_directory
 
     def run_errand(self, errand: Callable[[dist.Store], bool]) -> int:
-        """Have the courier call a function with the store, once per period, and soon again where it returns True.
+        """Let the courier call a function with the store, once per period, and soon again if it returns True.
 
         Args:
-            errand: takes the place of the one before. All ranks must give theirs, in the same order.
+            errand: Replaces the previous one. All ranks must set theirs, in the same order.
 
         Returns:
             Its number, the same on all ranks.
@@ -229,7 +242,10 @@ class Watchdog:
             del frames
 
     def _find_stall(self, frames: list[FrameType], seconds: float) -> WaitingCall | None:
-        """Return the call in which this rank only waits, without progress for ``seconds``; None if it isn't stalled."""
+        """Return the call in which this rank only waits, without progress for ``seconds``.
+
+        None if it is not stalled.
+        """
         if self._leaving:
             return WaitingCall(_END, f"waits at {_END}")
         if not seconds or min(self._idleness.measure(), seconds) < min(_STALL, 0.7 * self.limit):
@@ -240,7 +256,7 @@ class Watchdog:
         return call and WaitingCall(call.kind, f"{call.words} ({details})")
 
     def _beat(self) -> None:
-        """Give the supervisor a sign of life: none of the ranks may be left to notice that all are stopped."""
+        """Send the supervisor a sign of life, since no rank would be left to notice that all are stopped."""
         if not self.strict:
             return
         self._beats += 1
@@ -271,14 +287,14 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
-        """The store does not answer, so nobody can be asked."""
+        """End this process, since the store does not respond, so that other ranks cannot be asked."""
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
-        what = f"has not answered for {self.limit:g} s and may be stopped"
+        condition = f"has not answered for {self.limit:g} s and may be stopped"
         if self._keeper is not None and is_alive(self._keeper):  # to fetch its stacks would let it go on
-            what = f"{explain_silence(self._keeper)}, process {self._keeper}"
-        _say(f"{keeper} {what}. It keeps the store of the run, so rank {self.rank} leaves; stacks: {folder}")
+            condition = f"{explain_silence(self._keeper)}, process {self._keeper}"
+        _say(f"{keeper} {condition}. It keeps the store of the run, so rank {self.rank} leaves; stacks: {folder}")
         if self._keeper is not None and "TREADLE_SUPERVISOR" not in os.environ:
             _kill(self._keeper)
         end_at_once(HUNG)
@@ -327,7 +343,7 @@ class Watchdog:
         return self._read(f"beat of {rank}")
 
     def _has_ended(self, rank: int) -> bool:
-        """Tell whether a rank has said so, or is gone from this machine; whether it may be is its launcher's affair."""
+        """Return whether a rank has reported its end, or no longer exists on this machine."""
         assert self._store is not None
         if self._store.check([f"{rank} has ended"]):
             return True
@@ -335,21 +351,21 @@ class Watchdog:
         return beat is not None and json.loads(beat)[1] == self._host and not is_alive(json.loads(beat)[2])
 
     def _is_lost(self, rank: int) -> bool:
-        """Tell whether a rank of this machine is gone that has not said so, as after `os._exit`."""
+        """Return whether a rank of this machine has ended without a report, as after `os._exit`."""
         assert self._store is not None
         return self._has_ended(rank) and not self._store.check([f"{rank} has ended"])
 
     def _is_stuck(self) -> bool:
-        """Tell whether this rank needs those that are gone, and no error has told it so: NCCL has none for that."""
+        """Return whether this rank needs ranks that have ended, without an error: NCCL raises none in this case."""
         if "TREADLE_SUPERVISOR" in os.environ:  # which names the rank that is gone, and ends this one
             return False
         waits = is_stage_running() or is_waiting(stack_of(self.thread))
         return waits and time.monotonic() - self._since >= _LOST
 
     def _leave_if_alone(self) -> None:
-        """Leave the step where another rank has ended: by an interrupt, or at once where the main thread is in C code.
+        """Leave the step if another rank has ended: by an interrupt, or at once if the main thread is in C code.
 
-        Not before a signal has asked for it, or the other rank has failed and this one makes no progress.
+        It leaves only after a signal has requested it, or if the other rank has failed and this one makes no progress.
         """
         assert self._store is not None
         if self.ended is None and (rank := self._read("ended first")) is not None:
@@ -363,11 +379,11 @@ class Watchdog:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         overdue = time.monotonic() - self._interrupted_at > _INTERRUPT
         if overdue or (self._is_stuck() and self._store.check(["a rank has failed"])):
-            _say(f"rank {self.rank} of {self.size} leaves in the middle of a step, as rank {self.ended} has ended")
+            _say(f"rank {self.rank} of {self.size} leaves in the middle of a step, since rank {self.ended} has ended")
             end_at_once(1)
 
     def _tell_stall(self) -> bool:
-        """Count this rank among those that are stalled, or no longer; tell whether all are, and it has just come."""
+        """Update the count of stalled ranks; return whether this rank has completed it."""
         assert self._store is not None
         stall, told = self._stall, self._told
         if stall == told:
@@ -379,7 +395,7 @@ class Watchdog:
         return self._store.add("stalled", change) == self.size
 
     def _find_mismatch(self) -> str:
-        """Return what is wrong with the calls that all ranks are stalled in, in words; "" if they may match."""
+        """Return a description of the calls in which all ranks are stalled; "" if they may match."""
         assert self._store is not None
         if self._store.add("stalled", 0) < self.size:
             return ""
@@ -404,7 +420,7 @@ class Watchdog:
         folder_name = store.get(f"alarm {self._round}").decode()
         frames = stack_of(self.thread)
         now = time.monotonic()
-        # The sentry may have seen a last sign of life before this alarm, or the rank has gone on since.
+        # The sentry may have seen a last sign of life before this alarm, or the rank has continued since.
         moved = self._alarmed.is_set() and self._sign(frames) != self._signature
         self._write_stacks(folder_name, rank)
         words = [is_waiting(frames), moved, int(self._count.values[0]), self._describe(frames), now - self._since]
@@ -431,7 +447,7 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _collect_answers(self) -> dict[int, Any]:
-        """Return what each rank has answered, None for a silent one; without those that have ended."""
+        """Return the answer of each rank, None for a silent one; without those that have ended."""
         assert self._store is not None
         end = time.monotonic() + _ANSWER
         missing = list(range(self.size))
@@ -452,7 +468,10 @@ class Watchdog:
         return answers
 
     def _blame(self, answers: dict[int, Any]) -> list[int]:
-        """Return the ranks that others wait for: the silent ones; else of those that wait for nobody the last."""
+        """Return the ranks that others wait for: the silent ones.
+
+        Else, of those that wait for no other rank, the last.
+        """
         if silent := [rank for rank, answer in answers.items() if answer is None]:
             return silent
         busy = {rank: count for rank, (waiting, _, count, *_) in answers.items() if not waiting}
@@ -479,11 +498,11 @@ class Watchdog:
             for rank in lost
         ]
         for rank in blamed:
-            what = f"has made no progress for {self.limit:g} s"
+            condition = f"has made no progress for {self.limit:g} s"
             where = answers[rank][3] if answers[rank] else ""
             if answers[rank] is None:
-                what, where = self._explain_silence(rank, folder_name)
-            lines.append(f"rank {rank} of {self.size} {what}: {where}")
+                condition, where = self._explain_silence(rank, folder_name)
+            lines.append(f"rank {rank} of {self.size} {condition}: {where}")
         if not blamed and not lost:
             lines.append(f"all ranks have waited for each other for {self.limit:g} s, in calls that do not match")
         for rank, answer in answers.items():
@@ -493,18 +512,18 @@ class Watchdog:
         self._store.set(f"report {self._round}", "end")
 
     def _explain_silence(self, rank: int, folder_name: str) -> tuple[str, str]:
-        """Return what keeps a silent rank and where, and have one of this machine write its stacks."""
+        """Return why a silent rank is stuck and where, and let one of this machine write its stacks."""
         beat = self._read_beat(rank)
         if beat is None:
-            return "has never been heard of", "it hangs in its start"
+            return "has never responded", "it hangs during its start"
         _, host, pid, dumps, where = json.loads(beat)
         near = host == self._host
-        what = f"{explain_silence(pid if near else None)}, process {pid}"
+        condition = f"{explain_silence(pid if near else None)}, process {pid}"
         file = self._resolve(folder_name) / f"rank-{rank}.txt"
-        return what, f"last seen {where}{fetch_stacks(pid, dumps, file) if near else ''}"
+        return condition, f"last seen {where}{fetch_stacks(pid, dumps, file) if near else ''}"
 
     def _end_silent(self, answers: dict[int, Any]) -> None:
-        """Kill the silent ranks of this machine, where no supervisor of ours does: torchrun would give them 30 s."""
+        """Kill the silent ranks of this machine, unless Treadle's supervisor does: torchrun would give them 30 s."""
         if "TREADLE_SUPERVISOR" in os.environ:
             return
         for rank in [rank for rank, answer in answers.items() if answer is None]:
@@ -540,7 +559,7 @@ class Watchdog:
         return folder
 
     def leave(self) -> None:
-        """The script ends well, or with an error of its own. With a limit, see that the others end too."""
+        """Stop at the end of the script. With a limit, wait until the others have ended too."""
         atexit.unregister(self.leave)
         if os.getpid() != self._pid or self._ended.is_set():
             return
@@ -562,11 +581,11 @@ class Watchdog:
         self._dumps.close()
 
     def _await_others(self) -> None:
-        """Wait for ranks that live. A silent one can't notice that itself."""
+        """Wait for ranks that live, since a silent rank can't notice its own state."""
         self._leaving = True
         pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
-            self._since = time.monotonic()  # to wait here is no lack of progress
+            self._since = time.monotonic()  # this wait does not count as a lack of progress
             pulses = [pulse for pulse in pulses if not self._has_ended(pulse.rank)]
             if not pulses:
                 return
@@ -577,10 +596,10 @@ class Watchdog:
 
 
 class Pulse:
-    """The beats of one rank, as another sees them.
+    """Signs of life of one rank, as another rank sees them.
 
     Args:
-        rank: whose.
+        rank: The observed rank.
     """
 
     def __init__(self, rank: int) -> None:
@@ -589,10 +608,10 @@ class Pulse:
         self._since = time.monotonic()
 
     def silent(self, beat: str | None) -> float:
-        """Return the seconds since the rank's last new beat.
+        """Return the seconds since the rank's last new sign of life.
 
         Args:
-            beat: the newest that it has left in the store, None where it has left none.
+            beat: The latest one in the store, None if there is none.
         """
         now = time.monotonic()
         if beat != self._newest:
@@ -604,14 +623,18 @@ _current: list[Watchdog] = []
 
 
 def watch(world: World, limit: float | None) -> Watchdog | None:
-    """Watch this process; a process has one watchdog, and the newest limit holds.
+    """Watch this process; a process has one watchdog, and the latest limit applies.
 
     Args:
-        world: all processes.
-        limit: seconds without progress; None: nearly as long as a collective may wait, for ranks that wait for others.
+        world: All processes.
+        limit: Seconds without progress. Default: nearly as long as a collective may wait, for ranks that wait for
+            others.
+
+    Returns:
+        The watchdog; None if none is needed.
 
     Raises:
-        ValueError: for a limit of the user's own where this torch can't hold several processes to it.
+        ValueError: If a limit is set that this torch can't apply to several processes.
     """
     strict = limit is not None
     if world.size > 1 and dist.get_backend() == "fake":
@@ -629,9 +652,9 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     if world.size > 1 and store is None:
         if strict:
             raise ValueError(
-                f"timeout= of {world.size} processes needs a process group over TCP, or torch 2.8 or newer; this is "
-                f"torch {torch.__version__}, and the script has made the group with another store. Leave timeout= out: "
-                "collectives have a limit of their own, InitProcessGroupKwargs(timeout=...)."
+                f"timeout= with {world.size} processes needs a process group over TCP, or torch 2.8 or newer; this is "
+                f"torch {torch.__version__}, and the script has created the group with another store. Leave timeout= "
+                "out: collectives have a separate limit, InitProcessGroupKwargs(timeout=...)."
             )
         return None
     _current.append(Watchdog(world, limit, strict, store))
@@ -639,14 +662,14 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
 
 
 def dismiss() -> None:
-    """The process group ends, and its store."""
+    """Stop the watchdog, since the process group ends, and its store."""
     for watchdog in _current:
         watchdog.leave()
     _current.clear()
 
 
 def _connect(world: World) -> dist.Store | None:
-    """Return a connection to the store of the process group that no other thread uses: a call of one may wait for long.
+    """Return a separate connection to the store of the process group, since one thread's call may wait for long.
 
     None for a store that can't have two connections.
     """
@@ -663,7 +686,7 @@ def _connect(world: World) -> dist.Store | None:
 
 
 def _kill(pid: int) -> None:
-    """Kill a process, and see that it is gone."""
+    """Kill a process, and wait until it has ended."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGKILL)
     end = time.monotonic() + 0.5

@@ -1,4 +1,4 @@
-"""Who am I among how many, on which device; and every exchange between processes."""
+"""World: rank, world size and device of this process, and all collectives."""
 
 from __future__ import annotations
 
@@ -46,22 +46,29 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class World:
-    """The processes of this run, seen from one of them. A world of one answers every call at once.
+    """Processes of a run, seen from one of them. With a world size of one, every call returns at once.
 
     Args:
-        rank: this process among all, from 0.
-        size: number of processes.
-        local_rank: this process among those of its machine.
-        local_size: number of processes on its machine.
-        node_rank: this machine among all.
-        device: where this process computes.
-        timeout: how long a collective may wait for the others before it fails. Default: that of the group that is up,
-            else half an hour.
-        group: torch's process group of these processes, where they are a part of a larger world; ``rank`` and
-            ``size`` then count within it.
-        address: host and port on which rank 0 listens. Default: what MASTER_ADDR and MASTER_PORT say.
-        run_id: keeps runs apart that meet at the same address.
-        backend: torch's name for what carries tensors. Default: gloo on the host, nccl beside it on GPUs.
+        rank: Rank of this process, from 0.
+        size: Number of processes.
+        local_rank: Rank of this process on its machine.
+        local_size: Number of processes on its machine.
+        node_rank: Index of this machine.
+        device: Device of this process.
+        timeout: How long a collective may wait for the others before it fails. Default: that of an existing group, else
+            half an hour.
+        group: Torch's process group of these processes, if they are a subset of a larger world; ``rank`` and ``size``
+            then refer to it.
+        address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
+        run_id: Separates runs that use the same address.
+        backend: Torch's name of the backend. Default: gloo on the host, with nccl on GPUs.
+
+    Example:
+        >>> import torch
+        >>> from treadle.strategies import World
+        >>> world = World()
+        >>> world.is_main, world.gather_objects("text"), world.all_reduce(torch.ones(2), "mean")
+        (True, ['text'], tensor([1., 1.]))
     """
 
     debug: DebugEnvironment | None = None
@@ -111,27 +118,29 @@ class World:
                 arrivals_of(self)  # so that others can see where this process is
 
     def _note_carried_devices(self) -> None:
-        """Note which devices' tensors the group carries: a script's own ``init_process_group("nccl")`` no host's."""
+        """Note which devices the group supports: a script's own ``init_process_group("nccl")`` has no host tensors."""
         if self.device.type != "cpu":
             parts = dist.get_backend_config(self.group).split(",")
             self._carried_devices = {part.partition(":")[0] for part in parts}
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy on this process's device where the group carries nothing else."""
+        """Return the tensor, or a copy on this process's device if the group supports no other."""
         return tensor if tensor.device.type in self._carried_devices else tensor.to(self.device, copy=True)
 
     def mesh(self, **dimensions: int) -> DeviceMesh:
-        """Lay the processes out on a grid, the last dimension varying fastest; one grid is made once.
+        """Arrange the processes on a mesh, the last dimension varying fastest; equal meshes are created once.
 
         Args:
-            dimensions: sizes by name, whose product is the number of processes: ``mesh(replicate=2, shard=4)``.
+            dimensions: Sizes by name, whose product is the world size: ``mesh(replicate=2, shard=4)``.
 
         Raises:
-            ValueError: if the product is another number.
+            ValueError: If the product is another number.
         """
         if math.prod(dimensions.values()) != self.size:
             grid = " x ".join(f"{name}={size}" for name, size in dimensions.items())
-            raise ValueError(f"a mesh of {grid} needs {math.prod(dimensions.values())} processes, not {self.size}.")
+            raise ValueError(
+                f"a mesh of {grid} needs {math.prod(dimensions.values())} processes, but the world size is {self.size}."
+            )
         key = tuple(dimensions.items())
         if key not in self._meshes:
             process_group.connect(self.device, self.rank, self.size, self.timeout)  # also a world of one
@@ -140,7 +149,11 @@ class World:
         return self._meshes[key]
 
     def part(self, mesh: DeviceMesh) -> World:
-        """The processes along ``mesh``, a grid of one dimension in which this process is, as a world of their own."""
+        """Return the processes of a one-dimensional mesh that includes this one, as a separate world.
+
+        Args:
+            mesh: The mesh.
+        """
         return type(self)(
             rank=mesh.get_local_rank(),
             size=mesh.size(),
@@ -153,7 +166,10 @@ class World:
         )
 
     def beside(self) -> World:
-        """The same processes with a line of their own, for a thread beside the training. All processes must ask."""
+        """Return the same processes with a separate process group, for a background thread.
+
+        All processes must call it.
+        """
         if self.size == 1:
             return self
         if self._beside is None:
@@ -173,17 +189,17 @@ class World:
         return self._beside
 
     def release_beside(self) -> None:
-        """Leave the line of `beside` to the next World of this process group. Nothing may be under way on it.
+        """Give the group of `beside` to the next World of this process group. It must not be in use.
 
-        A line has two threads and five descriptors, and torch keeps each until the process group ends: without this
-        every Trainer that saves beside the training would add one.
+        A group has two threads and five descriptors, and torch keeps each until the process group ends: without this
+        every Trainer with asynchronous saves would add one.
         """
         if self._beside is not None and self._beside.group is not None and self.group is None:
             process_group.spare_lines.append((self.timeout, self._beside.group))
         self._beside = None
 
     def _take_spare_line(self) -> dist.ProcessGroup | None:
-        """Return a line that an earlier World left on all ranks, None where there is none."""
+        """Return a group that an earlier World has released on all ranks; None if there is none."""
         name = ""
         lines = process_group.spare_lines
         if lines and lines[-1][0] == self.timeout:
@@ -194,54 +210,66 @@ class World:
         return lines.pop()[1]
 
     def forget_parts(self) -> None:
-        """Make grids and lines of their own anew: the process group they were parts of has ended."""
+        """Discard meshes and separate groups, since the process group they belong to has ended."""
         self._beside = None
         self._meshes.clear()
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is rank zero."""
+        """True on rank zero."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has reached this call."""
         if self.size > 1:
             self.advance()
             dist.barrier(self.group)
 
     def advance(self) -> None:
-        """Count: this process enters a training step or an exchange, where it may have to wait for the others."""
+        """Count that this process enters a training step or an exchange, where it may have to wait for the others."""
         if self._count is not None:
             self._count.advance()
 
     def claim(self, name: str) -> bool:
-        """Return whether this process is the first to claim a name. Any process may ask alone: nothing is exchanged."""
+        """Return whether this process is the first to claim a name.
+
+        Any process may call it alone, without communication.
+
+        Args:
+            name: The name.
+        """
         if self.size == 1:
             return True
         store = dist.PrefixStore("treadle claims", dist.distributed_c10d._get_default_store())
         try:
             return bool(store.add(name, 1) == 1)
-        except RuntimeError:  # the process that kept the store has gone, and came before this one
+        except RuntimeError:  # the process that kept the store has ended, so it called this earlier
             return False
 
     def meet(self, call: str) -> None:
-        """Wait until every process has entered ``call``, for as long as they may still come.
+        """Wait until every process has entered ``call``, as long as the others can still arrive.
 
         Args:
-            call: what the user has called, for the error.
+            call: The name of the user's call, for the error.
 
         Raises:
-            RuntimeError: if some process will not come, or does not within the timeout; names the ranks.
+            RuntimeError: If some process will not arrive, or does not within the timeout. The error names the ranks.
         """
         if self.size > 1 and self.group is None:
             arrivals_of(self).meet(call)
 
     def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
-        """Combine ``tensor`` over all processes, in place.
+        """Reduce ``tensor`` over all processes, in place.
 
         Args:
-            tensor: any shape, the same on every process.
+            tensor: A tensor of any shape, the same on every process.
             operation: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            ValueError: If the operation is unknown.
         """
         op = _OPERATIONS[choose("operation", operation, _OPERATIONS)]
         if self.size > 1:
@@ -255,7 +283,14 @@ class World:
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin to sum ``tensor`` over all processes, in place; wait on what is returned before reading it."""
+        """Start to sum ``tensor`` over all processes, in place.
+
+        Args:
+            tensor: A tensor of any shape, the same on every process.
+
+        Returns:
+            The work to wait for before the tensor is read; None if it is complete.
+        """
         if self.size == 1:
             return None
         if tensor.device.type not in self._carried_devices:
@@ -265,7 +300,11 @@ class World:
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensor of every process, in rank order; shapes must agree."""
+        """Return the tensors of all processes, in rank order.
+
+        Args:
+            tensor: A tensor of any shape, the same on every process.
+        """
         if self.size == 1:
             return [tensor]
         carried = _as_carried(self._place(tensor))
@@ -275,10 +314,10 @@ class World:
         return [part.view(tensor.dtype).reshape(tensor.shape).to(tensor.device) for part in parts]
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all processes of their ``tensor[rank]``, where ``rank`` is this process's.
+        """Return the sum over all processes of ``tensor[rank]``, where ``rank`` is that of this process.
 
         Args:
-            tensor: of shape (size, ...), the same on every process.
+            tensor: A tensor of shape (size, ...), the same on every process.
         """
         if self.size == 1:
             return tensor[0]
@@ -288,25 +327,31 @@ class World:
         return summed.to(tensor.device)
 
     def of_group(self, group: dist.ProcessGroup) -> World:
-        """Return the processes of a process group of the user's, in which this process is, as a world of their own.
+        """Return the processes of a user's process group, which includes this process, as a separate world.
+
+        Args:
+            group: The process group.
 
         Raises:
-            ValueError: if this process is not in it.
+            ValueError: If this process is not in it.
         """
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError(
-                f"rank {self.rank} is not in the process group that was given: it has ranks "
-                f"{dist.get_process_group_ranks(group)}. Only they may call this."
+                f"rank {self.rank} is not in the given process group, which has the ranks "
+                f"{dist.get_process_group_ranks(group)}. Call this only on these ranks."
             )
         size = dist.get_world_size(group)
         return type(self)(rank=rank, size=size, device=self.device, timeout=self.timeout, group=group)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of every process, in rank order, on every process.
+        """Return the values of all processes, in rank order, on every process.
+
+        Args:
+            value: Any object that can be pickled.
 
         Raises:
-            DistributedOperationException: on every process, if a process is in another exchange of objects.
+            DistributedOperationException: On every process, if one makes another exchange of objects.
         """
         if self.size == 1:
             return [value]
@@ -317,10 +362,14 @@ class World:
         return [_unwrap(value) for _, value in entries]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return process ``source``'s value on every process.
+        """Return the value of process ``source`` on every process.
+
+        Args:
+            value: Any object that can be pickled.
+            source: The rank whose value is returned.
 
         Raises:
-            DistributedOperationException: on processes that are in another exchange of objects than ``source``.
+            DistributedOperationException: On processes that make another exchange of objects than ``source``.
         """
         if self.size == 1:
             return value
@@ -337,7 +386,15 @@ class World:
         return value if self.device.type == "cpu" else _ForAnyDevice(value)
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Overwrite ``tensor`` with process ``source``'s, in place."""
+        """Overwrite ``tensor`` with that of process ``source``, in place.
+
+        Args:
+            tensor: A tensor of any shape, the same on every process.
+            source: The rank whose tensor is copied.
+
+        Returns:
+            The tensor.
+        """
         if self.size > 1:
             placed = self._place(tensor)
             carried = placed if tensor.dtype in _CARRIED else _as_carried(placed)
@@ -351,18 +408,26 @@ class World:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` holds on at least one process. All processes must ask."""
+        """Return whether ``flag`` is True on at least one process. All processes must call it.
+
+        Args:
+            flag: The flag of this process.
+        """
         if self.size == 1:
             return flag
         return bool(self.all_reduce(torch.tensor(int(flag), device="cpu"), "max").item())
 
     def all(self, flag: bool) -> bool:
-        """Whether ``flag`` holds on every process. All processes must ask."""
+        """Return whether ``flag`` is True on every process. All processes must call it.
+
+        Args:
+            flag: The flag of this process.
+        """
         return not self.any(not flag)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that every process enters; none leaves it before all are through, and all fail if one does."""
+        """Run a block on every process; none leaves it before all are done, and all fail if one does."""
         error: BaseException | None = None
         try:
             yield
@@ -371,11 +436,14 @@ class World:
         self.raise_together(error)
 
     def raise_together(self, error: BaseException | None) -> None:
-        """Raise on every process if any failed: its own error where it happened, a named one elsewhere.
+        """Raise on every process if any failed: its own error on that process, a named one elsewhere.
+
+        Args:
+            error: The error of this process, or None.
 
         Raises:
-            PeerFailed: on the processes that did not fail, with the rank and the words of the first that did.
-            SystemExit: instead, where that one left with an exit status: all leave with it.
+            PeerFailed: On the processes that did not fail, with the rank and the error of the first that did.
+            SystemExit: In place of it, if that process left with an exit status: all leave with it.
         """
         if self.size > 1:
             words = None if error is None else f"{type(error).__name__}: {error}"
@@ -396,10 +464,10 @@ class World:
 
 
 class _ForAnyDevice:
-    """An object that travels between processes; its tensors arrive on the device of the process that receives it.
+    """Object that is sent between processes; its tensors arrive on the device of the receiving process.
 
-    A tensor of a GPU that is pickled by itself arrives on the sender's: with eight processes on a machine each would
-    open eight GPUs, half a gigabyte of each one's memory.
+    A GPU tensor that is pickled directly arrives on the sender's device: with eight processes on a machine, each would
+    use eight GPUs, with half a gigabyte of memory on each.
     """
 
     def __init__(self, value: Any) -> None:
@@ -419,7 +487,7 @@ def _load_here(data: bytes) -> _ForAnyDevice:
 
 
 def _location_here(location: str) -> str:
-    """Return where this process holds what the sender held at ``location``, such as "cuda:3"."""
+    """Return this process's device for the sender's ``location``, such as "cuda:3"."""
     kind = location.partition(":")[0]
     return location if kind in ("cpu", "meta") else f"{kind}:{torch.get_device_module(kind).current_device()}"
 
@@ -429,5 +497,5 @@ def _unwrap(value: Any) -> Any:
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values as a backend takes them, in one piece; of another type the bytes, in one row."""
+    """Return the values contiguously, in a dtype that backends support; others as a row of bytes."""
     return tensor.contiguous() if tensor.dtype in _CARRIED else tensor.contiguous().reshape(-1).view(torch.uint8)

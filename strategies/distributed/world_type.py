@@ -1,4 +1,4 @@
-"""In one word, how the processes of a run work together: Accelerate's words for it."""
+"""Kind of distributed training, in Accelerate's terms."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .world import World
 
 
 class DistributedType(StrEnum):
-    """How the processes work together. Treadle says ``NO``, ``MULTI_CPU``, ``MULTI_GPU`` or ``FSDP``.
+    """Kind of distributed training. Treadle uses ``NO``, ``MULTI_CPU``, ``MULTI_GPU`` or ``FSDP``.
 
-    The others are here so that a script may compare with them.
+    The others exist so that a script can compare with them.
     """
 
     NO = "NO"
@@ -30,7 +30,12 @@ class DistributedType(StrEnum):
 
 
 def distributed_type(world: World, sharded: bool) -> DistributedType:
-    """The word for ``world``, where models are ``sharded`` over it or not."""
+    """Return the kind of distributed training.
+
+    Args:
+        world: All processes.
+        sharded: Whether models are sharded over them.
+    """
     if sharded:
         return DistributedType.FSDP
     if world.size == 1:

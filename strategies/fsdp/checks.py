@@ -1,4 +1,4 @@
-"""What can not be sharded, in words, before anything is changed."""
+"""Checks that a model can be sharded, before anything is changed."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from .deferred_init import Tape
 
 
 def check_device(device: torch.device) -> None:
-    """See that this torch's ``fully_shard`` computes on ``device``.
+    """Check that this torch's ``fully_shard`` supports a device.
+
+    Args:
+        device: The device.
 
     Raises:
-        ValueError: for the CPU under a torch that lacks what it needs there (2.6).
+        ValueError: For the CPU with a torch that does not support it (2.6).
     """
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        raise ValueError(f"strategy='fsdp' on CPU needs a newer torch than {torch.__version__}.")
+        raise ValueError(f"strategy='fsdp' on CPU needs a newer torch than {torch.__version__}. Upgrade torch.")
 
 
 def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.dtype | None) -> None:
-    """See that torch's ``fully_shard`` takes each block, and what is in none.
+    """Check that torch's ``fully_shard`` supports each block, and the parameters outside of blocks.
 
     Args:
-        module: the user's model.
-        blocks: its parts that are gathered as one, inner ones before those around them.
-        storage: what floating-point parameters are converted to first.
+        module: The user's model.
+        blocks: The submodules that are gathered as one unit, inner ones first.
+        storage: The dtype that floating-point parameters are converted to first.
 
     Raises:
-        ValueError: with the names of parameters that are single numbers, or none, or of several formats in one block.
+        ValueError: If parameters are 0-d or empty, or have several dtypes in one block. The error lists them.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     single = [name for parameter, name in names.items() if not parameter.ndim]
     if single:
         raise ValueError(
-            f"{', '.join(single[:8])}: a parameter without dimensions can't be sharded. Give it one: "
+            f"{', '.join(single[:8])}: a 0-d parameter can't be sharded. Give it a dimension: "
             "nn.Parameter(torch.ones(1)) in place of nn.Parameter(torch.tensor(1.0))."
         )
     empty = [name for parameter, name in names.items() if parameter.requires_grad and not parameter.numel()]
@@ -55,34 +58,43 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
             listed = ", ".join(f"{name} is {dtype}" for dtype, name in formats.items())
             location = type(block).__name__ if block is not module else f"{type(block).__name__}, outside of its blocks"
             raise ValueError(
-                f"in {location}, {listed}: parameters that are gathered as one must be of one format. Convert them, "
-                "choose a precision that does (such as 'bf16-true'), or name the parts in auto_wrap_policy."
+                f"in {location}, {listed}: parameters that are gathered together must have one dtype. Convert them, "
+                "choose a precision that does (such as 'bf16-true'), or list the modules in auto_wrap_policy."
             )
 
 
 def check_parallelized(module: nn.Module, size: int) -> None:
-    """See that the model's ``parallelize(mesh)`` has shared out some of its work.
+    """Check that the model's ``parallelize(mesh)`` has sharded parameters.
+
+    Args:
+        module: The user's model.
+        size: The number of tensor parallel ranks.
 
     Raises:
-        ValueError: if it has not: the processes would do the same work ``size`` times.
+        ValueError: If it has not: the processes would do the same work ``size`` times.
     """
     if not any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(
-            f"{type(module).__name__}.parallelize(mesh) left every parameter as it was, so tensor_parallel_size={size} "
-            f"would do the same work {size} times. Call torch.distributed.tensor.parallel.parallelize_module in it, "
-            "with names of parts that exist."
+            f"{type(module).__name__}.parallelize(mesh) changed no parameter, so tensor_parallel_size={size} would do "
+            f"the same work {size} times. Call torch.distributed.tensor.parallel.parallelize_module in it, with names "
+            "of modules that exist."
         )
 
 
 def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
-    """See that what ``tape`` remembers of a tensor without memory is all that was written to it.
+    """Check that nothing was written to a tensor without memory beyond what ``tape`` has recorded.
+
+    Args:
+        tape: The recording.
+        tensor: The tensor.
+        words: The name of the tensor, for the error.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: If something was.
     """
     if not tape.is_unchanged(tensor):
         raise ValueError(
-            f"{words} was written to after it was built without memory, so what was written is lost. Do it within "
-            "init_module() or configure_model, load weights with load_state_dict(..., assign=True), or do it once the "
-            "model is prepared."
+            f"{words} was written to after it was created without memory, so the written values are lost. Write them "
+            "inside init_module() or configure_model, load weights with load_state_dict(..., assign=True), or write "
+            "them once the model is prepared."
         )

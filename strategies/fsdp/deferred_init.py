@@ -1,4 +1,4 @@
-"""A model that is built without memory for its parameters, and their values once there is a place for them."""
+"""Deferred initialization: a model is created without memory, and its values are computed where they are needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALL = 1 << 20  # bytes of a tensor from outside that are copied, rather than 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a storage a tensor without memory lies, at the time of a call: ``tensor.data = ...`` may move it."""
+    """Position of a tensor without memory in a storage, at the time of a call: ``tensor.data = ...`` may move it."""
 
     key: int
     storage_bytes: int
@@ -35,11 +35,11 @@ class _Place:
 
     @property
     def is_all(self) -> bool:
-        """Whether it takes up its whole storage."""
+        """True if the tensor covers its whole storage."""
         return self.size.numel() * self.dtype.itemsize == self.storage_bytes
 
     def view(self, storage: Any) -> Tensor:
-        """The tensor in that place of ``storage``."""
+        """Return the tensor at this position of ``storage``."""
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
             storage, self.offset, self.size, self.stride
         )
@@ -47,7 +47,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _OutsideTensor:
-    """A tensor from outside, whose values must be the same when they are needed."""
+    """Tensor from outside of the model, whose values must not change until they are used."""
 
     tensor: Tensor
     version: int
@@ -55,8 +55,8 @@ class _OutsideTensor:
     def value(self) -> Tensor:
         if _get_version(self.tensor) != self.version:
             raise ValueError(
-                f"a tensor of shape {tuple(self.tensor.shape)}, that a model built without memory took its values "
-                "from, was changed before the model was prepared. Prepare the model first, or give it a clone()."
+                f"a tensor of shape {tuple(self.tensor.shape)}, whose values a model without memory uses, was changed "
+                "before the model was prepared. Prepare the model first, or pass a clone() of the tensor."
             )
         return self.tensor
 
@@ -66,12 +66,12 @@ class _Call:
     """One operation of the construction.
 
     Attributes:
-        function: the operator.
-        arguments: positional and by name; tensors of the model by their places.
-        reads, writes: the storages it takes from, and changes or makes.
-        output: the places of what it returned.
-        random: a generator of random numbers and its state before the call, if it drew.
-        default: the default floating-point format then, on which results may depend.
+        function: The operator.
+        arguments: Positional and keyword arguments; tensors of the model by their positions.
+        reads, writes: The storages that it reads, and those that it changes or creates.
+        output: The positions of its results.
+        random: A generator and its state before the call, if it drew random numbers.
+        default: The default dtype at that time, on which results may depend.
     """
 
     function: Any
@@ -83,7 +83,7 @@ class _Call:
     default: torch.dtype
 
     def starts_afresh(self) -> bool:
-        """Whether it gives every element of a storage a value that does not depend on the one before."""
+        """Return whether it overwrites every element of a storage with a value independent of the previous one."""
         if not self.function._schema.name.startswith(_OVERWRITES):
             return False
         target, *others = self.arguments[0]
@@ -93,16 +93,17 @@ class _Call:
 
 
 class Tape(TorchDispatchMode):
-    """Records how tensors on the meta device would have got their values, to compute them later, a few at a time.
+    """Recorder of the operations that give tensors on the meta device their values, to compute these later.
 
-    Random numbers are drawn (and dropped) while it records, so that what follows, the order of data for one, is as
-    if the model had been built for real; the generator's state before each draw is kept (5 kB), so that values can be
-    computed later in any order. Only what a value depends on is computed again.
+    Random numbers are drawn (and discarded) during the recording, so that later draws, such as the order of data, are
+    the same as for a model that is created with memory. The generator's state before each draw is kept (5 kB), so that
+    values can be computed later in any order. Only operations that a value depends on are repeated.
 
-    With ``torch.device("meta")`` alone the values are lost, and every module needs a ``reset_parameters`` to find them.
+    With ``torch.device("meta")`` alone the values are lost, and every module needs a ``reset_parameters`` to compute
+    them.
 
     Args:
-        device: where the values are computed, with the random numbers that this device draws.
+        device: The device on which the values are computed, with its random numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,7 +117,7 @@ class Tape(TorchDispatchMode):
         self._versions: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and note it if it makes or changes a tensor without memory."""
+        """Run an operator, and record it if it creates or changes a tensor without memory."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         input_keys = {self._register_storage(t) for t in tensors if _is_meta(t)}
@@ -161,16 +162,18 @@ class Tape(TorchDispatchMode):
         return _OutsideTensor(recorded, _get_version(recorded))
 
     def _materialize(self, value: Any) -> Any:
-        """The values of what is on the meta device, and the real one where that device is named."""
+        """Return the values of a tensor on the meta device, and the real device in place of the meta device."""
         return self.values(value) if _is_meta(value) else self._replace_meta_device(value)
 
     def _replace_meta_device(self, value: Any) -> Any:
         return self._device if isinstance(value, torch.device) and value.type == "meta" else value
 
     def _infer_output(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator without a form for the meta device returns, without memory; a replay needs no such form."""
+        """Return the result, without memory, of an operator that does not support the meta device."""
         if func._schema.is_mutable:
-            raise RuntimeError(f"{func} can't change a tensor without memory: build this part outside init_module().")
+            raise RuntimeError(
+                f"{func} can't change a tensor without memory: create this module outside init_module()."
+            )
         output = func(*tree_map(self._materialize, args), **tree_map(self._materialize, kwargs))
 
         def shape(value: Any) -> Any:
@@ -181,7 +184,10 @@ class Tape(TorchDispatchMode):
         return tree_map(shape, output)
 
     def _convert_to_meta(self, value: Any) -> Any:
-        """A tensor from outside as one without memory; single numbers may be mixed with these as they are."""
+        """Return a tensor from outside as one without memory.
+
+        0-d tensors are kept, since they can be mixed with these.
+        """
         if not isinstance(value, Tensor) or _is_meta(value) or not value.ndim:
             return value
         to_meta = torch.ops.aten._to_copy.default
@@ -193,7 +199,7 @@ class Tape(TorchDispatchMode):
         return generator, _copy_off_heap(generator.get_state())
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Draw as the operator would have."""
+        """Draw the random numbers of an operator."""
 
         def real(value: Any) -> Any:
             if not _is_meta(value):
@@ -209,7 +215,7 @@ class Tape(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Build models in this context, with ``meta`` as the default device."""
+        """Return a context that records the construction of models, with ``meta`` as the default device."""
 
         def register_built(part: Any, name: str, value: Tensor | None) -> None:
             if _is_meta(value):
@@ -229,20 +235,32 @@ class Tape(TorchDispatchMode):
             self._versions = {id(tensor): _get_version(tensor) for tensor in alive}
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` was built while this recorded."""
+        """Return whether ``tensor`` was created during the recording.
+
+        Args:
+            tensor: The tensor.
+        """
         return tensor.untyped_storage()._cdata in self._touched
 
     def is_done(self) -> bool:
-        """Whether nothing is left of the models that were built while this recorded."""
+        """Return whether none of the recorded models exists any more."""
         return all(tensor() is None for tensor in self._built.values())
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Whether nothing was written to ``tensor``, which has no memory to keep it, since recording ended."""
+        """Return whether nothing was written to ``tensor`` since the recording ended.
+
+        Args:
+            tensor: A tensor without memory.
+        """
         built = self._built.get(id(tensor))
         return built is None or built() is not tensor or _get_version(tensor) == self._versions.get(id(tensor))
 
     def values(self, tensor: Tensor) -> Tensor:
-        """The values that ``tensor`` would have, on the device. The random state is left as it is."""
+        """Return the values of ``tensor``, on the device. The RNG state is not changed.
+
+        Args:
+            tensor: A tensor without memory.
+        """
         place = _place(tensor)
         calls = [self._calls[index] for index in sorted(self._find_needed_calls(place.key))]
         drawn = {call.random[0] for call in calls if call.random is not None}
@@ -259,7 +277,7 @@ class Tape(TorchDispatchMode):
         return place.view(real[place.key])
 
     def _replay(self, call: _Call, real: dict[int, Any]) -> None:
-        """Run a call with real memory; ``real`` holds the storages that have some, by those of the meta device."""
+        """Run a call with real memory; ``real`` maps storages of the meta device to real ones."""
 
         def value(item: Any) -> Any:
             if isinstance(item, _Place):
@@ -280,7 +298,7 @@ class Tape(TorchDispatchMode):
                 real.setdefault(place.key, computed.untyped_storage())
 
     def _find_needed_calls(self, key: int) -> set[int]:
-        """The calls that the last value of a storage depends on."""
+        """Return the calls that the final value of a storage depends on."""
         needed: set[int] = set()
         pending = [(key, len(self._calls))]
         while pending:
@@ -296,7 +314,11 @@ class Tape(TorchDispatchMode):
 
 
 def get_generator(device: torch.device) -> torch.Generator:
-    """The generator that random numbers on a device are drawn from where none is named."""
+    """Return the default generator of a device.
+
+    Args:
+        device: The device.
+    """
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()
@@ -304,7 +326,7 @@ def get_generator(device: torch.device) -> torch.Generator:
 
 
 class _HiddenMeta(TorchFunctionMode):
-    """Lets no one see that there is no memory: torch's own initialisers would do nothing then (2.13)."""
+    """Mode that hides the missing memory: torch's own initializers would do nothing otherwise (2.13)."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -331,7 +353,7 @@ _LOOKS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
 
 
 def _needs_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator on tensors without memory answers with their values, or with a number of them."""
+    """Return whether an operator on tensors without memory returns their values, or a number computed from them."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return True
     device = kwargs.get("device")
@@ -355,6 +377,9 @@ def _place(tensor: Tensor) -> _Place:
 
 
 def _copy_off_heap(state: Tensor) -> Tensor:
-    """A copy outside of the heap: small things that stay, among large ones that go, keep it from shrinking (glibc)."""
+    """Return a copy outside of the heap.
+
+    Small objects that stay, among large ones that go, keep the heap from shrinking (glibc).
+    """
     off_heap = torch.frombuffer(mmap.mmap(-1, state.nbytes), dtype=state.dtype)
     return off_heap.copy_(state)

@@ -1,4 +1,4 @@
-"""Shards instead of replicas: torch's fully_shard (FSDP2), also hybrid, and beside tensor parallelism."""
+"""Sharded models: torch's fully_shard (FSDP2), including hybrid sharding, and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -35,35 +35,42 @@ if TYPE_CHECKING:
 
 
 class FSDP(Strategy):
-    """Each process keeps a part of every parameter, its gradient and its optimizer state.
+    """Strategy in which each process keeps a shard of every parameter, its gradient and its optimizer state.
 
-    A block's parameters are gathered when it is run, and dropped afterwards. Works on CPU (gloo) and CUDA, also in one
-    process. Build big models in `Accelerator.init_module` or `TaskModule.configure_model`: then no process ever holds
-    the whole model.
+    A block's parameters are gathered when it runs, and dropped afterwards. It works on CPU (gloo) and CUDA, also with a
+    world size of one. Build large models in `Accelerator.init_module` or `TaskModule.configure_model`: then no process
+    ever holds the full model.
 
     Args:
-        auto_wrap_policy: which modules are gathered as one; see `wrapping.chosen_blocks`. What is in none of them is
-            gathered once per step.
-        activation_checkpointing_policy: which modules keep only their inputs and compute the rest again in backward:
-            True for those of ``auto_wrap_policy``, a policy of its own, or a `Recompute`, which can also choose every
+        auto_wrap_policy: Selects the modules that are gathered as one unit; see `wrap_policy.chosen_blocks`. Parameters
+            outside of them are gathered once per step.
+        activation_checkpointing_policy: Selects modules that keep only their inputs and recompute the rest in backward:
+            True for those of ``auto_wrap_policy``, a separate policy, or a `Recompute`, which can also select every
             n-th of them, keep the results of some operations, or leave the choice to the compiler.
-        reshard_after_forward: drop a block's parameters after forward and gather them again in backward; False
-            keeps them (faster, more memory), a number reshards to groups of that many processes.
-        cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        gather_dtype: the format that parameters are gathered in. By default as they are stored, and autocast does the
-            rest, so that the numbers are those of one process; ``torch.bfloat16`` sends half of float32's bytes, and
-            rounds the weights of norms too. Gradients are reduced in float32.
-        mixed_precision: torch's ``MixedPrecisionPolicy``, which says the same and more, in the place of that.
-        data_parallel_size: processes to share the data out to; ``"auto"`` is all that ``tensor_parallel_size`` leaves.
-        data_parallel_replicate: number of replicas; each is sharded over ``data_parallel_size`` divided by it
-            (hybrid sharding: set it to the number of machines to gather within a machine only).
-        tensor_parallel_size: processes that share the work on one sample. The model's ``parallelize(mesh)`` says how,
-            by torch's ``parallelize_module`` on that mesh of one dimension.
-        sync_each_batch: reduce gradients at every micro-batch, so that only shards of them are ever kept: less memory
-            at accumulation, more communication.
+        reshard_after_forward: Drop a block's parameters after forward and gather them again in backward. False keeps
+            them (faster, more memory), a number reshards to groups of that many processes.
+        cpu_offload: Keep parameters, gradients and optimizer state in host memory.
+        gather_dtype: The dtype in which parameters are gathered. By default it is their storage dtype, and autocast
+            does the rest, so that results equal those of one process; ``torch.bfloat16`` sends half of float32's bytes,
+            and rounds the weights of norms too. Gradients are reduced in float32.
+        mixed_precision: Torch's ``MixedPrecisionPolicy``, in place of ``gather_dtype``.
+        data_parallel_size: Number of processes that the data is sharded over. ``"auto"`` uses all that
+            ``tensor_parallel_size`` leaves.
+        data_parallel_replicate: Number of replicas; each is sharded over ``data_parallel_size`` divided by it (hybrid
+            sharding: set it to the number of machines to gather within a machine only).
+        tensor_parallel_size: Number of processes that share the work on one sample. The model's ``parallelize(mesh)``
+            applies torch's ``parallelize_module`` on this one-dimensional mesh.
+        sync_each_batch: Reduce gradients in every micro-batch, so that only shards of them are kept: less memory with
+            accumulation, more communication.
 
     Raises:
-        ValueError: for sizes that do not divide the number of processes.
+        ValueError: If sizes do not divide the world size.
+
+    Example:
+        >>> import treadle
+        >>> from treadle.strategies import FSDP
+        >>> strategy = FSDP(auto_wrap_policy="auto", activation_checkpointing_policy=True)
+        >>> trainer = treadle.Trainer(strategy=strategy, accelerator="cpu", logger=False)
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -92,8 +99,9 @@ class FSDP(Strategy):
         self.activation_checkpointing_policy = activation_checkpointing_policy
         if tensor_parallel_size != 1 and not isinstance(reshard_after_forward, bool):
             raise ValueError(
-                f"reshard_after_forward={reshard_after_forward} with tensor_parallel_size={tensor_parallel_size}: "
-                "torch can't reshard to a part of the processes there (2.13); use True or False."
+                f"reshard_after_forward={reshard_after_forward} can't be combined with "
+                f"tensor_parallel_size={tensor_parallel_size}: torch can't reshard to a subset of the processes there "
+                "(2.13); use True or False."
             )
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
@@ -118,7 +126,7 @@ class FSDP(Strategy):
         self.delays_sync = not self.sync_each_batch
 
     def detach(self) -> None:
-        """See `Strategy.detach`: whoever holds a grid, as each shard does, keeps its group open."""
+        """See `Strategy.detach`: every reference to a mesh, which each shard has, keeps its group open."""
         self._tapes.clear()
         self._moved.clear()
         self._roots.clear()
@@ -135,7 +143,7 @@ class FSDP(Strategy):
 
     @contextmanager
     def construction(self, empty: bool = False) -> Iterator[None]:
-        """See `Strategy.construction`: no memory for parameters; `wrap` computes each process's shards, on its device.
+        """See `Strategy.construction`: parameters have no memory; `wrap` computes each process's shards on its device.
 
         All processes must enter it: they draw rank zero's random numbers.
         """
@@ -161,7 +169,7 @@ class FSDP(Strategy):
         self._tapes.append(tape)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """See `Strategy.wrap`: shard the model, which stays the same object, and return what gathers its root."""
+        """See `Strategy.wrap`: shard the model in place, and return the module that gathers its root."""
         root = module.__dict__.get(_ROOT)
         if root is None:
             root = self._shard(module)
@@ -170,8 +178,8 @@ class FSDP(Strategy):
             object.__setattr__(module, _ROOT, root)  # not as a part of the model
         elif root._layout != self._describe():
             raise ValueError(
-                f"this {type(module).__name__} was sharded by an earlier run as {root._layout}, this one wants "
-                f"{self._describe()}. Sharding can't be undone: build the model anew and load the weights."
+                f"this {type(module).__name__} was sharded by an earlier run as {root._layout}, but this run needs "
+                f"{self._describe()}. Sharding can't be undone: build a new model and load the weights."
             )
         elif root not in self._roots:
             start_anew(root)  # the earlier run may have failed half-way
@@ -179,15 +187,15 @@ class FSDP(Strategy):
         return root
 
     def place(self, module: nn.Module) -> nn.Module:
-        """See `Strategy.place`: also a model that is only evaluated is sharded."""
+        """See `Strategy.place`: a model that is only evaluated is sharded too."""
         return self.wrap(module)
 
     def local_method(self, module: nn.Module, name: str) -> Any:
-        """See `Strategy.local_method`; here it exchanges all the same, as the model is not whole on any process."""
+        """See `Strategy.local_method`; it communicates nevertheless, since no process has the full model."""
         return self.method(self.wrap(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
-        """See `Strategy.compiled_parts`: always what is gathered by itself, and the parts beside it."""
+        """See `Strategy.compiled_parts`: always the modules that are gathered as one unit, and those beside them."""
         gathered = self._choose_blocks(module)
         return [*gathered, *direct_parts(module, gathered)], True
 
@@ -231,22 +239,24 @@ class FSDP(Strategy):
             self.world.advance()
 
     def _choose_blocks(self, module: nn.Module) -> list[nn.Module]:
-        """What is gathered apart from the rest."""
+        """Return the modules that are gathered separately."""
         return self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
 
     def _explain(self, module: nn.Module, blocks: list[nn.Module]) -> None:
-        """Say which parts are kept longer than the policy promises."""
+        """Log which modules are kept gathered longer than the policy suggests."""
         name, flag = type(module).__name__, f"auto_wrap_policy={self.auto_wrap_policy!r}"
         chosen = len(chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
         if not chosen:
-            text = f"{name} is gathered as a whole, as {flag} finds no repeated blocks in it. Name their classes to "
+            text = f"{name} is gathered as a whole, since {flag} finds no repeated blocks in it. List classes to "
             announce(f"FSDP: {text}save memory.")
         elif len(blocks) < chosen:
-            text = f"{chosen - len(blocks)} of the {chosen} parts of {name} that {flag} finds share parameters with "
+            text = (
+                f"{chosen - len(blocks)} of the {chosen} modules of {name} that {flag} selects share parameters with "
+            )
             announce(f"FSDP: {text}others. They are gathered with the rest of the model, once per step.")
 
     def _start_alike(self, module: nn.Module) -> None:
-        """Give every process rank zero's values: each would contribute a shard of its own ones else."""
+        """Copy rank zero's values to every process: otherwise each would contribute a shard of its own values."""
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 if self.precision.storage is not None and tensor.is_floating_point():
@@ -261,14 +271,14 @@ class FSDP(Strategy):
     def _parallelize(self, module: nn.Module) -> None:
         if not hasattr(module, "parallelize"):
             raise ValueError(
-                f"tensor_parallel_size={self.layout.tensor} needs {type(module).__name__}.parallelize(mesh), which "
-                "calls torch.distributed.tensor.parallel.parallelize_module on the model's parts."
+                f"tensor_parallel_size={self.layout.tensor} needs {type(module).__name__}.parallelize(mesh); define it "
+                "and call torch.distributed.tensor.parallel.parallelize_module on the model's submodules."
             )
         module.parallelize(self._mesh[TENSOR])  # type: ignore[operator]
         check_parallelized(module, self.layout.tensor)
 
     def _build(self, module: nn.Module, unbuilt: dict[Any, Tensor]) -> None:
-        """Give what was built without memory its values, in ``module``'s parts that have none yet."""
+        """Compute the values of tensors without memory in ``module``'s submodules."""
         built: dict[Tensor, Tensor] = {}  # what is tied stays tied
         for part in module.modules():
             for name, placeholder in _iterate_tensors(part):
@@ -285,7 +295,7 @@ class FSDP(Strategy):
         if tape is None:
             raise ValueError(
                 f"{words} has neither memory nor values. Build the model in Accelerator.init_module() or in "
-                "TaskModule.configure_model, which remember them, rather than under torch.device('meta')."
+                "TaskModule.configure_model, which record the values, rather than under torch.device('meta')."
             )
         check_unchanged(tape, origin, words)
         value = tape.values(origin)
@@ -322,7 +332,7 @@ class FSDP(Strategy):
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """See `Strategy.decisions`: what gathering as stored costs, where the model computes in fewer bits."""
+        """See `Strategy.decisions`: the overhead of gathering in a larger dtype than that of the computation."""
         if self.mixed_precision is not None or self.precision.compute is None or self.world.size == 1:
             return []
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / self.layout.tensor / 2**30
@@ -349,7 +359,7 @@ class FSDP(Strategy):
             self.set_gradient_sync(module, before)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See `Strategy.clip_grad_norm_`; the norm is that of the whole gradients."""
+        """See `Strategy.clip_grad_norm_`; the norm is that of the full gradients."""
         return clip_to_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -369,22 +379,22 @@ class FSDP(Strategy):
     def agree_on_overflow(self, overflow: Tensor) -> None:
         """See `Strategy.agree_on_overflow`.
 
-        torch's scaler asks the processes over which the first gradient is sharded (2.13). Others have parts of other
-        gradients where the work on a sample is shared.
+        torch's scaler reduces over the processes that the first gradient is sharded over (2.13). With tensor
+        parallelism, others have shards of other gradients.
         """
         if self.layout.tensor > 1:
             self.world.all_reduce(overflow, "max")
 
     def explain(self, error: BaseException) -> BaseException:
-        """See `Strategy.explain`: a backward that fails here may be followed by another one."""
+        """See `Strategy.explain`: the state is reset, since another backward may follow a failed one."""
         for root in self._roots:
             start_anew(root)
         return error
 
     def start_agreement(self, votes: Tensor) -> None:
-        """See `Strategy.start_agreement`; on GPUs the sum begins after backward, with `agreement`.
+        """See `Strategy.start_agreement`; on GPUs the sum starts after backward, in `agreement`.
 
-        NCCL's collectives are in one queue: the first gather of backward would wait behind the votes, and these for the
+        NCCL's collectives share one queue: the first gather of backward would wait behind the votes, and these for the
         end of forward.
         """
         if self.world.device.type == "cuda":
@@ -404,7 +414,7 @@ class FSDP(Strategy):
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`: an optimizer made before its model was sharded gets the shards."""
+        """See `Strategy.wrap_optimizer`: an optimizer created before its model was sharded gets the shards."""
         hand_over(optimizer, self._moved, self.world)
         optimizer_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         roots = [
@@ -428,14 +438,16 @@ class FSDP(Strategy):
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
         """See `Strategy.wrap_without_values`."""
         if not hasattr(torch.cpu.Stream, "record_event"):
-            raise ValueError(f"a plan of strategy='fsdp' needs a newer torch than {torch.__version__}.")
+            raise ValueError(f"a plan of strategy='fsdp' needs a newer torch than {torch.__version__}. Upgrade torch.")
         if self.cpu_offload:
-            raise ValueError("a plan does not know host memory, so none of FSDP(cpu_offload=True): leave it out.")
+            raise ValueError(
+                "FSDP(cpu_offload=True) is not supported in a plan, which ignores host memory: leave it out."
+            )
         self._build = lambda module, unbuilt: None  # type: ignore[method-assign]
         return self.wrap(module)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """See `Strategy.reduction_buckets`: torch's own reductions of shards are seen as they happen."""
+        """See `Strategy.reduction_buckets`: torch's own reductions of shards are recorded as they happen."""
         return None
 
     @property
@@ -451,7 +463,7 @@ class FSDP(Strategy):
     def variant(
         self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
     ) -> FSDP:
-        """See `Strategy.variant`. The copy knows none of the models of the original."""
+        """See `Strategy.variant`. The copy has none of the models of the original."""
         variant = copy.copy(self)
         variant._tapes, variant._roots, variant._moved = [], WeakSet(), WeakIdKeyDictionary()
         if replicate is not None:
@@ -467,16 +479,16 @@ def _choose_policy(gather_dtype: Any, mixed_precision: MixedPrecisionPolicy | No
     if gather_dtype is None:
         return mixed_precision
     if not isinstance(gather_dtype, torch.dtype) or not gather_dtype.is_floating_point:
-        raise TypeError(f"gather_dtype={gather_dtype!r} must be a floating-point format, such as torch.bfloat16.")
+        raise TypeError(f"gather_dtype={gather_dtype!r} must be a floating-point dtype, such as torch.bfloat16.")
     if mixed_precision is not None:
-        raise ValueError("gather_dtype and mixed_precision both say how parameters are gathered; give one of them.")
+        raise ValueError("gather_dtype and mixed_precision both set the dtype of gathered parameters; pass one.")
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return MixedPrecisionPolicy(gather_dtype, torch.float32)
 
 
 def _get_tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Where ``part`` itself keeps parameters, buffers, and what it remembers in plain attributes."""
+    """Return the dicts in which ``part`` itself keeps parameters, buffers, and plain attributes."""
     return part._parameters, part._buffers, part.__dict__
 
 

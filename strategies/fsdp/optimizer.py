@@ -1,4 +1,4 @@
-"""An optimizer that was made before its model was sharded gets the shards, and its state is cut like them."""
+"""Update of optimizers that were created before their model was sharded; their state is sharded too."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _NEED_WHOLE = (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor)
 
 
 def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World) -> None:
-    """Replace the parameters that ``optimizer`` holds.
+    """Replace the parameters of ``optimizer`` by their shards.
 
     Args:
-        optimizer: the user's own.
-        moved: what became of each parameter.
-        world: all processes; state that is there already is rank zero's.
+        optimizer: The user's optimizer.
+        moved: The sharded parameter for each original one.
+        world: All processes; existing state is rank zero's.
 
     Raises:
-        ValueError: if it can't work on shards, or holds parameters of a model that is not prepared.
+        ValueError: If it can't work on shards, or has parameters of a model that is not prepared.
     """
     if isinstance(optimizer, _NEED_WHOLE):
         raise ValueError(
-            f"{type(optimizer).__name__} computes with whole parameters, and here each process has a part of them. "
-            "Use AdamW, SGD, Adagrad or another that treats elements alike, or strategy='ddp'."
+            f"{type(optimizer).__name__} needs full parameters, but each process has only shards of them. Use AdamW, "
+            "SGD, Adagrad or another elementwise optimizer, or strategy='ddp'."
         )
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
@@ -37,7 +37,7 @@ def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World
                 continue
             if parameter not in moved:
                 raise ValueError(
-                    f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that no prepared model has. "
+                    f"an optimizer has a parameter of shape {tuple(parameter.shape)} that no prepared model has. "
                     "Prepare the model before its optimizer, or both in one call."
                 )
             group["params"][index] = moved[parameter]
@@ -53,12 +53,12 @@ def _cut(value: Any, before: Tensor, after: Tensor, world: World) -> Any:
         return value
     if value.is_meta:
         raise ValueError(
-            "an optimizer keeps values for parameters that had none when it was made. Make it after the model is "
-            "prepared."
+            "an optimizer has state for parameters that had no values when it was created. Create it after the model "
+            "is prepared."
         )
     if value.shape != before.shape:
         raise ValueError(
-            f"an optimizer that has taken steps keeps a state of shape {tuple(value.shape)} for a parameter of shape "
+            f"an optimizer that has taken steps has a state of shape {tuple(value.shape)} for a parameter of shape "
             f"{tuple(before.shape)}, which can't be sharded like it; prepare it before the first step."
         )
     whole = value.to(after.device, copy=True).contiguous()

@@ -1,4 +1,4 @@
-"""Which activations are dropped after forward and computed again in backward."""
+"""Activation checkpointing: activations that are dropped after forward and recomputed in backward."""
 
 from __future__ import annotations
 
@@ -20,22 +20,27 @@ FLAG = "activation_checkpointing_policy"
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """What `FSDP` computes again in backward, rather than to keep it from forward on.
+    """Activations that `FSDP` recomputes in backward, rather than keep them from forward on.
 
-    Blocks keep only their inputs: a forward's time more, and a block's activations instead of the model's. To drop less
-    costs less time.
+    Blocks keep only their inputs: this takes the time of one more forward, and a block's activations in place of the
+    model's. Dropping fewer activations takes less time.
 
     Args:
-        blocks: which modules, as ``auto_wrap_policy``, which is the default.
-        every: only every n-th of them, the first one included.
-        keep: operations whose results are kept within them, such as ``torch.ops.aten.mm.default``; ``"products"`` for
-            those of matrix products and attention, which take longest: what is computed again is then cheap.
-        budget: let the compiler choose what to keep within a share of the memory, from 0.0 (drop all) to 1.0 (keep
-            all), at the least cost in time. For compiled models, and of the whole process; without the others.
+        blocks: Selects the modules, as ``auto_wrap_policy``, which is the default.
+        every: Select only every n-th of them, including the first one.
+        keep: Operations whose results are kept within them, such as ``torch.ops.aten.mm.default``; ``"products"`` for
+            those of matrix products and attention, which take longest, so that recomputation is cheap.
+        budget: Let the compiler choose what to keep within a share of the memory, from 0.0 (drop all) to 1.0 (keep
+            all), at the least cost in time. For compiled models, and for the whole process; without the other
+            arguments.
 
     Raises:
-        ValueError: for a number out of range, or a ``budget`` beside something else.
-        TypeError: for something in ``keep`` that is no operation.
+        ValueError: If a number is out of range, or if ``budget`` is combined with another argument.
+        TypeError: If ``keep`` contains something that is not an operation.
+
+    Example:
+        >>> from treadle.strategies import FSDP, Recompute
+        >>> strategy = FSDP(activation_checkpointing_policy=Recompute(every=2, keep="products"))
 
     Source: https://pytorch.org/blog/activation-checkpointing-techniques/
     """
@@ -53,19 +58,22 @@ class Recompute:
             raise ValueError(f"keep={self.keep!r} must be {PRODUCTS!r} or a list of operations.")
         for operation in () if isinstance(self.keep, str) else self.keep:
             if not isinstance(operation, torch._ops.OpOverload):
-                raise TypeError(f"keep names {operation!r}: give operations, such as torch.ops.aten.mm.default.")
+                raise TypeError(f"keep has {operation!r}, but must have operations such as torch.ops.aten.mm.default.")
         if self.budget is not None:
             if isinstance(self.budget, bool) or not 0.0 <= self.budget <= 1.0:
                 raise ValueError(f"budget={self.budget!r} must be a share from 0.0 to 1.0.")
             if self.blocks is not None or self.every != 1 or self.keep:
-                raise ValueError("budget lets the compiler choose; leave out blocks, every and keep.")
+                raise ValueError(f"budget={self.budget!r} lets the compiler choose; leave out blocks, every and keep.")
 
     @classmethod
     def parse(cls, value: Any) -> Recompute | None:
-        """Return what a flag asks for: nothing, all blocks, a policy's, or this.
+        """Return the setting for a value of the argument: None, False, True, a policy, or a `Recompute`.
+
+        Args:
+            value: The value.
 
         Raises:
-            TypeError, ValueError: for a policy that is none.
+            TypeError, ValueError: If the policy is invalid.
         """
         if value is None or value is False:
             return None
@@ -74,14 +82,14 @@ class Recompute:
         return cls() if value is True else cls(blocks=value)
 
     def apply(self, module: nn.Module, blocks: list[nn.Module]) -> None:
-        """Let the chosen parts of ``module`` drop their activations.
+        """Make the selected submodules of ``module`` drop their activations.
 
         Args:
-            module: the model.
-            blocks: those that ``auto_wrap_policy`` has chosen.
+            module: The model.
+            blocks: The modules that ``auto_wrap_policy`` has selected.
 
         Raises:
-            ValueError: if there is no such part, or a ``budget`` for a model that is not compiled.
+            ValueError: If nothing is selected, or if ``budget`` is set for a model that is not compiled.
         """
         if self.budget is not None:
             self._set_budget(module)
@@ -92,7 +100,7 @@ class Recompute:
         chosen = blocks if self.blocks is None else chosen_blocks(module, self.blocks, FLAG)
         if not chosen:
             policy = True if self.blocks is None else self.blocks
-            raise ValueError(f"{FLAG}={policy!r} finds nothing in {type(module).__name__}; name module classes.")
+            raise ValueError(f"{FLAG}={policy!r} selects nothing in {type(module).__name__}; list module classes.")
         options: dict[str, Callable[[], Any]] = {}
         if self.keep:
             from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -107,14 +115,14 @@ class Recompute:
     def _set_budget(self, module: nn.Module) -> None:
         if not any(part._compiled_call_impl is not None for part in module.modules()):
             raise ValueError(
-                f"Recompute(budget={self.budget}) is for the compiler, and {type(module).__name__} is not compiled: "
-                "add Trainer(compile=True), or use every= or keep=."
+                f"Recompute(budget={self.budget}) needs a compiled model, but {type(module).__name__} is not compiled: "
+                "pass Trainer(compile=True), or use every= or keep=."
             )
         import torch._functorch.config as settings
 
         if settings.activation_memory_budget != self.budget:
             settings.activation_memory_budget = self.budget  # type: ignore[assignment]
-            announce(f"torch.compile keeps activations within {self.budget:.0%} of their memory, in this whole process")
+            announce(f"torch.compile limits activations to {self.budget:.0%} of their memory, for the whole process")
 
 
 def _list_products() -> list[Any]:

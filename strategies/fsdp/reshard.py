@@ -1,4 +1,4 @@
-"""What sharding keeps from a forward for its backward, and how to get rid of it where none follows."""
+"""State that sharding keeps from a forward for its backward, and its release if no backward follows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..forward_router import Router
 
 
 class ShardedRouter(Router):
-    """The root of a sharded model.
+    """Root of a sharded model.
 
-    Where no backward will come, the model's parameters are the shards again afterwards, as its optimizer knows them.
-    And it never computes in torch's inference mode: what is gathered there first could take part in no training (2.13).
+    If no backward will follow, the model's parameters are the shards again afterwards, as its optimizer needs them. It
+    never computes in torch's inference mode: parameters gathered there first could not be trained (2.13).
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it as any module."""
+        """Run the model."""
         if torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
@@ -30,13 +30,21 @@ class ShardedRouter(Router):
 
 
 def put_away(root: Any) -> None:
-    """Drop parameters that a forward has left whole for its backward. Nothing else tells them of new values."""
+    """Drop parameters that a forward has left gathered for its backward; they would miss new values otherwise.
+
+    Args:
+        root: The root of a sharded model.
+    """
     for part in root._parts_to_reshard:
         part.reshard()
 
 
 def start_anew(root: Any) -> None:
-    """Forget a forward or backward that an error has cut short."""
+    """Reset the state after a forward or backward that an error has interrupted.
+
+    Args:
+        root: The root of a sharded model.
+    """
     forget_gradients(root)
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
@@ -54,7 +62,13 @@ def start_anew(root: Any) -> None:
 
 
 def forget_gradients(root: nn.Module) -> None:
-    """Drop the gradients of whole parameters, which wait to be reduced; an optimizer's ``zero_grad`` knows shards."""
+    """Drop the gradients of full parameters, which wait for a reduction.
+
+    An optimizer's ``zero_grad`` resets only shards.
+
+    Args:
+        root: The root of a sharded model.
+    """
     for _, group in _iterate_sharded_groups(root):
         for fsdp_parameter in group.fsdp_params:
             fsdp_parameter.unsharded_accumulated_grad = None
@@ -63,7 +77,11 @@ def forget_gradients(root: nn.Module) -> None:
 
 
 def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each gathered parameter, which torch keeps without its memory, and the sharded one."""
+    """Yield each gathered parameter, which torch keeps without its memory, and the sharded one.
+
+    Args:
+        root: The root of a sharded model.
+    """
     for _, group in _iterate_sharded_groups(root):
         for fsdp_parameter in group.fsdp_params:
             if hasattr(fsdp_parameter, "_unsharded_param"):
@@ -71,7 +89,10 @@ def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """torch's records of modules and of their parameters; it has no public way to waiting gradients (2.13)."""
+    """Yield torch's states of modules and of their parameter groups.
+
+    Unreduced gradients have no public access (2.13).
+    """
     for part in root.modules():
         get_state: Any = getattr(part, "_get_fsdp_state", None)
         if get_state is not None:

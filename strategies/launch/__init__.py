@@ -1,4 +1,4 @@
-"""Starting the processes of a run: from a script, a notebook, the command line, on one machine or many."""
+"""Launchers that start the processes of a run from a script, notebook or the command line, on one or many machines."""
 
 from __future__ import annotations
 

@@ -23,20 +23,20 @@ ends the others, on every machine; its exit status is that of this command.
     treadle launch --nnodes 2 --rdzv-endpoint node1:29400 train.py      on each of two machines
     treadle launch --nnodes 2 --node-rank 0 --master-addr node1 train.py    the same, the machines numbered by you
 
-Precision, strategy and accumulation are said in the script. Accelerate's --num_processes (of all machines together),
+Set precision, strategy and accumulation in the script. Accelerate's --num_processes (of all machines together),
 --num_machines, --machine_rank, --main_process_ip and --main_process_port work too."""
 
-_IN_CODE = "say it in the script: Trainer({0}=...) or Accelerator({0}=...)"
+_IN_CODE = "set it in the script: Trainer({0}=...) or Accelerator({0}=...)"
 _REFUSED = {
-    "mixed_precision": "say it in the script: Accelerator(mixed_precision=...) or Trainer(precision=...)",
+    "mixed_precision": "set it in the script: Accelerator(mixed_precision=...) or Trainer(precision=...)",
     "gradient_accumulation_steps": _IN_CODE.format("gradient_accumulation_steps"),
     "use_fsdp": _IN_CODE.format("strategy"),
     "use_deepspeed": _IN_CODE.format("strategy"),
     "use_megatron_lm": _IN_CODE.format("strategy"),
-    "dynamo_backend": "say it in the script: torch.compile(model)",
-    "config_file": "give the options of this command instead",
-    "tpu": "there is no TPU support",
-    "start_method": "a program is started, so there is nothing to choose",
+    "dynamo_backend": "call torch.compile(model) in the script",
+    "config_file": "pass its settings as options of this command",
+    "tpu": "TPUs are not supported",
+    "start_method": "each rank is a new program, so remove the option",
     "gpu_ids": "set CUDA_VISIBLE_DEVICES",
 }
 
@@ -47,7 +47,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Build the parser of the command's options.
+
+    Args:
+        program: Name of the command in its help and errors. Default: `"treadle launch"`.
+
+    Returns:
+        The parser. It raises a ValueError instead of ending the process.
+    """
     command_parser = _Parser(
         program,
         usage=f"{program} [options] script.py [arguments of the script]",
@@ -96,13 +103,13 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Run the command.
 
     Args:
-        arguments: What follows `treadle launch`. Default: the command line.
+        arguments: Arguments after `treadle launch`. Default: those of the command line.
 
     Returns:
-        The exit status: that of the rank that failed first, 2 where the options are wrong.
+        The exit status: that of the rank that failed first, or 2 for wrong options.
     """
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
@@ -118,7 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Reads the options.
+    """Parse the options.
+
+    Args:
+        arguments: Arguments after `treadle launch`.
+
+    Returns:
+        The value of each option.
 
     Raises:
         ValueError: An option is unknown, with the nearest name, or belongs into the script.
@@ -134,7 +147,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _check_names(
     command_parser: argparse.ArgumentParser, option_names: Iterable[str], arguments: Sequence[str]
 ) -> None:
-    """Looks at the options before the script: argparse would take an unknown one's value for the script."""
+    """Check the options before the script: argparse would take the value of an unknown one for the script."""
     flags = {name for action in command_parser._actions if action.nargs == 0 for name in action.option_strings}
     short = {name for action in command_parser._actions for name in action.option_strings if len(name) == 2}
     rest = list(arguments)
@@ -143,31 +156,38 @@ def _check_names(
         if not name.startswith("--") and name[:2] in short:
             name, inline_value = name[:2], inline_value or name[2:]
         if (key := name.lstrip("-").replace("-", "_")) in _REFUSED:
-            raise ValueError(f"{name} is no option here: {_REFUSED[key]}.")
+            raise ValueError(f"{name} is not an option of treadle launch: {_REFUSED[key]}.")
         if name not in (*option_names, *short):
             spelled = [option for option in option_names if "_" in name or "_" not in option]
             begun = [option for option in spelled if option.startswith(name)]
             raise ValueError(
-                f"there is no option {name}.{nearest(name, begun or spelled)} `treadle launch --help` lists them."
+                f"{name} is not an option.{nearest(name, begun or spelled)} `treadle launch --help` lists the options."
             )
         if name not in flags and not inline_value and rest:
             rest.pop(0)
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """What the options ask for.
+    """Return the job that the options describe.
+
+    Args:
+        options: Result of `parse`.
 
     Raises:
-        ValueError: They contradict each other or this machine.
+        ValueError: The options contradict each other or do not fit this machine.
     """
     nodes = _parse_nodes(options)
     if options.multi_gpu and (options.cpu or not _count_gpus()):
-        raise ValueError("--multi_gpu, but torch sees no GPU here, or --cpu hides them.")
+        raise ValueError(
+            "--multi_gpu needs a GPU, but torch sees none here, or --cpu hides them. Remove --multi_gpu or --cpu."
+        )
     if options.no_python and options.module:
-        raise ValueError("--module and --no-python contradict each other.")
-    python = [] if options.no_python else [sys.executable, "-u"]  # so that words of ranks come when they are said
+        raise ValueError("--module and --no-python contradict each other. Remove one of them.")
+    python = [] if options.no_python else [sys.executable, "-u"]  # unbuffered: the output of ranks appears at once
     if not (options.no_python or options.module or os.path.exists(options.script)):
-        raise ValueError(f"there is no file {options.script!r} in {os.getcwd()}.")
+        raise ValueError(
+            f"the script {options.script!r} does not exist in {os.getcwd()}. Check its path, or add --module."
+        )
     if nodes is None:
         run_id = options.rdzv_id or uuid.uuid4().hex
     else:
@@ -186,15 +206,17 @@ def job_of(options: argparse.Namespace) -> Job:
 
 
 def _parse_nodes(options: argparse.Namespace) -> Nodes | None:
-    """The machines, or None for this one alone."""
+    """Return the machines of the run; None for this one alone."""
     text = options.nnodes or "1"
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:
-        raise ValueError(f"--nnodes {text!r} is not of the form N or N:M.")
+        raise ValueError(f"--nnodes {text!r} is not of the form N or N:M, such as 2 or 1:4.")
     least, most = int(match[1]), int(match[2] or match[1])
     numbered = options.node_rank is not None or options.master_addr or options.master_port
     if options.rdzv_endpoint and numbered:
-        raise ValueError("--rdzv-endpoint and --node-rank, --master-addr or --master-port are two ways; give one.")
+        raise ValueError(
+            "--rdzv-endpoint excludes --node-rank, --master-addr and --master-port. Remove one or the other."
+        )
     if (least, most) == (1, 1) and not options.rdzv_endpoint:
         if options.node_rank or options.rdzv_conf or options.local_addr:
             raise ValueError("--node-rank, --rdzv-conf and --local-addr are for several machines: add --nnodes.")
@@ -224,20 +246,22 @@ def _parse_nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
     text, total = options.nproc_per_node, options.num_processes
     if total is not None:
         if text is not None:
-            raise ValueError("--nproc-per-node and --num_processes say the same thing twice; give one.")
+            raise ValueError("--nproc-per-node and --num_processes exclude each other. Remove one of them.")
         machines = 1 if nodes is None else nodes.most
         if total < machines or total % machines:
-            raise ValueError(f"--num_processes {total} can't be shared out evenly among {machines} machine(s).")
+            raise ValueError(f"--num_processes {total} must be a multiple of the number of machines, {machines}.")
         return int(total) // machines
     gpus = 0 if options.cpu else _count_gpus()
     if text is None:
         return gpus or 1
     if text == "gpu" and not gpus:
-        raise ValueError("--nproc-per-node gpu, but torch sees no GPU here, or --cpu hides them.")
+        raise ValueError(
+            "--nproc-per-node gpu needs a GPU, but torch sees none here, or --cpu hides them. Pass a number."
+        )
     if text in ("auto", "gpu", "cpu"):
         return gpus if gpus and text != "cpu" else cpus()
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--nproc-per-node {text!r} is no number of processes, and not auto, gpu or cpu.")
+        raise ValueError(f"--nproc-per-node {text!r} must be a positive number, auto, gpu or cpu.")
     return int(text)
 
 

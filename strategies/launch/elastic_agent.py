@@ -1,4 +1,7 @@
-"""torch's elastic agent, made to tell who failed first, on this machine or another. Imported by a supervisor only."""
+"""torch's elastic agent, extended to report which rank failed first, here or elsewhere.
+
+Imported by a supervisor only.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from .rendezvous import SIGNALS, Job, Place
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 # Of ranks that were asked to leave; 1: SIGHUP. Python ends by SIGINT itself after a KeyboardInterrupt.
 _STOPPED = (128 + 1, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT)
-_POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
+_POLL = 0.01  # seconds; failures closer than this can't be ordered; a rank needs longer to end
 _HUNG_GRACE = 0.5  # seconds
 _AGAIN_GRACE = 1.0  # seconds
 _NEWS, _NEWS_OF_LEAVING = 1.2, 3.0  # seconds; torch asks for the state of the machines at most once per second
@@ -41,7 +44,7 @@ _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"  # what the m
 
 
 class Elsewhere(Exception):
-    """The run has ended on another machine: with this status, for this reason."""
+    """End of the run on another machine, with its exit status and reason."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -49,7 +52,7 @@ class Elsewhere(Exception):
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which also knows who ended first and keeps to our times for the rest.
+    """torch's agent, which also records the order in which ranks end and uses Treadle's grace periods.
 
     Upstream looks every 0.1 s and can't order two failures in between. After a failure it gives the others a fixed
     30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13); that one holds after a signal to the agent, and
@@ -89,7 +92,7 @@ class Agent(LocalElasticAgent):
         self._start_again(worker_group, reason if first else _CHANGED, self.grace)
 
     def _start_again(self, worker_group: Any, reason: str, grace: float) -> None:
-        """Ends the ranks, meets the other machines, and starts the ranks."""
+        """End the ranks, meet the other machines, and start the ranks again."""
         _say(reason)
         if self.first_failure():
             self.sweep()
@@ -131,10 +134,10 @@ class Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _await_change(self, failed: list[int]) -> bool:
-        """Tells whether ranks have failed because a machine comes or goes; that is no failure of the run.
+        """Return whether the ranks failed because a machine joins or leaves, which is not a failure of the run.
 
-        A machine that comes or goes ends the ranks of one machine, and by that those of all. Which is known here only
-        when that machine, or its agent, has told so.
+        A machine that joins or leaves ends the ranks of one machine, and thereby those of all. This machine learns of
+        it only from that machine or its agent.
         """
         nodes = self.job.nodes
         if nodes is None or not nodes.elastic:
@@ -150,15 +153,15 @@ class Agent(LocalElasticAgent):
         return True
 
     def _exit_barrier(self) -> None:
-        """Upstream waits 300 s for the other machines and then goes. `_await_others` has waited."""
+        """Do nothing: upstream waits 300 s for the other machines here, but `_await_others` has waited already."""
 
     def _await_others(self) -> bool:
-        """Waits until the ranks of all machines have ended well; False if a machine has gone before.
+        """Wait until the ranks of all machines have ended without a failure; return False if a machine has left before.
 
         It has vanished, or a rank of it has failed at the very end: then all machines have to start again.
 
         Raises:
-            Elsewhere: a machine has gone, and there is no restart.
+            Elsewhere: A machine has left, and no restart is allowed.
         """
         if not self.several:
             return True
@@ -169,7 +172,7 @@ class Agent(LocalElasticAgent):
             if self.membership.look()[0]:
                 if self.may_change:
                     return False
-                raise self._make_elsewhere(1, "a machine has gone whose ranks had not ended")
+                raise self._make_elsewhere(1, "a machine left before its ranks had ended")
         return True
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
@@ -192,10 +195,10 @@ class Agent(LocalElasticAgent):
         """Send all ranks a signal, and SIGKILL later. A rank that does not even note the signal hangs.
 
         Args:
-            number: the signal.
-            seconds: from the first signal to SIGKILL.
-            patient: count them from when the last rank was seen to leave by itself: a save may take longer than anybody
-                knows here. Not where a rank has failed, as the others note the signal but can save nothing.
+            number: The signal.
+            seconds: Seconds from the first signal to SIGKILL.
+            patient: Restart the count whenever a rank is seen to leave by itself, since a save may take any time. False
+                where a rank has failed: the others note the signal but can't save.
         """
         context: Any = self._pcontext
         for rank in self._list_living():
@@ -219,7 +222,7 @@ class Agent(LocalElasticAgent):
             context.close(number, timeout=seconds)
 
     def _note_ends(self) -> bool:
-        """Notes who ended since the last look, and tells whether any rank has failed by now."""
+        """Record the ranks that ended since the last call, and return whether any rank has failed by now."""
         handlers = {} if self._pcontext is None else self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
         codes = {rank: handler.proc.poll() for rank, handler in handlers.items() if rank not in self.ends}
         # Within one look a killed rank comes first: it is what makes others raise.
@@ -229,7 +232,7 @@ class Agent(LocalElasticAgent):
         return any(self.ends.values())
 
     def _end_silent(self) -> bool:
-        """End ranks that are all stopped, or blocked in C code; tells whether they were."""
+        """End the ranks if all of them are stopped or blocked in C code, and return whether they were."""
         silent = self.board.find_silent(self.ends)
         folder_name = f"stacks-{datetime.now():%Y%m%d-%H%M%S}" if silent else ""
         for rank in silent:
@@ -241,40 +244,46 @@ class Agent(LocalElasticAgent):
 
     @property
     def may_change(self) -> bool:
-        """Whether the ranks may be started again where a machine has gone."""
+        """Whether the ranks may be restarted when a machine has left."""
         nodes = self.job.nodes
         return nodes is not None and (nodes.elastic or self.job.max_restarts > 0)
 
     @property
     def several(self) -> bool:
-        """Whether there are agents on other machines that have met this one."""
+        """Whether agents on other machines have met this one."""
         return self._worker_group.store is not None and self._worker_group.group_world_size > 1
 
     def global_rank(self, local_rank: int) -> int:
+        """Return the rank within the run of a rank of this machine.
+
+        Args:
+            local_rank: Its rank on this machine.
+        """
         workers = self._worker_group.workers
         return local_rank if local_rank >= len(workers) else workers[local_rank].global_rank
 
     @property
     def world_size(self) -> int:
+        """World size of the run; before the ranks are assigned, the number of ranks of this machine."""
         workers = self._worker_group.workers
         return workers[0].world_size if workers else self.job.nproc
 
     def first_failure(self) -> str:
-        """Words for the rank of this machine that failed first; empty when none did."""
+        """Describe the rank of this machine that failed first; empty when none did."""
         local = next((rank for rank, code in self.ends.items() if code), None)
         if local is None:
             return ""
         code = self.ends[local]
-        hint = " (by hand, or by the system for want of memory)" if code == -signal.SIGKILL else ""
-        what = "was told to end first" if code in _STOPPED else "failed first"
-        return f"rank {self.global_rank(local)} of {self.world_size} {what}: {_describe_ending(code)}{hint}"
+        hint = " (by hand, or by the system because memory ran out)" if code == -signal.SIGKILL else ""
+        event = "was asked to end first" if code in _STOPPED else "failed first"
+        return f"rank {self.global_rank(local)} of {self.world_size} {event}: {_describe_ending(code)}{hint}"
 
     def _ask(self, method: str, *args: Any) -> Any:
         try:
             return getattr(self._worker_group.store, method)(*args)
         except RuntimeError as error:  # DistError and its kin
             raise self._make_elsewhere(
-                1, f"the machine that holds the store of the run is gone ({_get_first_line(error)})"
+                1, f"the machine with the store of the run does not respond ({_get_first_line(error)})"
             ) from None
 
     def _make_elsewhere(self, status: int, text: str) -> Elsewhere:
@@ -283,15 +292,19 @@ class Agent(LocalElasticAgent):
         return Elsewhere(status, text)
 
     def _hear(self) -> None:
-        """Raises what another machine has told."""
+        """Raise the end of the run that another machine has reported."""
         if self.several and self._ask("check", [_END]):
             raise self._make_elsewhere(*json.loads(self._ask("get", _END)))
 
     def tell(self, status: int, text: str) -> None:
-        """Tells the other machines that the run is over, unless one was faster, whose word then stands.
+        """Report the end of the run to the other machines, unless one of them did so first, whose report then stands.
+
+        Args:
+            status: Exit status of the run.
+            text: Reason for it.
 
         Raises:
-            Elsewhere: another machine was faster.
+            Elsewhere: Another machine was first.
         """
         if self.several:
             mine = json.dumps([status, text])
@@ -300,7 +313,11 @@ class Agent(LocalElasticAgent):
                 raise self._make_elsewhere(*json.loads(stored))
 
     def await_leave(self, seconds: float) -> None:
-        """Lets the others read what was told, before the store goes with the machine that holds it."""
+        """Let the others read the report before the store ends with the machine that holds it.
+
+        Args:
+            seconds: Longest wait for the other machines.
+        """
         if not self.several:
             return
         end = time.monotonic() + seconds
@@ -310,13 +327,17 @@ class Agent(LocalElasticAgent):
                 time.sleep(0.05)
 
     def sweep(self) -> None:
-        """Kills what the ranks had started, such as data workers."""
+        """Kill the processes that the ranks had started, such as data workers."""
         if self._pcontext is not None:
             for pid in self._pcontext.pids().values():
                 kill_session(pid)
 
     def finish(self, sweep: bool) -> None:
-        """Leaves no process behind; after a failure not even what the ranks had started."""
+        """End all remaining processes; after a failure also those that the ranks had started.
+
+        Args:
+            sweep: Kill what the ranks had started even where none of them failed.
+        """
         if self._pcontext is None:
             return
         if self._note_ends() or sweep:
@@ -326,7 +347,19 @@ class Agent(LocalElasticAgent):
 
 
 def run(job: Job, place: Place | None, board: RankBoard) -> int:
-    """Runs the job under an agent and returns its exit status; the calling process must be in the main thread."""
+    """Run a job under an agent. Call it in the main thread of the process.
+
+    Args:
+        job: The job.
+        place: How this machine meets the others; None for a run on one machine.
+        board: Records of the ranks of this machine.
+
+    Returns:
+        The exit status of the run.
+
+    Raises:
+        ValueError: The endpoint of the other machines does not answer.
+    """
     if job.nodes is not None and place is not None:
         _say(f"waiting at {place.endpoint} for {_count(job)} machine(s), from {place.local_addr}, run id {job.run_id}")
     stop: signal.Signals | None = None
@@ -343,7 +376,9 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
         except Elsewhere as error:
             elsewhere = error
         except RendezvousError as error:
-            elsewhere = Elsewhere(1, f"the machines of the run did not meet, or one has left: {_get_first_line(error)}")
+            elsewhere = Elsewhere(
+                1, f"the rendezvous of the machines failed, or one has left: {_get_first_line(error)}"
+            )
         finally:
             for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
                 signal.signal(number, signal.SIG_IGN)  # what is left takes a moment and must be done
@@ -388,8 +423,8 @@ def _make_rendezvous(job: Job, place: Place | None) -> Any:
         except RendezvousConnectionError as error:
             cause: BaseException = error.__cause__ or error
     raise ValueError(
-        f"nothing answered at {place.endpoint}, where the machines should meet ({_get_first_line(cause)}). Start the "
-        f"same command on the machine that has this address too, and let {place.local_addr} connect to it."
+        f"the endpoint {place.endpoint}, at which the machines meet, did not answer ({_get_first_line(cause)}). Start "
+        f"the same command on the machine that has this address too, and let {place.local_addr} connect to it."
     )
 
 
@@ -412,7 +447,7 @@ def _make_spec(job: Job, place: Place | None, rendezvous: Any) -> WorkerSpec:
 
 
 def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewhere | None) -> int:
-    """Prints how it ended, unless well, and returns the exit status."""
+    """Print how the run ended, unless successfully, and return the exit status."""
     # A rank that not even SIGKILL ended, as it hangs in a driver, is missing in `ends`.
     started = agent.job.nproc if agent._worker_group.workers else 0
     codes = dict(agent.ends) | {rank: -signal.SIGKILL for rank in range(started) if rank not in agent.ends}
@@ -464,7 +499,7 @@ def _convert_to_status(code: int) -> int:
 
 
 def _convert_signal(number: signal.Signals) -> int:
-    """128 + n; SIGUSR1 is a scheduler's early SIGTERM."""
+    """Return the exit status of a signal: 128 + n; SIGUSR1 is a scheduler's early SIGTERM."""
     return 128 + (signal.SIGTERM if number.name == "SIGUSR1" else number)
 
 
@@ -481,7 +516,7 @@ def _describe_ending(code: int) -> str:
 
 @contextlib.contextmanager
 def _silence_agent() -> Iterator[None]:
-    """Drops what the agent logs about every rank it ends; one report of ours says it. Other messages pass."""
+    """Drop the agent's log messages about each rank it ends, which our own report replaces. Other messages pass."""
     expected = ("Sending process", "Unable to shutdown process", "failed (exitcode:", "Received ")
     loggers = [
         logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("multiprocessing.api", "agent.server.api")

@@ -1,4 +1,4 @@
-"""The machines of a run that may change while it runs, read from torch's rendezvous. Imported by a supervisor only."""
+"""Machines of a run that may change while it runs, read from torch's rendezvous. Imported by a supervisor only."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LEAVE = 5.0  # seconds
 
 
 class Membership:
-    """The machines that take part, those that want to, and those that have gone.
+    """Machines that take part in a run, that wait to join it, and that have left it.
 
-    Where the machines are numbered, or meet by a rendezvous of the user's own, none is ever seen to come or go.
+    Where the machines are numbered, or meet by a user-defined rendezvous, no change is ever seen.
 
     Args:
-        handler: torch's rendezvous.
+        handler: Torch's rendezvous.
     """
 
     def __init__(self, handler: Any) -> None:
@@ -30,10 +30,10 @@ class Membership:
         self._size = 0
 
     def begin_round(self) -> None:
-        """Prepare a rendezvous: the first of the run, or one more.
+        """Prepare a rendezvous: the first of the run, or a later one.
 
         Raises:
-            RendezvousError: if the store does not answer.
+            RendezvousError: The store does not answer.
         """
         if self._handler is None:
             return
@@ -46,17 +46,21 @@ class Membership:
             timeout._set_timeouts(last_call=_LAST_CALL)
 
     def end_round(self, size: int) -> None:
-        """Note with how many machines the rendezvous has ended."""
+        """Record with how many machines the rendezvous has ended.
+
+        Args:
+            size: Number of machines.
+        """
         self._size = size
 
     def look(self) -> tuple[bool, bool]:
-        """Return whether a machine of the run has gone, and whether another one waits to take part.
+        """Return whether a machine of the run has left, and whether another one waits to join.
 
-        torch asks the store at most once per second. A machine has gone when it says so, or has not been heard of for
+        torch asks the store at most once per second. A machine has left when it says so, or has not been heard of for
         keep_alive_interval x keep_alive_max_attempt seconds (15).
 
         Raises:
-            RendezvousError: if the store does not answer.
+            RendezvousError: The store does not answer.
         """
         if self._handler is None:
             return False, False
@@ -66,7 +70,7 @@ class Membership:
         return self._size > 1 and present < self._size, waiting > 0
 
     def leave(self) -> None:
-        """Tell the others at once that this machine goes, instead of letting them find out."""
+        """Tell the others at once that this machine leaves, instead of letting them time out."""
         if self._handler is not None:
             self._handler._stop_heartbeats()
             with contextlib.suppress(RendezvousError):  # the store is gone, or does not answer in time

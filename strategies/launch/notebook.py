@@ -1,4 +1,4 @@
-"""Start a function in several processes: for notebooks, which have no script to run again."""
+"""Launchers that start a function in several processes, for notebooks, which have no script to run again."""
 
 from __future__ import annotations
 
@@ -52,30 +52,31 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Calls `function(*args)` in several processes and returns when all are done; Accelerate's signature.
+    """Call `function(*args)` in several processes and return when all are done, with Accelerate's signature.
 
-    The processes are forks, so the function may be defined in a cell and use what the session holds; but the session
-    may not have used a GPU before. Each computes with one CPU thread. One process alone runs here, without a fork.
+    The processes are forks, so the function may be defined in a cell and use the variables of the session, which must
+    not have used a GPU before. Each process computes with one CPU thread. A single process is not forked.
 
     Args:
-        function: What to run in each process. An Accelerator or a Trainer is made inside it.
-        args: Its arguments.
-        num_processes: Processes on this machine. Default: its GPUs; one where there are none.
+        function: Function to run in each process. It creates the Accelerator or Trainer.
+        args: Its positional arguments. Default: none.
+        num_processes: Processes on this machine. Default: one per GPU, or one without a GPU.
         mixed_precision: Only "no", which leaves it to the code: `Accelerator(mixed_precision="bf16")`.
-        use_port: Port of machine 0 where the processes meet. On one machine the default stands for any free one.
-        master_addr: Address of machine 0.
-        node_rank: Number of this machine.
-        num_nodes: Number of machines; each calls this.
+        use_port: Port of machine 0 where the processes meet. Default: any free one on one machine, 29500 on several.
+        master_addr: Address of machine 0. Default: 127.0.0.1.
+        node_rank: Number of this machine, from 0. Default: 0.
+        num_nodes: Number of machines; each calls this function. Default: 1.
         rdzv_backend: Only "static"; `treadle launch` has the others.
         rdzv_endpoint: `HOST:PORT` in place of `master_addr` and `use_port`.
-        rdzv_conf: Only `timeout`, in seconds, for the machines to meet.
-        rdzv_id: Name of the run; "none" for one of its own.
-        max_restarts: How often all processes are started again after a failure, on one machine.
-        monitor_interval: Seconds between looks at the processes, at most.
+        rdzv_conf: Only `timeout`, in seconds, for the machines to meet. Default: 900.
+        rdzv_id: Name of the run. Default: a random one.
+        max_restarts: How often all processes are restarted after a failure, on one machine. Default: 0.
+        monitor_interval: Longest time in seconds between checks of the processes. Default: 0.1.
         log_line_prefix_template: Not supported; None.
 
     Raises:
         ValueError: An argument is not supported, the session can't be forked, or an Accelerator exists already.
+        TypeError: `function` is not callable.
         RuntimeError: A process failed; with its traceback. The others were ended.
     """
     conf = dict(rdzv_conf or {})
@@ -102,38 +103,47 @@ def _refuse(
     if mixed_precision != "no":
         choose("mixed_precision", mixed_precision, ("no", "fp16", "bf16", "fp8"))
         raise ValueError(
-            f"mixed_precision={mixed_precision!r} is said in the function: "
+            f"mixed_precision={mixed_precision!r} is not an option of the launcher. Set it in the function: "
             f"Accelerator(mixed_precision={mixed_precision!r}), or Trainer(precision=...)."
         )
     if rdzv_backend != "static" or set(rdzv_conf) - {"timeout"} or log_line_prefix_template:
         raise ValueError(
-            f"rdzv_backend={rdzv_backend!r}, rdzv_conf={rdzv_conf!r}, log_line_prefix_template="
-            f"{log_line_prefix_template!r}: supported are 'static', a 'timeout', and None. For more put the code into "
-            "a file and use `treadle launch`, or print `accelerator.process_index` in the function."
+            f"rdzv_backend={rdzv_backend!r}, rdzv_conf={rdzv_conf!r}, "
+            f"log_line_prefix_template={log_line_prefix_template!r}: only 'static', a 'timeout' and None are "
+            "supported. For more put the code into a file and use `treadle launch`, or print "
+            "`accelerator.process_index` in the function."
         )
 
 
 def _parse_endpoint(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"the processes can't meet at {host!r}, port {port!r}: needs a host and a number.")
+        raise ValueError(
+            f"rdzv_endpoint={endpoint!r} is not of the form HOST:PORT. Check rdzv_endpoint, or master_addr and "
+            "use_port."
+        )
     return host, int(port)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
-    """Calls `function(*args)` in several processes on the CPU, whatever GPUs there are; see `notebook_launcher`.
+    """Call `function(*args)` in several processes on the CPU, even where GPUs exist; see `notebook_launcher`.
 
     Args:
-        function: What to run in each process.
-        args: Its arguments.
+        function: Function to run in each process.
+        args: Its positional arguments. Default: none.
         num_processes: Number of processes. Default: 2.
+
+    Raises:
+        ValueError: The session can't be forked, or an Accelerator exists already.
+        TypeError: `function` is not callable.
+        RuntimeError: A process failed; with its traceback. The others were ended.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 
 
 @dataclass(kw_only=True)
 class _Launch:
-    """One call of a launcher."""
+    """Call of a launcher."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -169,7 +179,7 @@ class _Launch:
         if not 0 <= self.node < self.nodes:
             raise ValueError(f"node_rank={self.node} must be from 0 to {self.nodes - 1}, as num_nodes={self.nodes}.")
         if not callable(self.function):
-            raise TypeError(f"the function to launch is a {type(self.function).__name__}, which can't be called.")
+            raise TypeError(f"function={self.function!r} must be callable, not a {type(self.function).__name__}.")
         if (launched := LaunchEnvironment.read()) is not None:
             raise ValueError(
                 f"this process is itself rank {launched.rank} of {launched.world_size}: a launcher inside a launched "
@@ -177,8 +187,8 @@ class _Launch:
             )
         if dist.is_initialized():
             raise ValueError(
-                "this session has a process group already, made by an Accelerator, a Trainer or "
-                "init_process_group(). Restart it, and make the Accelerator inside the function."
+                "this session has a process group already, created by an Accelerator, a Trainer or "
+                "init_process_group(). Restart it, and create the Accelerator inside the function."
             )
         if self.count * self.nodes > 1 or self.variables:
             self._check_fork()
@@ -190,26 +200,22 @@ class _Launch:
         for name, value in reach.items():
             if isinstance(value, World) or isinstance(getattr(value, "world", None), World):
                 raise ValueError(
-                    f"{name!r}, which the function uses, was made in this session: it would be a world of one in each "
-                    f"process. Make it inside the function."
+                    f"{name!r}, which the function uses, was created in this session: it would be a world of one in "
+                    "each process. Create it inside the function."
                 )
         if torch.cuda.is_initialized():
             session = {**vars(sys.modules["__main__"]), **reach}
             gpu_names = [name for name, value in session.items() if _on_gpu(value)]
-            cause = (
-                f"{', '.join(map(repr, gpu_names))} lies on it"
-                if gpu_names
-                else "some call such as `.cuda()` came before"
-            )
+            cause = f"it holds {', '.join(map(repr, gpu_names))}" if gpu_names else "by a call such as `.cuda()`"
             raise ValueError(
-                f"this session has used a GPU ({cause}), and what used one can't fork. Restart the session and use "
-                "GPUs only inside the function."
+                f"this session has used a GPU ({cause}), and a process that used one can't fork. Restart the session "
+                "and use GPUs only inside the function."
             )
         if not self.variables and _has_opened_gpu():
             raise ValueError(
                 "this session has opened the GPU's driver, as `torch.cuda.is_available()` does, and a fork could not "
                 "use a GPU then. Restart the session, and begin it with "
-                "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1': then the question alone opens nothing."
+                "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1': the check then does not open the driver."
             )
 
     def _run_attempt(self, attempt: int) -> None:
@@ -273,7 +279,7 @@ class _Launch:
         return RuntimeError(f"{name} ended with exit status {code}.")
 
     def _run_rank(self, local_rank: int, pipe: Connection, parent: int, attempt: int) -> None:
-        """What each process does."""
+        """Run one process of the launch."""
         os.setsid()  # so that ending it ends its data workers, and the notebook's interrupt reaches the parent alone
         die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -320,13 +326,13 @@ def _check_autograd() -> None:
         torch.zeros(1, requires_grad=True).sum().backward()
     except RuntimeError as error:
         raise RuntimeError(
-            "this session has called backward() on its own, whose threads a fork can't have. Restart the session, and "
+            "this session has called backward() itself, and a fork does not have its threads. Restart the session, and "
             "call it only inside the function, or try things with num_processes=1."
         ) from error
 
 
 def _collect_reachable(function: Callable[..., Any]) -> dict[str, Any]:
-    """What the function finds in the session by name, one level deep: its globals and the variables around it."""
+    """Return what the function finds in the session by name, one level deep: its globals and its closure."""
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -355,7 +361,7 @@ def _has_opened_gpu() -> bool:
 
 
 def _receive_failure(pipe: Connection) -> tuple[float, str]:
-    """When and how a rank said it failed."""
+    """Return when and how a rank reported its failure."""
     with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
         if pipe.poll():
             moment, text = pipe.recv()
@@ -365,7 +371,7 @@ def _receive_failure(pipe: Connection) -> tuple[float, str]:
 
 @contextlib.contextmanager
 def _block_interrupt() -> Iterator[None]:
-    """Holds an interrupt back while processes start, so that none starts unnoticed."""
+    """Delay an interrupt while processes start, so that none starts unnoticed."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -374,7 +380,7 @@ def _block_interrupt() -> Iterator[None]:
 
 
 def _end(ranks: list[Any]) -> None:
-    """Ends what is left: gently, and after a moment for good, with whatever the ranks had started."""
+    """End the remaining ranks: with SIGTERM, and after a moment with SIGKILL, including what the ranks had started."""
     left = [rank for rank in ranks if rank.exitcode is None]
     for rank in left:
         rank.terminate()

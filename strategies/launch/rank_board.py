@@ -1,4 +1,4 @@
-"""What the ranks of a machine tell their supervisor: that a stage of a Trainer runs, and that they live."""
+"""Records that the ranks of a machine keep for their supervisor: a stage of a Trainer runs, and the rank is alive."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _ABSENCE = 2.0  # seconds without a look after which this process was stopped it
 
 @dataclass
 class _Pulse:
-    """The last beat of a rank, and when it came."""
+    """Last beat of a rank, and when it came."""
 
     record: bytes
     since: float
 
 
 class RankBoard:
-    """A file without a name, in which each rank of this machine has a record, whatever then becomes of the rank.
+    """File without a name, in which each rank of this machine has a record that outlives the rank.
 
-    Its first byte tells whether a stage runs, as `mark_stage` writes it, and whether the rank leaves it because of a
-    signal, as `mark_leaving` does: to leave within a stage otherwise is a failure. The rest is the last beat of the
-    rank's watchdog, if the user has set a limit.
+    Its first byte tells whether a stage runs (`mark_stage`), and whether the rank leaves it because of a signal
+    (`mark_leaving`); to leave within a stage otherwise is a failure. The rest is the last beat of the rank's watchdog,
+    if the user has set a limit.
 
     Args:
-        nproc: number of ranks.
+        nproc: Number of ranks.
 
     Attributes:
-        path: where ranks write; "" where there are no files without a name.
+        path: Where the ranks write; "" on systems without files without a name.
     """
 
     def __init__(self, nproc: int) -> None:
@@ -51,27 +51,35 @@ class RankBoard:
             self.clear()
 
     def clear(self) -> None:
-        """The ranks start, or start again."""
+        """Clear all records, before the ranks start or restart."""
         self._pulses.clear()
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
             os.ftruncate(self._descriptor, self._nproc * BOARD_RECORD)
 
     def is_running(self, local_rank: int) -> bool:
-        """Tell whether a rank has begun a stage and not ended it."""
+        """Return whether a rank has begun a stage and not ended it.
+
+        Args:
+            local_rank: The rank on this machine.
+        """
         return self._read(local_rank)[:1] in (b"\1", b"\2")
 
     def is_leaving(self, local_rank: int) -> bool:
-        """Tell whether a rank has noted a signal, and leaves by itself."""
+        """Return whether a rank has noted a signal and leaves by itself.
+
+        Args:
+            local_rank: The rank on this machine.
+        """
         return self._read(local_rank)[:1] == b"\2"
 
     def find_silent(self, ended: Collection[int]) -> list[int]:
-        """Return all ranks that have not ended, if none of them has given a sign of life for longer than its limit.
+        """Return all ranks that have not ended, if each of them has been silent for longer than its limit.
 
-        Where one lives, it notices the silence of the others, and names what they do.
+        If one is alive, it notices the silence of the others and reports what they do.
 
         Args:
-            ended: local ranks that have.
+            ended: Local ranks that have ended.
         """
         now = time.monotonic()
         if now - self._looked > _ABSENCE:
@@ -89,11 +97,11 @@ class RankBoard:
         return ranks if silent == ranks else []
 
     def report(self, local_rank: int, folder_name: str) -> str:
-        """Return what keeps a silent rank, and have its stacks written where it would have written them.
+        """Describe why a rank is silent, and write its stacks where the rank itself would have written them.
 
         Args:
-            local_rank: the rank.
-            folder_name: of the stacks of all ranks.
+            local_rank: The rank on this machine.
+            folder_name: Name of the folder for the stacks of all ranks.
         """
         beat = _parse(self._read(local_rank))
         if beat is None:
@@ -112,14 +120,14 @@ class RankBoard:
         return os.pread(self._descriptor, BOARD_RECORD, local_rank * BOARD_RECORD)
 
     def close(self) -> None:
-        """The ranks have ended."""
+        """Close the file, once the ranks have ended."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def _parse(record: bytes) -> dict[str, Any] | None:
-    """Return a rank's last beat; None where it has no limit, or is writing this moment."""
+    """Return a rank's last beat; None where it has no limit, or is writing at this moment."""
     try:
         return dict(json.loads(record[1:].rstrip(b"\0")))
     except ValueError:

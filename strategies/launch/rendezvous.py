@@ -1,4 +1,4 @@
-"""What to start on this machine, and how it finds the other machines of the run."""
+"""Description of a job on this machine, and of how it finds the other machines of the run."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _PATIENCE = 30.0  # seconds; the name of a pod is not known everywhere the momen
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The machines of a run and where they meet.
+    """Machines of a run and where they meet.
 
     Args:
-        least: The run starts, and starts again, with at least so many machines.
-        most: At most so many.
+        least: Fewest machines with which the run starts and restarts.
+        most: Most machines.
         endpoint: ``HOST:PORT`` of the store through which the machines meet; it is on the machine with this address.
-        rank: This machine's number, where the user numbers them; with this the machines are not elastic.
-        local_addr: An address of this machine that the others reach. Default: the one it reaches the endpoint from.
-        conf: More for torch's rendezvous: ``timeout``, ``join_timeout``, ``read_timeout``, ``is_host``...
-        backend: torch's name of the rendezvous. Default: ``"static"`` with a ``rank``, else ``"c10d"``.
+        rank: Number of this machine, where the user numbers them; the machines are then not elastic.
+        local_addr: Address of this machine that the others reach. Default: the one it reaches the endpoint from.
+        conf: Further settings of torch's rendezvous: ``timeout``, ``join_timeout``, ``read_timeout``, ``is_host``...
+        backend: Torch's name of the rendezvous. Default: ``"static"`` with a ``rank``, else ``"c10d"``.
 
     Raises:
-        ValueError: if the numbers contradict each other, or the addresses can't be used on this machine.
+        ValueError: The numbers contradict each other, or the endpoint is empty.
     """
 
     least: int
@@ -47,38 +47,40 @@ class Nodes:
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise ValueError(
-                f"--nnodes {self.least}:{self.most}: needs at least 1, and no more than the second number."
+                f"--nnodes {self.least}:{self.most}: the first number must be at least 1 and at most the second."
             )
         if self.rank is not None and not (self.least == self.most and 0 <= self.rank < self.most):
             raise ValueError(
-                f"--node-rank {self.rank}: needs a fixed number of machines (--nnodes N) and must be below N; "
-                f"it is --nnodes {self.least}:{self.most}."
+                f"--node-rank {self.rank} needs a fixed number of machines (--nnodes N) and must be below N; "
+                f"this run has --nnodes {self.least}:{self.most}."
             )
         if not self.endpoint:
             raise ValueError(
-                f"--nnodes {self.most} needs a place to meet: give every machine the same --rdzv-endpoint HOST:PORT, "
-                "or --master-addr HOST with a --node-rank of its own."
+                f"--nnodes {self.most} needs an endpoint: give every machine the same --rdzv-endpoint HOST:PORT, "
+                "or the same --master-addr HOST with a different --node-rank."
             )
         object.__setattr__(self, "backend", self.backend or ("c10d" if self.rank is None else "static"))
 
     @property
     def elastic(self) -> bool:
-        """Whether the run may go on with fewer machines."""
+        """Whether the run may continue with fewer machines."""
         return self.least < self.most
 
     def place(self) -> Place:
-        """Find out how this machine reaches the others.
+        """Return how this machine reaches the others.
 
         Raises:
-            ValueError: if the endpoint's host is unknown, or ``local_addr`` is no address of this machine.
+            ValueError: The endpoint's host is unknown, or ``local_addr`` is not an address of this machine.
         """
         if self.backend not in _PORTS:  # etcd and what users registered: theirs to interpret
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
         host, port = _split(self.endpoint, _PORTS[self.backend])
-        target = _resolve(host, port, f"the machines should meet at {host}:{port}")
+        target = _resolve(host, port, f"the endpoint of the machines is {host}:{port}")
         requested_address = _resolve(self.local_addr, 0, f"--local-addr {self.local_addr}") if self.local_addr else None
         if requested_address is not None and not _is_local_address(requested_address):
-            raise ValueError(f"--local-addr {self.local_addr} is no address of this machine. `ip addr` shows them.")
+            raise ValueError(
+                f"--local-addr {self.local_addr} is not an address of this machine. `ip addr` lists its addresses."
+            )
         local = requested_address or _find_source_address(target, port)
         return Place(
             f"{_add_brackets(target)}:{port}",
@@ -90,8 +92,14 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Place:
-    """How this machine meets the others: the endpoint by number, its own address, whether the endpoint is its own, and
-    the network interface of its address where that is known."""
+    """Result of `Nodes.place`: the addresses by which this machine meets the others.
+
+    Attributes:
+        endpoint: Where they meet, with the host as a number.
+        local_addr: Address of this machine.
+        owner: Whether the endpoint is an address of this machine.
+        interface: Network interface of ``local_addr``, where it is known.
+    """
 
     endpoint: str
     local_addr: str | None
@@ -101,20 +109,23 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a supervisor runs.
+    """Command that a supervisor runs on this machine, and its settings.
 
     Args:
         nproc: Number of ranks on this machine.
         command: The program and its arguments.
         run_id: Name of the run, the same on all machines.
-        grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted it.
-        failure_grace: Seconds from SIGTERM to SIGKILL for the others, once a rank failed.
+        grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted it. Default: 30.
+        failure_grace: Seconds from SIGTERM to SIGKILL for the others, once a rank failed. Default: 2.
         nodes: The machines. Default: this one alone.
-        max_restarts: How often all ranks are started again after a failure.
-        monitor_interval: Seconds between looks at what the other machines say.
-        log_dir: Where the ranks' output goes, where ``redirects`` or ``tee`` ask for files.
-        redirects: torchrun's ``--redirects``: ``"0"`` none, ``"1"`` standard output, ``"2"`` error, ``"3"`` both.
+        max_restarts: How often all ranks are restarted after a failure. Default: 0.
+        monitor_interval: Seconds between checks of what the other machines report. Default: 0.1.
+        log_dir: Folder for the ranks' output, if ``redirects`` or ``tee`` ask for files.
+        redirects: Torchrun's ``--redirects``: ``"0"`` none, ``"1"`` standard output, ``"2"`` error, ``"3"`` both.
         tee: The same, to the terminal as well.
+
+    Raises:
+        ValueError: A number is out of its range, or options contradict each other.
     """
 
     nproc: int
@@ -159,7 +170,7 @@ def _resolve(host: str, port: int, purpose: str) -> str:
         except OSError as error:
             lasting = not isinstance(error, socket.gaierror) or error.errno == socket.EAI_FAMILY
             if lasting or time.monotonic() > deadline:
-                raise ValueError(f"{purpose}, but this machine knows no host {host!r} ({error}).") from None
+                raise ValueError(f"{purpose}, but this machine can't resolve the host {host!r} ({error}).") from None
             time.sleep(1)
 
 
@@ -177,21 +188,21 @@ def _is_local_address(address: str) -> bool:
 
 
 def _find_source_address(target: str, port: int) -> str:
-    """The address from which this machine reaches ``target``."""
+    """Return the address from which this machine reaches ``target``."""
     try:
         return find_source_address(target, port)
     except OSError as error:
         raise ValueError(
-            f"this machine has no route to {target}:{port}, where the machines should meet ({error}). "
+            f"this machine has no route to {target}:{port}, the endpoint of the machines ({error}). "
             "Check --rdzv-endpoint or --master-addr, and the network."
         ) from None
 
 
 def _choose_interface(address: str) -> str | None:
-    """The interface for gloo, which otherwise takes what the host's name resolves to: often a loopback address.
+    """Return the interface for gloo, which otherwise uses what the host's name resolves to: often a loopback address.
 
     Raises:
-        ValueError: if it must be named and can't be found.
+        ValueError: It must be set and can't be determined.
     """
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ:
         return None
@@ -199,7 +210,8 @@ def _choose_interface(address: str) -> str | None:
         return interface
     if is_named_loopback():
         raise ValueError(
-            f"this machine's name is a loopback address, and no network interface has {address} as its first: set "
-            "GLOO_SOCKET_IFNAME to the interface by which the others reach it (`ip addr`), or give --local-addr."
+            f"this machine's name is a loopback address, and {address} is not the first address of any network "
+            "interface. Set GLOO_SOCKET_IFNAME to the interface by which the others reach it (`ip addr`), or give "
+            "--local-addr."
         )
     return None

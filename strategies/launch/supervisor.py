@@ -1,4 +1,4 @@
-"""Start the ranks of one machine: a supervisor, itself no rank, on top of torch's own elastic agent."""
+"""Supervisor that starts the ranks of one machine. It is not a rank itself, and builds on torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TEST_RUNNERS = ("pytest", "py.test", "unittest")
 
 
 def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
-    """Runs this very script again in `nproc` ranks, and ends this process with their exit status.
+    """Run this script again in `nproc` ranks, and end this process with their exit status.
 
-    This is what `Trainer(devices=2)` in a plain `python train.py` calls. Interpreter flags, `-m` and the command line
-    are kept; the code above the call runs once here and once in each rank.
+    `Trainer(devices=2)` calls this in a plain `python train.py`. Interpreter flags, `-m` and the command line are kept;
+    the code above the call runs once here and once in each rank.
 
     Args:
         nproc: Number of ranks.
@@ -35,8 +35,7 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
 
     Raises:
         SystemExit: Always, with the status that `supervise` describes, when the ranks have ended.
-        ValueError: There is no script to run again: a prompt, a notebook, `python -c`, a test runner. Nothing was
-            started.
+        ValueError: No script can be run again: a prompt, a notebook, `python -c`, a test runner. Nothing was started.
     """
     if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it, in each rank again
@@ -56,15 +55,14 @@ def supervise(
     grace: float = GRACE,
     failure_grace: float = FAILURE_GRACE,
 ) -> int:
-    """Runs a command in `nproc` processes of this machine, with torchrun's variables, and waits for all of them.
+    """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
 
-    The calling process is a supervisor and no rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to every
-    rank (those it doesn't ignore itself: `nohup` stays effective). The ranks may save then: more SIGTERMs, SIGUSR1s and
-    SIGHUPs change nothing. A second SIGINT is forwarded too, and kills a second later; any other second signal kills at
-    once. The first rank to fail ends the others. Every launch listens on a port of its own, which the system picks.
-
-    `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`, where unset,
-    becomes this process's CPUs divided by `nproc`.
+    The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to
+    every rank (except those it ignores itself: `nohup` stays effective). The ranks may save then: further SIGTERMs,
+    SIGUSR1s and SIGHUPs change nothing. A second SIGINT is forwarded too, and kills a second later; any other second
+    signal kills at once. The first rank to fail ends the others. Every launch listens on a port of its own, which the
+    system picks. `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`, where
+    unset, becomes this process's CPUs divided by `nproc`.
 
     Args:
         nproc: Number of ranks, at least 1.
@@ -72,16 +70,16 @@ def supervise(
         run_id: Name of this run, `TORCHELASTIC_RUN_ID` in the ranks. Default: a random one.
         grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted the signal, see `mark_leaving`.
             Default: 30.
-        failure_grace: Seconds which the others have from SIGTERM to SIGKILL once a rank failed. Default: 2, as they
-            can only wait for a rank that is gone.
+        failure_grace: Seconds that the others have from SIGTERM to SIGKILL once a rank failed. Default: 2, since they
+            can only wait for the failed rank.
 
     Returns:
         0 if every rank exited with 0, and none of them within a stage of a Trainer, which counts as 1; else the status
-        of the rank that failed first in time, 128 + n for one killed by signal n; 128 + n if this process got signal
-        n, whatever the ranks then did; 143 for SIGUSR1 too.
+        of the rank that failed first in time, 128 + n for one killed by signal n; 128 + n if this process got signal n,
+        whatever the ranks then did; 143 for SIGUSR1 too.
 
     Raises:
-        ValueError: `nproc` is no positive number, there is no script to run again, or this is not the main thread.
+        ValueError: `nproc` is not a positive number, no script can be run again, or this is not the main thread.
         OSError: The program can't be started.
     """
     command = [] if argv is None else [str(part) for part in argv]
@@ -91,13 +89,16 @@ def supervise(
 
 
 def supervise_job(job: Job) -> int:
-    """Does what `supervise` describes, for a job that may span several machines; each runs its own supervisor.
+    """Run a job as `supervise` does; it may span several machines, each with its own supervisor.
 
-    Where ranks may use gloo and nothing names its network interface, it is the one by which this machine reaches the
-    others.
+    Where ranks may use gloo and its network interface is not set, gloo uses the interface by which this machine reaches
+    the others.
+
+    Args:
+        job: The job.
 
     Returns:
-        As `supervise`; the status of the rank that failed first on any machine.
+        The status that `supervise` describes; that of the rank that failed first on any machine.
 
     Raises:
         ValueError: The machines can't meet as `job.nodes` says, or this is not the main thread.
@@ -132,12 +133,12 @@ def supervise_job(job: Job) -> int:
 
 
 def has_script() -> bool:
-    """Tells whether this process runs a script or module that `relaunch` could run again."""
+    """Return whether this process runs a script or module that `relaunch` could run again."""
     return _find_obstacle() is None
 
 
 def build_relaunch_command(nproc: int) -> list[str]:
-    """Builds the command that runs this very script again.
+    """Build the command that runs this script again.
 
     Args:
         nproc: Number of ranks asked for, named in the error.
@@ -146,7 +147,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
         Interpreter, its flags, the script's absolute path or `-m` and the module's name, then the arguments.
 
     Raises:
-        ValueError: There is no script to run again.
+        ValueError: No script can be run again.
     """
     if (obstacle := _find_obstacle()) is not None:
         if is_ray_worker():
@@ -169,7 +170,10 @@ def build_relaunch_command(nproc: int) -> list[str]:
 
 
 def _add_hydra_overrides(arguments: list[str]) -> list[str]:
-    """The arguments of a script; under Hydra with this process's output folder, as each rank's clock names another."""
+    """Return the arguments of a script.
+
+    Under Hydra with this process's output folder, which would differ on each rank.
+    """
     config = _get_hydra_config()
     if config is None:
         return arguments
@@ -189,19 +193,19 @@ def _add_hydra_overrides(arguments: list[str]) -> list[str]:
 
 
 def _get_hydra_config() -> Any:
-    """Hydra's own configuration, None where no Hydra application runs."""
+    """Return Hydra's own configuration; None outside a Hydra application."""
     hydra = sys.modules.get("hydra.core.hydra_config")
     return None if hydra is None or not hydra.HydraConfig.initialized() else hydra.HydraConfig.get()
 
 
 def _quote(text: str) -> str:
-    """A text as a value of Hydra's grammar, in which backslashes count before quotation marks only."""
+    """Quote a text as a value of Hydra's grammar, in which backslashes count before quotation marks only."""
     escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"
 
 
 def _find_target() -> list[str] | None:
-    """What to run again: a script's absolute path, or `-m` and a module's name; None where there is no file."""
+    """Return what to run again: a script's absolute path, or `-m` and a module's name; None without a file."""
     main = sys.modules.get("__main__")
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name is not None and name != "__main__":
@@ -213,14 +217,14 @@ def _find_target() -> list[str] | None:
 
 
 def _read_arguments(target: list[str]) -> list[str]:
-    """The arguments as the interpreter got them: those in `sys.argv` may be used up by the script."""
+    """Return the arguments that the interpreter received: the script may have consumed those in `sys.argv`."""
     original_argv, name = sys.orig_argv, target[1] if target[0] == "-m" else sys.argv[0]
     # Not there if a debugger stands between; then `sys.argv` is what it left for the script.
     return original_argv[original_argv.index(name) + 1 :] if name in original_argv else sys.argv[1:]
 
 
 def _find_obstacle() -> str | None:
-    """Says why this process can't be run again, or None if it can."""
+    """Describe why this process can't be run again; None if it can."""
     if is_ray_worker():
         return "this is a worker of Ray, which starts the processes of a run itself"
     ipython = sys.modules.get("IPython")
@@ -230,23 +234,23 @@ def _find_obstacle() -> str | None:
         return "this is an interactive prompt"
     target = _find_target()
     if target is None:
-        return "the code came from `python -c` or standard input, which can't be read again"
+        return "the code came from `python -c` or standard input, which can't be run again"
     program = os.path.basename(target[-1]).removesuffix(".exe")
     if program in _TEST_RUNNERS:
-        return f"this is {program}, which would run its whole session again in each of them"
+        return f"this is {program}, which would run its whole session again in each process"
     if multiprocessing.parent_process() is not None:
         return "this is a child of multiprocessing (is `if __name__ == '__main__':` missing in the script?)"
     return None
 
 
 def cpus() -> int:
-    """CPUs this process may use: in a container or a batch job fewer than the machine has."""
+    """Return the number of CPUs this process may use: in a container or batch job fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
 def _restore_signals() -> Iterator[None]:
-    """Puts back the signal handlers which torch's agent replaces and keeps."""
+    """Restore the signal handlers that torch's agent replaces and keeps."""
     before = {number: signal.getsignal(number) for number in _list_signal_numbers()}
     try:
         yield

@@ -1,4 +1,4 @@
-"""A rank as a process of its machine: its life and death, what it tells its supervisor, the files that it leaves."""
+"""A rank as a process of its machine: its start and end, its reports to the supervisor, and its temporary files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""End a process from a thread, whatever its main thread does."""
+"""End of a process from one of its threads, whatever its main thread does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from . import scratch
 
 
 def end_at_once(status: int) -> None:
-    """End this process and its data workers; for threads, as the main thread can't be asked to.
+    """End this process and its data workers. For threads, which can't ask the main thread to end.
 
     Args:
-        status: the exit status.
+        status: The exit status.
     """
     for child in multiprocessing.active_children():  # data workers
         child.kill()
@@ -26,7 +26,11 @@ def end_at_once(status: int) -> None:
 
 
 def run_briefly(work: Callable[[], Any]) -> None:
-    """Run what may hang too: the main thread may hold a lock that it needs, or the disk does not answer."""
+    """Run a function in a thread and wait at most 0.5 s: it may need a lock of the main thread, or a disk that hangs.
+
+    Args:
+        work: The function.
+    """
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(0.5)

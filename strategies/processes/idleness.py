@@ -1,4 +1,4 @@
-"""Tell whether this process only waits: neither computes, nor sends or receives much."""
+"""Detection of a process that only waits: it neither computes, nor sends or receives much."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _MOST_WORK = 0.03  # CPU seconds per second; to receive 100 MB/s takes more
 
 
 class Idleness:
-    """Measures for how long this process has been idle. Each look takes about a millisecond.
+    """Timer of how long this process has been idle. Each measurement needs about a millisecond.
 
-    A process is idle if between two looks it has used next to no CPU time, and at neither one of its threads ran,
-    wanted to run, or waited for a disk. CPU time alone would take a process for idle that a busy machine starves.
+    A process is idle if between two measurements it has used next to no CPU time, and at neither of them one of its
+    threads ran, wanted to run, or waited for a disk. CPU time alone would count a process as idle that a busy machine
+    starves.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class Idleness:
         self._used = time.process_time()
 
     def measure(self) -> float:
-        """Return the seconds for which the process has been idle."""
+        """Return the number of seconds for which the process has been idle."""
         now, used = time.monotonic(), time.process_time()
         if used - self._used > _MOST_WORK * (now - self._looked) or _is_running():
             self._since = now
@@ -31,10 +32,16 @@ class Idleness:
 
 
 def _is_running() -> bool:
-    """Tell whether a thread other than this one runs, wants to run, or waits for a disk; False where none can tell."""
-    own = str(threading.get_native_id())
+    """Return whether a thread other than this one runs, wants to run, or waits for a disk.
+
+    False where it is unknown.
+    """
+    own_thread = str(threading.get_native_id())
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, IndexError):  # the thread has just ended
-            if task.name != own and (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "RD":
+            if (
+                task.name != own_thread
+                and (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "RD"
+            ):
                 return True
     return False

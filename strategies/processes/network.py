@@ -1,4 +1,4 @@
-"""The addresses and network interfaces of this machine."""
+"""Addresses and network interfaces of this machine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ _ELSEWHERE = "192.0.2.1"  # reserved for documents (RFC 5737): the default route
 
 
 def open_datagram_socket(address: str) -> socket.socket:
-    """A UDP socket of the address's family."""
+    """Return a UDP socket of the address's family.
+
+    Args:
+        address: IPv4 or IPv6 address, as a number.
+    """
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
 
 
 def find_source_address(target: str, port: int = 9) -> str:
-    """The address from which this machine reaches ``target``, by its routes; nothing is sent.
+    """Return the address from which this machine reaches ``target``, according to its routes. Nothing is sent.
+
+    Args:
+        target: IPv4 or IPv6 address, as a number.
+        port: Port of the target. Default: 9.
 
     Raises:
-        OSError: there is no route.
+        OSError: No route leads there.
     """
     with open_datagram_socket(target) as probe:
         probe.connect((target, port))
@@ -29,7 +37,11 @@ def find_source_address(target: str, port: int = 9) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface with this first address, or None."""
+    """Return the name of the network interface with this first address; None if no interface has it.
+
+    Args:
+        address: IPv4 or IPv6 address, as a number.
+    """
     import fcntl
 
     if ":" in address:
@@ -48,7 +60,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_named_loopback() -> bool:
-    """Whether this machine's name is a loopback address, or none: what gloo would have the other machines connect to.
+    """Return whether this machine's name resolves to a loopback address or to none; gloo would announce that address.
 
     Debian's installer gives a machine's name the address 127.0.1.1.
     """
@@ -59,12 +71,12 @@ def is_named_loopback() -> bool:
 
 
 def name_gloo_interface(meeting_host: str) -> None:
-    """Let gloo use the interface by which the other machines reach this one, where it would take a loopback.
+    """Set gloo's network interface to the one that reaches the other machines, where gloo would use a loopback.
 
-    ``GLOO_SOCKET_IFNAME`` says it, unless the user has set that.
+    The variable is ``GLOO_SOCKET_IFNAME``. A value of the user's is kept.
 
     Args:
-        meeting_host: where the machines meet, as MASTER_ADDR has it.
+        meeting_host: Host where the machines meet, the value of MASTER_ADDR.
     """
     alone = meeting_host == "localhost" or meeting_host.startswith("127.") or meeting_host == "::1"
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ or alone or not is_named_loopback():

@@ -1,4 +1,4 @@
-"""The operating system's side of a rank: whether a process lives, and dying with the supervisor."""
+"""Processes of the operating system: whether one is alive, its session, and its death with the supervisor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
+    """Return whether a process with this id exists.
+
+    Args:
+        pid: The process id.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -20,7 +25,7 @@ def is_alive(pid: int) -> bool:
 
 
 def identify_host() -> str:
-    """Return what tells machines, and containers with processes of their own, from each other."""
+    """Return an identifier of this machine, and of a container with its own process ids; "" where it is unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -29,7 +34,11 @@ def identify_host() -> str:
 
 
 def read_start_time(pid: int) -> str | None:
-    """Return when the system started a process, in its own measure; "" where it does not say, None if there is none."""
+    """Return when the system started a process, in its own unit; "" where that is unknown, None if it does not exist.
+
+    Args:
+        pid: The process id.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         state, *rest = text.rpartition(")")[2].split()
@@ -42,7 +51,11 @@ def read_start_time(pid: int) -> str | None:
 
 
 def kill_session(leader: int) -> None:
-    """Kill a process that leads a session, or did, and all others of that session, whatever group they are in."""
+    """Kill the leader of a session, running or ended, and all other processes of that session, in any group.
+
+    Args:
+        leader: Process id of the leader.
+    """
     pids = {leader} if is_alive(leader) else set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
@@ -57,15 +70,17 @@ def kill_session(leader: int) -> None:
 
 
 def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Makes the system end this process when its supervisor dies, however that dies. Does nothing off Linux.
+    """Make the system end this process when its supervisor dies for any reason.
 
-    For a rank the signal is SIGKILL: a supervisor that was itself killed can no longer end a rank which ignores or
-    never gets to handle a gentler one, and a checkpoint cut short is never published. A process that is not the
+    Does nothing on systems other than Linux.
+
+    For a rank the signal is SIGKILL: a supervisor that was itself killed can no longer end a rank that ignores a
+    gentler one or never gets to handle it, and a checkpoint cut short is never published. A process that is not the
     supervisor's own child, such as a program started by a rank, inherits the variables but is left alone.
 
     Args:
-        supervisor_pid: The supervisor's process id, as handed down in `TREADLE_SUPERVISOR`.
-        number: The signal.
+        supervisor_pid: The supervisor's process id, passed in `TREADLE_SUPERVISOR`.
+        number: The signal. Default: SIGKILL.
     """
     if sys.platform != "linux":
         return

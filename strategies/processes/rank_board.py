@@ -1,4 +1,4 @@
-"""A rank's record on the board of its supervisor, see `launch.rank_board`. Another launcher has none."""
+"""A rank's record on the board of its supervisor, see `launch.rank_board`. Other launchers have no board."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ _signaled: list[int] = []  # this process, once it has noted a signal
 
 
 def mark_stage(running: bool) -> None:
-    """Tell the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure."""
+    """Report to the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure.
+
+    Args:
+        running: Whether the stage runs.
+    """
     _running[:] = [os.getpid()] if running else []
     if running:
         _signaled.clear()
@@ -25,26 +29,29 @@ def mark_stage(running: bool) -> None:
 
 
 def mark_leaving() -> None:
-    """Tell the supervisor that this rank has noted a signal, and leaves by itself. For signal handlers too."""
+    """Report to the supervisor that this rank has noted a signal and leaves by itself.
+
+    Signal handlers may call this.
+    """
     _signaled[:] = [os.getpid()]
     _write(0, b"\2")
 
 
 def is_stage_running() -> bool:
-    """Tell whether a stage runs in this process."""
+    """Return whether a stage runs in this process."""
     return _running == [os.getpid()]
 
 
 def was_signaled() -> bool:
-    """Tell whether this process has noted a signal since its last stage began."""
+    """Return whether this process has noted a signal since its last stage began."""
     return _signaled == [os.getpid()]
 
 
 def write_beat(beat: Mapping[str, Any] | None) -> None:
-    """Tell the supervisor that this rank lives.
+    """Report to the supervisor that this rank is alive.
 
     Args:
-        beat: another one each time; None: the rank is held to no limit from now on.
+        beat: The beat, different each time. None: the rank has no limit from now on.
     """
     text = b"" if beat is None else json.dumps(beat).encode()
     if len(text) < BOARD_RECORD:

@@ -1,10 +1,10 @@
-"""What a rank can't remove when it is killed: files that the last process of its job removes, or the next start.
+"""Temporary files of ranks. The last process of their job removes those that killed ranks left, or the next start does.
 
 Each rank has a folder below ``treadle-<user>-<namespace>`` of the system's temp folder, named after its launcher, its
-process and when that began. It holds multiprocessing's sockets, which data workers use, and a link to each directory
-that is being written and does not count yet, such as a checkpoint's. Whoever of a job leaves a machine last removes
-these directories too: the supervisor, or where there is none the last rank. A later job removes the sockets only, as
-the directory may be another job's by then.
+process and when that began. It holds multiprocessing's sockets, which data workers use, and a link to each unfinished
+directory, such as that of a checkpoint being written. The last process of a job to leave a machine removes these
+directories too: the supervisor, or without one the last rank. A later job removes the sockets only, since the directory
+may be another job's by then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _unfinished: dict[Path, _Identity] = {}
 
 @dataclass(frozen=True)
 class _Entry:
-    """The folder of one rank."""
+    """Folder of one rank."""
 
     path: Path
     job: int
@@ -49,6 +49,7 @@ class _Entry:
 
     @property
     def is_alive(self) -> bool:
+        """Whether its rank is still running."""
         return read_start_time(self.pid) in ("", self.began)
 
 
@@ -57,12 +58,12 @@ _leaving = threading.Lock()
 
 
 def open_scratch(job: int) -> None:
-    """Make this rank's folder, let multiprocessing use it, and remove what ranks of ended jobs left.
+    """Create this rank's folder, let multiprocessing use it, and remove what ranks of ended jobs left.
 
     Does nothing where the system has no user ids, or the root belongs to another user.
 
     Args:
-        job: process id of what has started the ranks of this machine.
+        job: Process id of what has started the ranks of this machine.
     """
     pid = os.getpid()
     if _opened and _opened[0].pid == pid:
@@ -93,10 +94,10 @@ def open_scratch(job: int) -> None:
 
 
 def note_unfinished(directory: Path) -> None:
-    """Have a directory removed if this job ends before `forget_unfinished`.
+    """Register a directory for removal if this job ends before `forget_unfinished`.
 
     Args:
-        directory: it is there, and holds only what this job writes.
+        directory: An existing directory that holds only what this job writes.
     """
     identity = _identify(directory)
     if identity is None or directory in _unfinished:
@@ -108,7 +109,11 @@ def note_unfinished(directory: Path) -> None:
 
 
 def forget_unfinished(directory: Path) -> None:
-    """A directory counts from now on, or is gone."""
+    """Cancel the removal of a directory, which is complete or has been removed.
+
+    Args:
+        directory: The directory.
+    """
     identity = _unfinished.pop(directory, None)
     if identity is not None and (link := _find_link(identity)) is not None:
         with contextlib.suppress(OSError):
@@ -116,7 +121,7 @@ def forget_unfinished(directory: Path) -> None:
 
 
 def leave() -> None:
-    """This process ends: remove its folder, and as the last one of its job what ranks that were killed left."""
+    """Remove this process's folder, and as the last one of its job also what killed ranks left."""
     with _leaving:  # the main thread and a watchdog's
         if not _opened or _opened[0].pid != os.getpid():
             for directory, identity in [] if _opened else list(_unfinished.items()):  # a world of one
@@ -143,9 +148,9 @@ def _leave_at_exit() -> None:
 
 
 def leave_on_sigterm() -> None:
-    """From now on remove this rank's folder where SIGTERM ends it: a launcher sends one once another rank has failed.
+    """Install a handler of SIGTERM that removes this rank's folder: a launcher sends one once another rank has failed.
 
-    Not before a rank fails: a handler in Python has to wait for what runs in C, which the system's own doesn't.
+    Call this only once a rank fails: a handler in Python has to wait for what runs in C, unlike the system's own.
     """
     handled = threading.current_thread() is threading.main_thread()
     if handled and _opened and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -153,7 +158,12 @@ def leave_on_sigterm() -> None:
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> None:
-    """End this process as the system would, once its folder is removed: the handler of `leave_on_sigterm`."""
+    """End this process as the system would, once its folder is removed: the handler of `leave_on_sigterm`.
+
+    Args:
+        number: The signal.
+        frame: The interrupted frame; not used.
+    """
     signal.signal(number, signal.SIG_IGN)
     leave()
     signal.signal(number, signal.SIG_DFL)
@@ -161,11 +171,11 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
 
 
 def sweep(job: int | None = None, all_ended: bool = False) -> None:
-    """Remove what processes that are gone have left.
+    """Remove what ended processes have left.
 
     Args:
-        job: the job that ends on this machine, whose unfinished directories are removed as well. None: a job begins.
-        all_ended: all of its ranks have been ended, though one that was killed may not be gone yet.
+        job: The job that ends on this machine, whose unfinished directories are removed as well. None: a job begins.
+        all_ended: Whether all of its ranks have been ended, though a killed one may still exist. Default: False.
     """
     for entry in _list_entries():
         if entry.job == job and (all_ended or entry.has_left or not entry.is_alive):
@@ -180,7 +190,7 @@ def sweep(job: int | None = None, all_ended: bool = False) -> None:
 
 
 def _remove_unfinished(directory: Path, identity: _Identity) -> None:
-    """Remove a directory unless another one has taken its place."""
+    """Remove a directory unless another one has replaced it."""
     if _identify(directory) == identity:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -200,9 +210,9 @@ def _find_link(identity: _Identity) -> Path | None:
 
 
 def _find_root() -> Path | None:
-    """Return where the folders of this user's ranks are; None for no such place.
+    """Return the folder that holds the folders of this user's ranks; None where it can't be used.
 
-    Process ids count within a namespace, and containers may share a temp folder.
+    Process ids are unique within a namespace, and containers may share a temp folder.
     """
     if not hasattr(os, "getuid"):
         return None
@@ -214,7 +224,7 @@ def _find_root() -> Path | None:
 
 
 def _is_own(root: Path) -> bool:
-    """Tell whether nobody else can write there, or nothing is there yet."""
+    """Return whether nobody else can write there, or nothing exists there yet."""
     try:
         status = root.lstat()
     except OSError:

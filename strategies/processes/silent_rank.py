@@ -1,4 +1,4 @@
-"""A rank that gives no sign of life: what state it is in, and its stacks, which take no Python of its own."""
+"""Diagnosis of a rank that gives no sign of life: its state and its stacks, which it writes without running Python."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _DUMP = getattr(signal, "SIGRTMIN", None)  # asks for the stacks: no handler in 
 
 
 class Dumps:
-    """A file without a name, into which a signal writes the stack of this process's main thread.
+    """File without a name, into which a signal writes the stack of this process's main thread.
 
     Attributes:
-        path: where others read it; "" where the system has no such files.
+        path: Where others read it; "" where the system has no such files.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Dumps:
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """Close the file. Later requests are ignored."""
         if self._descriptor is not None and _DUMP is not None:
             faulthandler.unregister(_DUMP)
             with contextlib.suppress(ValueError):  # in another thread than the main one
@@ -41,7 +41,11 @@ class Dumps:
 
 
 def explain_silence(pid: int | None) -> str:
-    """Return what keeps a process of this machine; of another's, None, that can't be told."""
+    """Describe why a process does not respond.
+
+    Args:
+        pid: The process; None for one of another machine, whose state is unknown.
+    """
     state = "" if pid is None else _read_state(pid)
     return {"T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger"}.get(
         state, "is silent, stopped or blocked in C code that holds the interpreter"
@@ -49,15 +53,15 @@ def explain_silence(pid: int | None) -> str:
 
 
 def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
-    """Have a process of this machine write its main thread's stack into a file.
+    """Make a process of this machine write its main thread's stack into a file.
 
     Args:
-        pid: the process.
+        pid: The process.
         dumps: `Dumps.path` of that process.
-        file: where they are copied.
+        file: File that receives a copy.
 
     Returns:
-        Words for the line at which its main thread stands; "" where there are no stacks.
+        Text with the line at which its main thread stands; "" without stacks.
     """
     if _DUMP is None or not dumps:
         return ""
@@ -81,7 +85,10 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to a process's main thread, whose number is the process's; `os.kill` leaves the choice to Linux."""
+    """Send a signal to a process's main thread, whose id is that of the process.
+
+    `os.kill` leaves the choice to Linux.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "tgkill"):  # glibc before 2.30
         os.kill(pid, number)
@@ -90,7 +97,7 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def _read_state(pid: int) -> str:
-    """Return the letter that /proc has for the state of a process; "" where there is none."""
+    """Return the letter that /proc has for the state of a process; "" where it has none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

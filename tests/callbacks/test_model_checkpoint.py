@@ -579,7 +579,7 @@ def test_the_state_of_earlier_versions_loads(tmp_path):
         ({"save_top_k": 3}, "needs a monitor"),
         ({"mode": "mim"}, "Did you mean 'min'"),
         ({"save_last": "lnk"}, "Did you mean 'link'"),
-        ({"dirpath": "https://host/x"}, "nothing can be written to https"),
+        ({"dirpath": "https://host/x"}, "https:// can't be written"),
     ],
 )
 def test_arguments_that_can_not_be_honoured(arguments, words):
@@ -651,7 +651,7 @@ def test_the_room_for_one_checkpoint_is_known_before_the_first_step(tmp_path, mo
     needed = 4 * (10_000 + 3) * copies
     steps = Steps()
     monkeypatch.setattr(shutil, "disk_usage", full(free=needed - 1))
-    with pytest.raises(OSError, match=rf"one needs [0-9,]+ bytes and {needed - 1:,} are free") as caught:
+    with pytest.raises(OSError, match=rf"one needs [0-9,]+ bytes, but only {needed - 1:,} are free") as caught:
         fit(tmp_path, steps, ModelCheckpoint(tmp_path / "c"), task=task)
     assert caught.value.errno == errno.ENOSPC
     assert list(steps.weights) == [0]
@@ -690,7 +690,7 @@ def test_a_disk_that_is_too_small(tmp_path):
         pytest.skip("this machine does not let us mount")
     steps = Steps()
     try:
-        with pytest.raises(OSError, match=r"one needs [0-9,]+ bytes and [0-9,]+ are free"):
+        with pytest.raises(OSError, match=r"one needs [0-9,]+ bytes, but only [0-9,]+ are free"):
             fit(tmp_path, steps, ModelCheckpoint(small / "c"), task=Wide(torch.optim.AdamW))
         assert list(steps.weights) == [0]
         assert [*small.rglob("*")] == [small / "c"]
@@ -743,7 +743,9 @@ class Breaks(Tiny):
 )
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, value, kind, name):
     kept = ModelCheckpoint(tmp_path / "c", save_last=True)
-    with pytest.raises(ValueError, match=rf"{name} hold NaN or infinity after optimizer step 10, so .* is not saved"):
+    with pytest.raises(
+        ValueError, match=rf"{name} contain NaN or infinity after optimizer step 10, so .* is not saved"
+    ):
         fit(tmp_path, kept, task=Breaks(value, kind))
     assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "last.ckpt"]
     assert kept.best_model_path == str(tmp_path / "c" / "epoch=0-step=5.ckpt")

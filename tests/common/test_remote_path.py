@@ -49,11 +49,11 @@ def flaky(monkeypatch):
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("bucket/run", "write scheme://bucket/path"),
+        ("bucket/run", "Use scheme://bucket/path"),
         ("s3://", "must be scheme://bucket/path"),
         ("s3://bucket/../other", "without '..'"),
         ("s3://bucket/step-*", "without '..'"),
-        ("https://host/run", "nothing can be written to https"),
+        ("https://host/run", "https:// can't be written"),
     ],
 )
 def test_a_wrong_url_is_named(url, words):

@@ -149,7 +149,7 @@ def test_weights_in_some_micro_batches_only():
     model = accelerator.prepare(nn.Linear(1, 1))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="reported a weight, this one does not"):
+    with accelerator.accumulate(model), pytest.raises(ValueError, match="of this group reported a weight"):
         accelerator.backward(model(torch.ones(1, 1)).mean())
     accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
     for number in range(4):  # the group before may have reported none
@@ -158,7 +158,7 @@ def test_weights_in_some_micro_batches_only():
     accelerator.drop_gradients()
     accelerator.accumulate(model)
     accelerator.backward(model(torch.ones(1, 1)).mean())
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="reported no weight, this one does"):
+    with accelerator.accumulate(model), pytest.raises(ValueError, match="of this group reported no weight"):
         accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
     accelerator.drop_gradients()
     accelerator.accumulate(model)
@@ -322,7 +322,7 @@ def exchanges():
     for bad in (torch.zeros(2, 2 + rank), [rows] * (1 + rank), torch.zeros(2, dtype=(torch.int, torch.long)[rank])):
         with pytest.raises(ValueError, match=r"rank 0: .*; rank 1: "):
             accelerator.gather(bad)
-    with pytest.raises(TypeError, match="not str"):
+    with pytest.raises(TypeError, match="got a str"):
         accelerator.gather("text")
     for reduction in ("sum", "mean", "max", "min", "none"):
         tensor = torch.tensor([rank + 1.0])

@@ -82,7 +82,7 @@ REFUSED = {
         ValueError,
         "give one",
     ),
-    "grid": ({"parallelism_config": utils.ParallelismConfig(dp_shard_size=2)}, ValueError, "this run has 1"),
+    "grid": ({"parallelism_config": utils.ParallelismConfig(dp_shard_size=2)}, ValueError, "the world size is 1"),
     "typo": ({"gradient_acumulation_steps": 2}, TypeError, "Did you mean 'gradient_accumulation_steps'"),
     "logging_dir": ({"logging_dir": "x"}, TypeError, "ProjectConfiguration"),
     "strategies": (
@@ -182,7 +182,7 @@ def test_prepare_returns_what_it_does_not_know(value):
 
 
 def test_prepare_says_that_an_iterable_is_not_shared_out():
-    with pytest.warns(UserWarning, match="Every rank gets all of it; prepare_data_loader shares out"):
+    with pytest.warns(UserWarning, match="Every rank reads all of it; use prepare_data_loader"):
         cpu().prepare([torch.ones(1)])
     with pytest.warns(UserWarning, match=r"schedulers and DataLoaders\.$"):
         cpu().prepare(len)
@@ -432,7 +432,7 @@ def split_batches():
     assert len(loader) == 3
     with pytest.raises(ValueError, match="multiple of 2; this loader has batch_size=3"):
         accelerator.prepare(DataLoader(range(10), batch_size=3))
-    with pytest.raises(ValueError, match="a batch sampler of its own"):
+    with pytest.raises(ValueError, match="a custom batch sampler"):
         accelerator.prepare(DataLoader(range(4), batch_sampler=Own(SequentialSampler(range(4)), 2, False)))
     with pytest.raises(ValueError, match="can be indexed"):
         accelerator.prepare(DataLoader(Stream(), batch_size=4))

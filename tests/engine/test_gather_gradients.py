@@ -164,5 +164,5 @@ def test_forms_of_all_gather():
         uneven, outside, without = errors
         assert "the same shapes" in uneven
         assert "rank 0: (1,) torch.float32; rank 1: (2,) torch.float32" in uneven
-        assert f"rank {rank} is not in the process group" in outside
+        assert f"rank {rank} is not in the given process group" in outside
         assert "rank 0: (1,) torch.float32 without gradient; rank 1: (1,) torch.float32." in without

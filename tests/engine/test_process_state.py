@@ -42,7 +42,7 @@ def decorated():
     with pytest.raises(TypeError, match="process_index"):
         state.on_process(main)
     if size > 1:
-        with pytest.raises(ValueError, match=r"process_index=2: the 2 process\(es\) are numbered 0 to 1"):
+        with pytest.raises(ValueError, match=r"process_index=2 must be a rank from 0 to 1"):
             state.on_process(main, process_index=2)
     with pytest.raises(ValueError, match="process_index=-1"):
         state.on_process(main, process_index=-1)

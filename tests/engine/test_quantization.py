@@ -101,7 +101,7 @@ def test_what_is_refused(saved, monkeypatch):
     _, path = saved
     with pytest.raises(ValueError, match="quantization='int3' is not one of int8, int4"):
         load_checkpoint_and_dispatch(empty(), path, quantization="int3")
-    with pytest.raises(ValueError, match="skip names 'haed', and the model has no such module"):
+    with pytest.raises(ValueError, match="skip names 'haed', but the model has no such module"):
         load_checkpoint_and_dispatch(empty(), path, quantization=WeightQuantizer("int8", ["haed"]))
     monkeypatch.setattr("treadle.common.optional.is_installed", lambda package: False)
     with pytest.raises(ModuleNotFoundError, match=r"quantization='int8' needs the package 'torchao'.*quantization"):
@@ -184,11 +184,11 @@ def test_an_own_loop_has_accelerates_word_for_it():
 
 
 def test_where_float8_can_not_be(monkeypatch):
-    with pytest.warns(UserWarning, match="has no nn.Linear within it whose sizes are multiples of 16"):
+    with pytest.warns(UserWarning, match="has no nn.Linear submodule whose sizes are multiples of 16"):
         quantization.convert_to_float8(nn.Sequential(nn.Linear(3, 3)), torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(ValueError, match="NVIDIA A100 has no float8"):
+    with pytest.raises(ValueError, match="NVIDIA A100 does not support float8"):
         quantization.convert_to_float8(nn.Sequential(nn.Linear(16, 16)), torch.device("cuda"))
     monkeypatch.setattr("treadle.common.optional.is_installed", lambda package: False)
     with pytest.raises(ModuleNotFoundError, match="precision='float8' needs the package 'torchao'"):

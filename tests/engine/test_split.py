@@ -148,12 +148,12 @@ def test_dicts_are_split_by_their_values_and_left_as_they_are():
 @pytest.mark.parametrize(
     ("bad", "error", "says"),
     [
-        ("a prompt", TypeError, "one str, 'a prompt'.*give a list"),
+        ("a prompt", TypeError, "one str, 'a prompt'.*Pass a list"),
         (b"bytes", TypeError, "one bytes"),
-        ({"b", "a"}, TypeError, r"give sorted\(inputs\)"),
-        (5, TypeError, "not int"),
+        ({"b", "a"}, TypeError, r"pass sorted\(inputs\)"),
+        (5, TypeError, "got a int"),
         (torch.tensor(5), TypeError, "0-d tensor"),
-        ({"a": [1], "n": 5}, TypeError, "'n' can't be split: .*not int"),
+        ({"a": [1], "n": 5}, TypeError, "'n' can't be split: .*got a int"),
         ({"a": [1], "b": [1, 2]}, ValueError, "'a': 1, 'b': 2"),
         (Table(), TypeError, "rows as a list"),
     ],

@@ -108,7 +108,7 @@ def test_logging_without_trackers_is_nothing():
     accelerator.init_trackers("none")
     accelerator.log({"x": 1})
     accelerator.end_training()
-    with pytest.raises(ValueError, match=r"init_kwargs names 'cvs', log_with none"):
+    with pytest.raises(ValueError, match=r"init_kwargs names 'cvs', but log_with names none"):
         accelerator.init_trackers("none", init_kwargs={"cvs": {}})
 
 
@@ -257,7 +257,7 @@ def test_images_and_tables(name, tmp_path, monkeypatch):
     else:
         tracker.log_images({"picture": [picture] if name == "swanlab" else picture}, step=1)
     if name == "clearml":
-        with pytest.raises(ValueError, match=r"log_table\('cells'\) takes data=, or dataframe="):
+        with pytest.raises(ValueError, match=r"log_table\('cells'\) has no table: pass data=, or dataframe="):
             tracker.log_table("cells", columns=["a"])
         tracker.log_table("cells", columns=["a", "b"], data=[[1, 2]], step=1)
     accelerator.end_training()
@@ -304,7 +304,7 @@ def track_on_the_main_process(folder):
             tracker.add_scalar("by_hand", 1.0, 3)
         else:
             tracker.log({"more": 1.0}, step=3)
-    with pytest.raises(ValueError, match="no tracker 'tensorbord'"):
+    with pytest.raises(ValueError, match="'tensorbord' is not a started tracker"):
         accelerator.get_tracker("tensorbord")
     accelerator.end_training()
     accelerator.end_training()
@@ -323,7 +323,7 @@ def test_a_tracker_that_is_none():
 
     with pytest.raises(NotImplementedError, match="requires_logging_directory, tracker"):
         Half()
-    for value, words in ((Memory, "make one"), (7, "is no tracker")):
+    for value, words in ((Memory, "is a class, not a tracker"), (7, "is not a tracker")):
         with pytest.raises(TypeError, match=words):
             cpu(log_with=value)
     needy = Memory()

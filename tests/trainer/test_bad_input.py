@@ -180,7 +180,7 @@ def test_things_that_are_no_loader():
             trainer().validate(Validated(), source)
         with says(TypeError, *words):
             trainer().fit(Plain(), {"a": loader(), "b": source})
-    with says(ValueError, "no loader in it"):
+    with says(ValueError, "contains no loader"):
         trainer().fit(Plain(), {})
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint in an object store, brought to a folder of this process and compared with its manifest."""
+"""Files of a checkpoint in an object store, downloaded to a folder of this process and compared with its manifest."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _AT_ONCE = 4  # files that are downloaded; a large one takes several requests at
 
 
 class Download:
-    """A checkpoint's files as they come here, each once and compared with its digest.
+    """Downloaded files of a checkpoint, each fetched once and compared with its digest.
 
-    The folder is deleted when nobody uses this object any more.
+    The folder is deleted when this object is no longer used.
 
     Args:
-        source: the checkpoint's URL.
-        manifest: what it says about itself.
+        source: The checkpoint's URL.
+        manifest: Its manifest.
 
     Attributes:
-        folder: where the files are.
+        folder: The folder with the files.
     """
 
     def __init__(self, source: RemotePath, manifest: Manifest) -> None:
@@ -41,16 +41,19 @@ class Download:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Bring some files here, unless they are.
+        """Download files, unless they already are.
+
+        Args:
+            names: The files.
 
         Raises:
-            ValueError: one is missing, or of other content than was committed.
-            OSError: the store or the disk refused.
+            ValueError: If one is missing, or has other content than was committed.
+            OSError: If the store or the disk refused.
         """
         missing = [name for name in names if name not in self._here]
         for name in missing:
             if not filesystem.is_inside(name):
-                raise ValueError(f"{self._source}: {name!r:.80} is not a name of a checkpoint's file.")
+                raise ValueError(f"{self._source}: {name!r:.80} is not a valid name for a file of a checkpoint.")
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="treadle-download") as pool:
             for future in [pool.submit(self._fetch, name) for name in missing]:
@@ -68,7 +71,12 @@ class Download:
         self._here.add(name)
 
     def adopt(self, folder: Path, names: Iterable[str]) -> None:
-        """Take files over that another process of this machine has downloaded and compared, and may delete later."""
+        """Link or copy files that another process of this machine has downloaded and compared, and may delete later.
+
+        Args:
+            folder: The folder of the other process.
+            names: The files.
+        """
         for name in names:
             if name not in self._here:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""The checkpoints of a folder in an object store: which count, what is left over, and how one goes.
+"""Checkpoints of a folder in an object store: which count, what is left over, and how one is deleted.
 
 Under a checkpoint's URL there are ``manifest.json`` and one folder of files, ``data-<random>``, which the manifest
-names. So a new save to the same URL touches nothing of the one that stands there: its files go to a folder of their
-own, and one request that puts the new manifest into the place of the old one is the commit. What the manifest does not
-name is left of a save that was killed, or of the one before; other objects are somebody else's, and stay.
+names. A new save to the same URL therefore does not change the existing one: its files go to a new folder, and one
+request that replaces the manifest is the commit. Folders that the manifest does not name are left over from a save that
+was killed, or from the one before; other objects are foreign, and stay.
 """
 
 from __future__ import annotations
@@ -19,26 +19,33 @@ from ..manifest import FOLDER, MANIFEST, Manifest, read_manifest
 
 
 def check_target(target: RemotePath) -> None:
-    """See that a checkpoint may be put here.
+    """Check that a checkpoint may be written here.
+
+    Args:
+        target: The checkpoint's URL.
 
     Raises:
-        ValueError: something else is here.
-        OSError: the store refused.
+        ValueError: If something else is here.
+        OSError: If the store refused.
     """
     objects = target.sizes()
     if MANIFEST not in objects and (foreign := _find_foreign(objects)):
         raise ValueError(
-            f"{target} holds {foreign[0]} and is not a checkpoint, so it isn't replaced. Move that, or save elsewhere."
+            f"{target} contains {foreign[0]} and is not a checkpoint, so it isn't replaced. Move that, or save "
+            "elsewhere."
         )
     if not objects and target.is_file():
-        raise ValueError(f"{target} is an object, so no checkpoint can be put there. Save elsewhere.")
+        raise ValueError(f"{target} is an object, so a checkpoint can't be written there. Save elsewhere.")
 
 
 def check_writable(directory: RemotePath) -> None:
-    """Find out before a run whether it can save here, by writing an object and deleting it.
+    """Check before a run that it can save here, by writing an object and deleting it.
+
+    Args:
+        directory: The URL of the checkpoints.
 
     Raises:
-        OSError: it can't. The text says why.
+        OSError: If it can't. The text gives the reason.
     """
     probe = directory / f".probe-{os.urandom(8).hex()}"
     try:
@@ -52,7 +59,11 @@ def check_writable(directory: RemotePath) -> None:
 
 
 def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, RemotePath]], list[str]]:
-    """The committed checkpoints of a folder with their manifests, the newest last, and what is wrong with others."""
+    """Return the committed checkpoints of a folder with their manifests, the latest last, and problems of others.
+
+    Args:
+        directory: The URL of the checkpoints.
+    """
     checkpoints, problems = [], []
     for name in directory.names():
         path = directory / name
@@ -66,7 +77,11 @@ def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, Remote
 
 
 def find_next_sequence(directory: RemotePath) -> int:
-    """Return a number above the sequence of each checkpoint in a folder, which is looked through once per process."""
+    """Return a number above the sequence of each checkpoint in a folder, which is listed once per process.
+
+    Args:
+        directory: The URL of the checkpoints.
+    """
     highest = _known_sequences(directory)
     if not highest:
         highest.append(max((manifest.sequence for manifest, _ in find_checkpoints(directory)[0]), default=0))
@@ -76,63 +91,96 @@ def find_next_sequence(directory: RemotePath) -> int:
 
 @lru_cache(maxsize=8)
 def _known_sequences(directory: RemotePath) -> list[int]:
-    """Return a list with the highest sequence that this process knows of in a folder, once it has looked."""
+    """Return a list with the highest sequence that this process knows in a folder, once it has listed it."""
     return []
 
 
 def check_files(path: RemotePath, manifest: Manifest) -> None:
-    """See that the objects of a checkpoint are there, and of the size that its manifest says.
+    """Check that the objects of a checkpoint exist, with the sizes in its manifest.
+
+    Args:
+        path: The checkpoint's URL.
+        manifest: Its manifest.
 
     Raises:
-        ValueError: one is not.
+        ValueError: If one does not.
     """
     compare_sizes(path, manifest, path.sizes())
 
 
 def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, int]) -> None:
-    """As `check_files`, with the sizes of objects that were listed before."""
+    """Check the sizes of objects that were already listed; see `check_files`.
+
+    Args:
+        path: The checkpoint's URL.
+        manifest: Its manifest.
+        objects: The sizes by name.
+
+    Raises:
+        ValueError: If one is missing or has another size.
+    """
     for name, entry in {**manifest.files, **manifest.others}.items():
         size = objects.get(manifest.path_of(name))
         if size is None:
             raise ValueError(f"{path}: {name} is missing.")
         if size != entry["bytes"]:
-            raise ValueError(f"{path}: {name} has {size:,} bytes, {entry['bytes']:,} were written.")
+            raise ValueError(f"{path}: {name} has {size:,} bytes, but {entry['bytes']:,} were written.")
 
 
 def remove(path: RemotePath) -> None:
-    """Delete a committed checkpoint. The manifest goes first: from then on it does not count.
+    """Delete a committed checkpoint. The manifest is deleted first: from then on it does not count.
+
+    Args:
+        path: The checkpoint's URL.
 
     Raises:
-        ValueError: it isn't a checkpoint, or holds what it was not saved with; nothing is touched then.
-        OSError: the store refused.
+        ValueError: If it is not a checkpoint, or contains foreign objects; nothing is changed then.
+        OSError: If the store refused.
     """
     manifest, objects = read_manifest(path), path.sizes()
     if others := [name for name in _find_foreign(objects) if name not in manifest.names]:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
-            f"{path} holds {', '.join(others[:5])}{more}, which it was not saved with, so it is left as it is. Move "
-            "that elsewhere, or delete the folder yourself."
+            f"{path} contains other files ({', '.join(others[:5])}{more}) than the checkpoint's, so it isn't "
+            "deleted. Move them elsewhere, or delete the folder yourself."
         )
     (path / MANIFEST).unlink()
     delete(path, (name for name in objects if name != MANIFEST))
 
 
 def delete(path: RemotePath, names: Iterable[str]) -> None:
-    """Delete objects of a folder."""
+    """Delete objects of a folder.
+
+    Args:
+        path: The folder's URL.
+        names: The objects.
+    """
     for name in sorted(names):
         (path / name).unlink()
 
 
 def delete_superseded(target: RemotePath, folder: str) -> None:
-    """Delete what saves before this one left under a checkpoint's URL. A failure is a warning: the new one is saved."""
+    """Delete what earlier saves left under a checkpoint's URL. A failure is a warning: the new one is saved.
+
+    Args:
+        target: The checkpoint's URL.
+        folder: The folder of the new one.
+    """
     try:
         delete(target, (name for name in target.sizes() if _is_data(name) and name.partition("/")[0] != folder))
     except OSError as error:
-        warn(f"{target} is saved, but what it replaced can't be deleted now: {error}. The next start will.")
+        warn(f"{target} is saved, but the checkpoint it replaced can't be deleted: {error}. The next start deletes it.")
 
 
 def recover(directory: RemotePath) -> list[str]:
-    """Delete what killed saves left in a folder; returns what was done, one sentence for each checkpoint."""
+    """Delete what killed saves left in a folder.
+
+    Args:
+        directory: The URL of the checkpoints.
+
+    Returns:
+        What was done, one sentence for each checkpoint.
+    """
     left: dict[str, list[str]] = {}
     objects = directory.sizes()
     for name in objects:
@@ -154,11 +202,11 @@ def recover(directory: RemotePath) -> list[str]:
 
 
 def _is_data(name: str) -> bool:
-    """Whether an object, by its path in a checkpoint, is in a folder as `Upload` makes them."""
+    """Return whether an object, by its path in a checkpoint, is in a folder that `Upload` created."""
     folder, _, inside = name.partition("/")
     return bool(inside) and re.fullmatch(FOLDER, folder) is not None
 
 
 def _find_foreign(objects: Iterable[str]) -> list[str]:
-    """The objects of a checkpoint that no save of it has put there, by their names."""
+    """Return the names of a checkpoint's objects that no save of it has written."""
     return [name for name in objects if name != MANIFEST and not _is_data(name)]

@@ -1,4 +1,4 @@
-"""One save to an object store: files are written here, uploaded, and committed by their manifest."""
+"""One save to an object store: files are written locally, uploaded, and committed by their manifest."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _AT_ONCE = 4  # files that are uploaded; a large one takes several requests at o
 class Upload:
     """One save to a checkpoint's URL. Every process uploads its own files; one of them commits.
 
-    To S3, files are uploaded as they are put together, part by part. For other stores, whose packages upload files
-    alone, they are written to a folder of this process first; each is deleted as soon as it is in the store.
+    Files for S3 are uploaded part by part while they are serialized. The packages of other stores upload whole files,
+    so their files are written to a folder of this process first, and deleted as soon as they are in the store.
 
     Args:
-        target: the checkpoint's URL.
-        folder: the name of the folder its files go to, the same on all processes; see `new_folder`.
+        target: The checkpoint's URL.
+        folder: The name of the folder for its files, the same on all processes; see `new_folder`.
 
     Attributes:
-        staging: where this process puts its files together; hooks write into it too.
+        staging: The folder in which this process assembles its files; hooks write into it too.
     """
 
     def __init__(self, target: RemotePath, folder: str) -> None:
@@ -45,10 +45,13 @@ class Upload:
         return f"data-{os.urandom(8).hex()}"
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
-        """Write and upload this process's files; returns their entries for the manifest.
+        """Write and upload this process's files, and return their entries for the manifest.
+
+        Args:
+            files: The content of each file.
 
         Raises:
-            OSError: the disk or the store refused, the latter after several attempts.
+            OSError: If the disk or the store refused, the latter after several attempts.
         """
 
         def transfer(name: str) -> filesystem.Entry:
@@ -68,9 +71,14 @@ class Upload:
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
         """Make what all processes uploaded the checkpoint of the URL; see `store.commit`.
 
+        Args:
+            files: The entries of all processes.
+            info: Metadata for the manifest.
+            others: Include files that hooks wrote.
+
         Raises:
-            ValueError: a file is not in the store, or of another size.
-            OSError: the store refused. What was committed before stays.
+            ValueError: If a file is not in the store, or has another size.
+            OSError: If the store refused. An earlier commit stays.
         """
         target = self._target
         check_target(target)
@@ -97,11 +105,11 @@ class Upload:
             return False
 
     def _upload_others(self, files: set[str]) -> dict[str, filesystem.Entry]:
-        """Upload what hooks wrote beside ``files``; returns its entries for a manifest."""
+        """Upload what hooks wrote beside ``files``, and return its entries for a manifest."""
         names = [name for name in filesystem.list_leaves(self.staging) if name not in files]
         for name in names:
             if name == MANIFEST or not (self.staging / name).is_file():
-                problem = "the name of the checkpoint's own list" if name == MANIFEST else "no file"
+                problem = "the name of the checkpoint's manifest" if name == MANIFEST else "not a file"
                 raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}, so it can't be saved.")
 
         def transfer(name: str) -> filesystem.Entry:
@@ -112,27 +120,39 @@ class Upload:
         return dict(zip(names, _run_side_by_side(transfer, names), strict=True))
 
     def discard(self, is_main: bool) -> None:
-        """Remove this process's files, and on the main one all that was uploaded, if that is not committed."""
+        """Delete this process's files and, on rank zero, all uploaded files, unless they are committed.
+
+        Args:
+            is_main: Whether this is rank zero.
+        """
         clear_staging(self._target)
         if is_main and not self._may_be_committed:
             delete(self._target, (name for name in self._target.sizes() if name.startswith(f"{self._folder}/")))
 
 
 def open_staging(target: RemotePath) -> Path:
-    """Return the folder where this process puts files for a checkpoint's URL together."""
+    """Return the folder in which this process assembles files for a checkpoint's URL.
+
+    Args:
+        target: The checkpoint's URL.
+    """
     folder = temporary_folder(str(target))
     note_unfinished(folder)  # if the process is killed, the job's last one removes it
     return folder
 
 
 def clear_staging(target: RemotePath) -> None:
-    """Delete that folder."""
+    """Delete the folder of `open_staging`.
+
+    Args:
+        target: The checkpoint's URL.
+    """
     folder = temporary_folder(str(target))
     shutil.rmtree(folder, ignore_errors=True)
     forget_unfinished(folder)
 
 
 def _run_side_by_side(work: Any, names: list[str]) -> list[Any]:
-    """Do some work for each of the names, several at once; all are waited for before an error is raised."""
+    """Run a function for each name, several at once; all are awaited before an error is raised."""
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="treadle-upload") as pool:
         return [future.result() for future in [pool.submit(work, name) for name in names]]

@@ -1,4 +1,4 @@
-"""The end of streams that each rank reads by itself: voted on beside the gradients, without an exchange of its own."""
+"""End of streams that each rank reads by itself: voted on beside the gradients, without a separate exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a stream may be read ahead of the loop, so that the ranks can vote on its end; see `Outlook`."""
+"""Check that a stream may be read ahead of the loop, so that the ranks can vote on its end; see `Outlook`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ITEMS = 100  # a longer list is data
 def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
     """Return whether a stream may be read ahead of the loop.
 
-    It may not if this process reads it and its samples may follow from the training, as do those that the model
-    generates. It may not either if it has a state that could be expensive to ask for before each batch, or that could
-    change after it was asked for.
+    It may not if this process reads it and its samples may depend on the training, such as samples that the model
+    generates. It may not either if it has a state that could be expensive to read before each batch, or that could
+    change after it was read.
 
     Args:
-        source: the user's loader of an ``IterableDataset``.
-        state_owner: what says where the stream is, for a checkpoint; or None.
+        source: The user's loader of an ``IterableDataset``.
+        state_owner: The object with the position of the stream, for a checkpoint; or None.
     """
     owners = [state_owner]
     if source.num_workers == 0:
@@ -39,7 +39,11 @@ def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
 
 
 def holds_model(dataset: Any) -> bool:
-    """Return whether a module is within reach of a dataset: as an attribute, or as one of an object or a function."""
+    """Return whether a dataset refers to a module: as an attribute, or through an object or a function.
+
+    Args:
+        dataset: The dataset.
+    """
     visited, level = set[int](), [dataset, getattr(type(dataset), "__iter__", None)]
     for _ in range(_LEVELS):
         following: list[Any] = []

@@ -53,7 +53,7 @@ def test_a_rank_that_never_comes_is_named_within_the_limit() -> None:
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29583"}
     begin = time.monotonic()
     out = doctor("--timeout", "1", status=1, env=place)
-    assert "FAULT ranks         rank 1 of 2 did not come" in out
+    assert "FAULT ranks         rank 1 of 2 did not report" in out
     assert time.monotonic() - begin < 15
 
 

@@ -56,7 +56,7 @@ def test_sizes(text: Any, size: int) -> None:
 
 @pytest.mark.parametrize("text", [-1, "x", "GB", "-1GB"])
 def test_what_is_not_a_size(text: Any) -> None:
-    with pytest.raises(ValueError, match=r"memory .* is no size"):
+    with pytest.raises(ValueError, match=r"memory .* is not a size"):
         convert_file_size_to_int(text)
 
 

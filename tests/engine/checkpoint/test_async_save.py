@@ -109,7 +109,7 @@ def test_a_state_that_is_changed_while_it_is_copied_is_not_saved(tmp_path, monke
     accelerator.save_state(tmp_path / "beside", blocking=False)
     optimizer.state[model[2].bias]["exp_avg"].zero_()
     go_on.set()
-    with pytest.raises(RuntimeError, match=r"exp_avg in optimizer.safetensors was changed while it was saved"):
+    with pytest.raises(RuntimeError, match=r"exp_avg in optimizer.safetensors was changed during an asynchronous save"):
         accelerator.finish_saving()
     assert os.listdir(tmp_path) == []
     accelerator.save_state(tmp_path / "after", blocking=False)
@@ -144,9 +144,9 @@ def test_what_is_noted_is_as_it_was(tmp_path):
     seen.append(2)
     accelerator.finish_saving()
     assert accelerator.load_state(tmp_path / "a")["seen"] == [1]
-    with pytest.raises(TypeError, match=r"info=.*holds a tensor, .*: pass its .item\(\)"):
+    with pytest.raises(TypeError, match=r"info=.*has a tensor, .*: pass its .item\(\)"):
         accelerator.save_state(tmp_path / "b", info={"loss": torch.tensor(1.0)}, blocking=False)
-    with pytest.raises(ValueError, match="'world_size', which is noted of every run"):
+    with pytest.raises(ValueError, match="'world_size', which is always saved"):
         accelerator.save_state(tmp_path / "b", info={"world_size": 3})
     with pytest.raises(TypeError, match=r"also='xyz'.*a list"):
         accelerator.save_state(tmp_path / "b", also="xyz")

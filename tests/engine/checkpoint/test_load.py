@@ -151,7 +151,9 @@ def test_the_order_of_parameters_is_of_no_matter(saved):
 
 def test_the_same_shapes_that_compute_something_else(saved):
     accelerator, *_ = prepared(lambda: Net(activation=nn.GELU))
-    with pytest.warns(UserWarning, match=r"other parts:\n  parts\.act: Tanh there, GELU here"):
+    with pytest.warns(
+        UserWarning, match=r"other submodules:\n  parts\.act: Tanh in the checkpoint, GELU in this model"
+    ):
         accelerator.load_state(saved[0])
 
 
@@ -180,7 +182,7 @@ def test_the_manifest_says_what_was_trained_how(saved):
 
 def test_another_global_batch_is_said(saved):
     accelerator, *_ = prepared(accumulate=3, batch=2)
-    with pytest.warns(UserWarning, match=r"a global batch of 4 \(4 over 1 processes, x 1\), this run has 6"):
+    with pytest.warns(UserWarning, match=r"a global batch of 4 \(4 over 1 processes, x 1\), but this run has 6"):
         accelerator.load_state(saved[0])
     accelerator, *_ = prepared(accumulate=2, batch=2)
     with warnings.catch_warnings():
@@ -200,7 +202,7 @@ def test_loaders_that_are_made_for_each_epoch(saved):
     """A script prepares another one in each epoch: before the load there are more or fewer than were saved."""
     accelerator, *_ = prepared()
     accelerator.prepare_data_loader([1, 2, 3])
-    with pytest.warns(UserWarning, match="holds 1 loaders, this run has 2: they begin anew"):
+    with pytest.warns(UserWarning, match="contains 1 loaders, but this run has 2, so they are not restored"):
         accelerator.load_state(saved[0])
     assert [list(loader) for loader in accelerator.loaders][1] == [1, 2, 3]
 
@@ -225,7 +227,7 @@ def test_the_first_pass_is_what_was_left(tmp_path, skip):
 def test_a_script_that_evaluates_prepares_the_model_alone(saved):
     accelerator = treadle.Accelerator(cpu=True)
     model = accelerator.prepare(Net())
-    with pytest.warns(UserWarning, match="holds 1 optimizers, this run has 0"):
+    with pytest.warns(UserWarning, match="contains 1 optimizers, but this run has 0"):
         accelerator.load_state(saved[0])
     same(model.state_dict(), saved[1].state_dict())
 
@@ -317,18 +319,18 @@ def test_what_else_differs_is_refused_before_anything_changes(tmp_path, other):
     before = snapshot(model, stepper)
     words = {
         "scheduler": "scheduler: StepLR in the checkpoint, ConstantLR in this run",
-        "registered": "no state for else; of what was registered it has note, left",
-        "models": "holds 2 models, this run has 1",
+        "registered": "no state for else; it has the registered objects note, left",
+        "models": "contains 2 models, but this run has 1",
     }[other]
     with pytest.raises(ValueError, match=words):
         accelerator.load_state(tmp_path / "x")
     same(snapshot(model, stepper), before)
     if other == "models":
         return
-    with pytest.warns(UserWarning, match="which nobody takes") as said:
+    with pytest.warns(UserWarning, match="which is not registered in this run") as said:
         accelerator.load_state(tmp_path / "x", strict=False)
     texts = [str(one.message) for one in said]
-    assert any(words in text and "begins anew" in text for text in texts)
+    assert any(words in text and "is not restored" in text for text in texts)
     assert any("a state for " in text and "left" in text for text in texts)
     if other == "scheduler":
         assert accelerator.registered["note"].value == 3
@@ -352,7 +354,7 @@ def test_another_precision_is_said_and_the_optimizer_goes_with_it(saved, optimiz
     first[0].save_state(tmp_path / "x")
     for precision in ("bf16-true", "64-true"):
         accelerator, model, stepper = make(precision)
-        with pytest.warns(UserWarning, match=f"saved with precision 32-true, this run has {precision}"):
+        with pytest.warns(UserWarning, match=f"saved with precision 32-true, but this run has {precision}"):
             accelerator.load_state(tmp_path / "x")
         step(accelerator, model, stepper)
         weight = accelerator.unwrap_model(model).parts["head"].weight
@@ -379,7 +381,7 @@ def test_weights_that_are_tied_here_and_differ_there(tmp_path):
     accelerator.save_state(tmp_path / "x")
     again = treadle.Accelerator(cpu=True)
     tied = again.prepare(Pair(True))
-    words = r"b\.weight: one with a\.weight in the model, other values in the checkpoint"
+    words = r"b\.weight: tied to a\.weight in the model, but different values in the checkpoint"
     with pytest.raises(ValueError, match=words):
         again.load_state(tmp_path / "x")
     with torch.no_grad():
@@ -439,7 +441,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(saved, calls):
     if calls == 1:
         accelerator.register_load_state_pre_hook(lambda models, folder: other.save_state(folder))
         before = snapshot(model, stepper)
-        with pytest.raises(ValueError, match="was replaced while it was read"):
+        with pytest.raises(ValueError, match="was replaced during the read"):
             accelerator.load_state(path)
         assert accelerator.steps == 1
     else:  # as the Trainer loads it
@@ -463,7 +465,7 @@ def test_one_model_more_without_the_models(saved):
     accelerator, model, stepper = prepared()
     accelerator.prepare(Net(3))
     before = snapshot(model, stepper)
-    with pytest.raises(ValueError, match="holds 1 models, this run has 2"):
+    with pytest.raises(ValueError, match="contains 1 models, but this run has 2"):
         accelerator.load_state(saved[0], models=False)
     same(snapshot(model, stepper), before)
 
@@ -500,7 +502,10 @@ def test_another_format_of_the_weights_is_said(saved, tmp_path, calls):
 
     make(torch.float64)[0].save_state(tmp_path / "x")
     accelerator, model, _ = make(torch.float32)
-    words = r"not go on exactly:\n  parts\.body\.weight: float64 there, float32 here\n(.*\n){2}  parts\.head\.bias: .*$"
+    words = (
+        r"not resume exactly:\n  parts\.body\.weight: float64 in the checkpoint, float32 in this model\n"
+        r"(.*\n){2}  parts\.head\.bias: .*$"
+    )
     if calls == 2:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -593,7 +598,9 @@ def test_a_full_disk_costs_nothing_that_is_there(small_disk, blocking):
         accelerator.finish_saving()
 
     for target in ("next", "good"):
-        with pytest.raises(OSError, match=r"can't save .*: No space left.* needs [\d,]+ bytes, [\d,]+ are free"):
+        with pytest.raises(
+            OSError, match=r"can't save .*: No space left.* needs [\d,]+ bytes, but only [\d,]+ are free"
+        ):
             save(target)
         assert os.listdir(small_disk) == ["good"]
         assert {path.name: path.read_bytes() for path in (small_disk / "good").iterdir()} == before

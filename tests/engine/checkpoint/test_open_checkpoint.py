@@ -102,7 +102,7 @@ def load_each(*templates):
 
 
 def damaged(path, name):
-    return "ValueError", f"{path}: {name} has other content than was written (its digest differs)."
+    return "ValueError", f"{path}: {name} is not the file that was written (its digest differs)."
 
 
 def test_all_processes_refuse_what_one_finds_damaged(tmp_path):
@@ -150,7 +150,7 @@ def test_another_save_to_the_path_is_noticed(tmp_path, verified):
         model.weight.add_(1)
     accelerator.save_state(path)
     before = model.weight.clone()
-    with pytest.raises(ValueError, match="was replaced while it was read"):
+    with pytest.raises(ValueError, match="was replaced during the read"):
         accelerator.load_state(opened)
     assert torch.equal(model.weight, before)
     accelerator.load_state(path)

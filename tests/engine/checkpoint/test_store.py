@@ -115,7 +115,7 @@ def test_what_could_not_be_read_back_is_not_saved(tmp_path, monkeypatch):
     monkeypatch.setattr("treadle.engine.checkpoint.parts._MAX_JSON_BYTES", 1000)
     checkpoint.write_part(tmp_path / "x", "state", {"numbers": torch.arange(1000)})
     with pytest.raises(
-        ValueError, match=r"part 'state' has 3,\d+ bytes beside its tensors.* as tensors or numpy arrays"
+        ValueError, match=r"part 'state' has 3,\d+ bytes without its tensors.* as tensors or numpy arrays"
     ):
         checkpoint.write_part(tmp_path / "x", "state", {"numbers": [*range(1000)]})
 
@@ -482,7 +482,7 @@ def test_a_new_one_that_rots_during_an_interrupted_swap_leaves_the_old_one(tmp_p
     save(tmp_path / "last", 1).rename(tmp_path / ".last.old")
     (tmp_path / "new").rename(tmp_path / ".last.part")
     flip_a_bit(tmp_path / ".last.part" / "model.safetensors")
-    assert "put back" in CheckpointStore(tmp_path).recover()[0]
+    assert "restored" in CheckpointStore(tmp_path).recover()[0]
     assert_holds(tmp_path / "last", 1)
 
 
@@ -512,7 +512,7 @@ def test_directories_of_others_are_left_alone(tmp_path):
     with pytest.raises(ValueError, match=r"exists and is not a checkpoint"):
         save(tmp_path / "mine", 1)
     for name in ("cache", "book", "thesis"):
-        with pytest.raises(ValueError, match=rf"\.{name}\.\w+ stands where .* isn't deleted"):
+        with pytest.raises(ValueError, match=rf"\.{name}\.\w+ is needed to write .* isn't deleted"):
             checkpoint.check_target(tmp_path / name)
         checkpoint.discard(tmp_path / name)
     checkpoint.discard(tmp_path / "mine")
@@ -542,7 +542,7 @@ def test_remove_refuses_what_holds_more_than_was_saved(tmp_path):
     (path / "extra" / "deep").mkdir(parents=True)
     (path / "extra" / "deep" / "words.txt").write_text("words")
     (path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"step-1 holds extra, tokenizer\.json, which it was not saved with"):
+    with pytest.raises(ValueError, match=r"step-1 contains other files \(extra, tokenizer\.json\)"):
         checkpoint.remove(path)
     assert_holds(path, 1)
     assert os.listdir(tmp_path) == ["step-1"]
@@ -575,7 +575,7 @@ def test_what_is_not_a_checkpoints_own_moves_into_the_next_one(tmp_path):
         assert_has_things(target)
         assert set(os.listdir(target)) == {*FILES, "manifest.json", *things}
     files = checkpoint.write_part(target, "tokenizer", {"words": 3})
-    with pytest.warns(UserWarning, match=r"was there under this name is tokenizer\.json\.kept"):
+    with pytest.warns(UserWarning, match=r"previous file of this name is kept as tokenizer\.json\.kept"):
         checkpoint.commit(target, files, {"step": 4})
     assert checkpoint.read_part(target, "tokenizer") == {"words": 3}
     assert_has_things(target, "tokenizer.json.kept")
@@ -704,7 +704,7 @@ def test_a_sibling_that_nobody_may_look_into_is_somebody_elses():
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/b", "/etc/x", ".hidden", "manifest", "a\nb", "a\\b", "C:x"])
 def test_part_names_stay_in_the_directory(tmp_path, name):
-    with pytest.raises(ValueError, match="can't name a part"):
+    with pytest.raises(ValueError, match="is not a valid name of a part"):
         checkpoint.write_part(tmp_path / "x", name, {})
     path = save(tmp_path / "y", 1)
     with pytest.raises(ValueError, match="has no part"):
@@ -727,8 +727,8 @@ def test_commit_refuses_what_was_not_staged(tmp_path):
         ({**files, "state.json": other}, r"state\.json is missing"),
         ({"model.safetensors": other}, r"1 were written"),
         ({}, "lists no files"),
-        ({"../x.json": other}, "no name"),
-        ({"manifest.json": other}, "no name"),
+        ({"../x.json": other}, "not a valid name"),
+        ({"manifest.json": other}, "not a valid name"),
     ):
         with pytest.raises(ValueError, match=reason):
             checkpoint.commit(tmp_path / "x", wrong, {})
@@ -857,7 +857,7 @@ def test_probe_makes_the_directory_and_leaves_nothing(tmp_path):
 
 
 def test_probe_says_how_much_is_missing_and_why_it_cannot_write(tmp_path):
-    with pytest.raises(OSError, match=r"one needs 1,125,899,906,842,624 bytes and [\d,]+ are free"):
+    with pytest.raises(OSError, match=r"one needs 1,125,899,906,842,624 bytes, but only [\d,]+ are free"):
         CheckpointStore(tmp_path).probe(nbytes=2**50)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"can't save checkpoints in .*file"):

@@ -85,10 +85,10 @@ def test_a_saved_run_has_these_keys_and_no_others(tmp_path, fails):
 @pytest.mark.parametrize(
     ("form", "value", "said"),
     [
-        (RankState, {"random": {}}, "buffers not there, or no list"),
-        (RankState, {"random": [], "buffers": []}, "random not there, or no dict"),
-        (RankState, [], "random, buffers not there, or no dict"),
-        (OptimizerState, {}, "class, shapes, formats, groups, slots, unnamed, others not there, or no str"),
+        (RankState, {"random": {}}, "buffers missing, or not a list"),
+        (RankState, {"random": [], "buffers": []}, "random missing, or not a dict"),
+        (RankState, [], "random, buffers missing, or not a dict"),
+        (OptimizerState, {}, "class, shapes, formats, groups, slots, unnamed, others missing, or not a str"),
     ],
 )
 def test_another_form_is_refused_by_name(tmp_path, form, value, said):

@@ -536,7 +536,7 @@ def test_an_evaluation_loader_may_get_another_generator():
     assert sorted(flat(again.ids())) == list(range(8))
     for other in (np.random.default_rng(1), None):  # another kind, and none
         ranks = Ranks(make(True), 1)
-        with pytest.raises(ValueError, match=r"drew from 1 generators of its own, this one has [01].*same kind"):
+        with pytest.raises(ValueError, match=r"had 1 separate generators, but this one has [01].*same kind"):
             Ranks(lambda g=other: DataLoader(range(8), sampler=Held(g)), 1, state=ranks.state())
 
 
@@ -931,7 +931,7 @@ def test_persistent_workers_of_a_stream_that_draws(kind):
 
 
 def test_why_a_stream_is_read_again():
-    for data, workers, text in ((Stream(6), 0, "no state of its own"), (Counting(6), 1, "Counting is in its workers")):
+    for data, workers, text in ((Stream(6), 0, "no state_dict"), (Counting(6), 1, "Counting is in its workers")):
         ranks = Ranks(lambda d=data, w=workers: DataLoader(d, num_workers=w), 1)
         ranks.ids(2)
         with pytest.warns(UserWarning, match=f"{text}.*2 samples are read again"):

@@ -254,7 +254,7 @@ def test_what_a_script_draws_before_its_loop_is_the_same_on_all_ranks():
     (one, first, _), (two, second, error) = run(drawn_after_the_first_loader, 2, None)
     assert one == two
     assert not set(first) & set(second)  # in the loop each draws numbers of its own
-    assert "theirs hold different data" in error
+    assert "datasets of the ranks hold different data" in error
 
 
 class MadeAnew(Task):
@@ -302,7 +302,7 @@ def resumed_elsewhere(folder, save):
 def test_a_stream_of_each_ranks_own_on_another_number_of_ranks(tmp_path):
     run(resumed_elsewhere, 2, str(tmp_path / "a"), True)
     ((ids, said),) = run(resumed_elsewhere, 1, str(tmp_path / "a"), False)
-    assert "exact only where the stream is dealt to the ranks sample by sample" in said
+    assert "exact only if the stream is distributed over the ranks sample by sample" in said
     assert ids == list(range(32, 96))  # as this one is
 
 

@@ -85,10 +85,10 @@ def test_it_says_what_it_does(monkeypatch):
 
     assert train(gradient_accumulation_steps=3) == 12
     assert lines == [
-        "Memory ran out in train: batch_size=4 is next. gradient_accumulation_steps=6: "
-        "the global batch stays what it was.",
-        "Memory ran out in train: batch_size=2 is next. gradient_accumulation_steps=12: "
-        "the global batch stays what it was.",
+        "train ran out of memory; trying batch_size=4. With gradient_accumulation_steps=6 "
+        "the global batch keeps its size.",
+        "train ran out of memory; trying batch_size=2. With gradient_accumulation_steps=12 "
+        "the global batch keeps its size.",
     ]
 
 
@@ -102,7 +102,10 @@ def test_a_reduction_of_ones_own():
         return batch_size
 
     assert train(90) == 90
-    with pytest.raises(ValueError, match="81 did not, and reduce_batch_size_fn returned 81, which is not from 1 to 80"):
+    with pytest.raises(
+        ValueError,
+        match="batch_size=81 failed, and reduce_batch_size_fn returned 81, which must be a whole number from 1 to 80",
+    ):
         train(10)
 
 
@@ -121,11 +124,11 @@ def test_other_errors_are_left_alone():
     def hungry(batch_size):
         raise MemoryError
 
-    with pytest.raises(MemoryError, match="not even a batch of 1"):
+    with pytest.raises(MemoryError, match="even batch_size=1 failed"):
         hungry()
-    with pytest.raises(TypeError, match="train gets its batch size from find_executable_batch_size"):
+    with pytest.raises(TypeError, match="find_executable_batch_size passes the batch size as its first one"):
         train(64)
-    with pytest.raises(TypeError, match="must take the batch size as its first parameter"):
+    with pytest.raises(TypeError, match="must have the batch size as its first parameter"):
         find_executable_batch_size(lambda: None)
     with pytest.raises(ValueError, match="starting_batch_size=0"):
         find_executable_batch_size(starting_batch_size=0)(hungry)

@@ -223,7 +223,7 @@ def test_one_process_has_nothing_to_join():
 @pytest.mark.parametrize(
     ("joinables", "even_batches", "words"),
     [
-        (["model"], None, "not str"),
+        (["model"], None, "has a str"),
         (Net(), None, r"pass \[model\]"),
         ([], "yes", "even_batches='yes' must be True, False or None"),
     ],

@@ -184,7 +184,7 @@ def test_a_schedule_by_measurements_stays_as_saved(tmp_path):
     with pytest.warns(UserWarning, match="ReduceLROnPlateau: patience 1 in the checkpoint, 3 in this script"):
         accelerator.load_state(tmp_path / "s")
     assert optimizer.param_groups[0]["lr"] == 0.2
-    with pytest.warns(UserWarning, match="ReduceLROnPlateau follows measurements"):
+    with pytest.warns(UserWarning, match="ReduceLROnPlateau depends on past metrics"):
         accelerator.load_state(tmp_path / "s", schedule="script")
     assert optimizer.param_groups[0]["lr"] == 0.2
 
@@ -197,7 +197,7 @@ def test_a_schedule_that_can_not_be_brought_there_changes_nothing(tmp_path):
     optimizer = torch.optim.AdamW([{"params": part.parameters()} for part in model], lr=0.1)
     model, optimizer, _ = accelerator.prepare(model, optimizer, build(optimizer, SHORT))
     before = [dict(group) for group in optimizer.param_groups], model[0].weight.clone()
-    with pytest.raises(ValueError, match="this script's OneCycleLR can't be brought to step 20, where the checkpoint"):
+    with pytest.raises(ValueError, match="can't advance this script's OneCycleLR to step 20 of the checkpoint"):
         accelerator.load_state(tmp_path / "s", schedule="script")
     assert [dict(group) for group in optimizer.param_groups] == before[0]
     assert torch.equal(model[0].weight, before[1])
@@ -230,7 +230,7 @@ def test_parameters_that_were_added_do_not_put_the_schedule_back(tmp_path, kind,
         return rates
 
     steps(BEFORE, added=False)
-    with pytest.warns(UserWarning, match="What does not fit begins anew"):
+    with pytest.warns(UserWarning, match="State that does not fit is not restored"):
         resumed = steps(AFTER, added=True, source=tmp_path / "s")
     assert resumed == steps(BEFORE + AFTER, added=True)[BEFORE:]
 

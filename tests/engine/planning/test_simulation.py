@@ -276,7 +276,7 @@ def test_a_value_that_is_looked_at_is_named(curious):
     from treadle.engine.planning.simulation import simulate
 
     line = curious.__code__.co_firstlineno + (2 if curious is by_branch else 1)
-    with pytest.raises(ValueError, match=rf"looks at a tensor's value \(.*test_simulation.py, line {line}\)"):
+    with pytest.raises(ValueError, match=rf"reads a tensor's value \(.*test_simulation.py, line {line}\)"):
         simulate(Net, batch_of, curious, ADAMW, world_size=2, strategy=FSDP(), precision="32-true")
     assert not torch.distributed.is_initialized()
 

@@ -200,7 +200,7 @@ def test_names_that_differ(tmp_path):
         assert same(model, state)
     with pytest.raises(ValueError, match=r"no name begins with prefix='net\.'"):
         treadle.load_weights(model, path, prefix="net.")
-    with pytest.raises(ValueError, match="two names become 'a'"):
+    with pytest.raises(ValueError, match="map two names to 'a'"):
         treadle.load_weights(model, path, rename=lambda name: "a")
     holder = nn.ModuleDict({"encoder": net()})
     with pytest.raises(ValueError, match=r"rename=\{'': 'encoder.'\}"):
@@ -225,7 +225,7 @@ def test_what_fits_and_no_more(tmp_path):
     assert (done.missing, done.unexpected, done.reshaped) == (("2.bias",), ("extra",), ("0.weight",))
     assert torch.equal(model[2].bias, own)
     assert torch.equal(model[0].bias, state["0.bias"])
-    with pytest.raises(ValueError, match="nothing in it fits"):
+    with pytest.raises(ValueError, match="none of its weights fit"):
         treadle.load_weights(nn.Linear(1, 1), tmp_path / "weights.pt", strict=False)
 
 
@@ -269,7 +269,7 @@ def scripted(path):
         (lambda d: (d / ".metadata").write_bytes(b"x") and d, "dcp_to_torch"),
         (lambda d: (d / "zero_to_fp32.py").write_text("x") and d, "DeepSpeed"),
         (lambda d: d, "no weights"),
-        (lambda d: pt(net(), d), "no dict of tensors but treadle_gone|torch.nn.modules.container.Sequential"),
+        (lambda d: pt(net(), d), "contains (treadle_gone.*|torch.*.Sequential), not a dict of tensors"),
         (lambda d: pt({"model": net(), "epoch": 1}, d), "torch.nn.modules.container.Sequential"),
         (lambda d: pt({"epoch": 3, "net": {"weight": torch.ones(1)}}, d), "epoch, net"),
         (lambda d: pt({"weight": torch.ones(1), "epoch": 3}, d), "epoch is a int"),
@@ -330,19 +330,19 @@ def test_urls(server, tmp_path):
         treadle.load_weights(model, source, sha256=right)
         assert same(model, state)
     asked.clear()
-    with pytest.raises(ValueError, match=r"Give sha256="):
+    with pytest.raises(ValueError, match=r"Pass sha256="):
         treadle.load_weights(net(), f"{url}/w.pt")
     with pytest.raises(ValueError, match="64 hexadecimal digits"):
         treadle.load_weights(net(), f"{url}/w.pt", sha256="abc")
-    with pytest.raises(ValueError, match=r"no kind of store that fsspec knows\. Did you mean 's3'"):
+    with pytest.raises(ValueError, match=r"not a store that fsspec supports\. Did you mean 's3'"):
         treadle.load_weights(net(), "s4://bucket/w.pt", sha256=right)
     assert asked == []
     for source in (f"{url}/w.pt", f"file://{tmp_path}/w.pt", tmp_path / "w.pt"):
-        with pytest.raises(ValueError, match="nothing of it was read"):
+        with pytest.raises(ValueError, match="nothing in it was read"):
             treadle.load_weights(net(), source, sha256="0" * 64)
     with pytest.raises(OSError, match="file"):
         treadle.load_weights(net(), f"{url}/to-file", sha256=right)
-    with pytest.raises(ValueError, match="more than the"):
+    with pytest.raises(ValueError, match="bytes, the limit of"):
         treadle.load_weights(net(), f"{url}/large", sha256=right)
     with pytest.raises(OSError, match="404"):
         treadle.load_weights(net(), f"{url}/none", sha256=right)

@@ -158,7 +158,7 @@ def test_a_loss_scale_of_each_process_contradicts_local_steps():
 
 def test_one_process_says_what_changes_nothing(capsys):
     treadle.Accelerator(cpu=True, strategy=DDP(zero=True, comm_hook="bf16"))
-    assert "comm_hook, zero changes nothing" in capsys.readouterr().err
+    assert "comm_hook, zero has no effect" in capsys.readouterr().err
 
 
 # -- errors of the reducer -------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def report_missing(absent):
         time.sleep(60)
     report = examine_rank(limit=1.0)
     ((mark, text),) = find(report, "ranks")
-    named = mark == "fault" and text.startswith(f"rank {absent} of 2 did not come")
+    named = mark == "fault" and text.startswith(f"rank {absent} of 2 did not report")
     os._exit(9 if named and report["result"] == "fault" else 1)
 
 
@@ -128,7 +128,7 @@ def report_stopped():
 def test_a_sum_that_is_wrong():
     report, _ = run(examine_rank, 2, "spoil_sums")
     ((_, text),) = find(report, "meeting")
-    assert text.endswith("gave up to 1 wrong sums on rank 1")
+    assert text.endswith("returned up to 1 wrong sums on rank 1")
     assert list_faults(report) == {"meeting"}
 
 
@@ -152,7 +152,7 @@ def claim_rank_zero():
 
 def test_two_processes_that_are_the_same_rank():
     errors = [text for texts, _ in run(claim_rank_zero, 2) for text in texts]
-    assert errors == ["another process is rank 0 of 2 too; each needs a RANK of its own"]
+    assert errors == ["another process is rank 0 of 2 too; set a different RANK for each process"]
 
 
 def test_an_address_that_does_not_resolve():
@@ -170,4 +170,4 @@ def test_a_folder_in_which_nothing_can_be_written():
     report, _ = run(examine_rank, 2, None, 20.0, "/proc/no/such/folder")
     ((mark, text),) = find(report, "run folder")
     assert mark == "fault"
-    assert text.startswith("/proc/no/such/folder: no file can be written: ")
+    assert text.startswith("/proc/no/such/folder: can't write a file: ")

@@ -97,9 +97,9 @@ def test_a_process_that_does_not_come_is_named():
     texts = {text for found, _ in results for _, text in found}
     assert len(texts) == 1, "one verdict, on every process, for this call and all later ones"
     text = texts.pop()
-    assert text.startswith("rank 1 did not come within 2 s to a call that needs all processes:\n  rank 0: barrier in ")
+    assert text.startswith("rank 1 did not make a call that needs all processes within 2 s:\n  rank 0: barrier in ")
     assert re.search(rf"rank 0: barrier in wait_for_everyone at .*{FILE}:\d+ <lambda>\n", text)
-    assert re.search(rf"rank 1: not here; its last call was all_gather of .* at .*{FILE}:\d+ skipped\n", text)
+    assert re.search(rf"rank 1: missing; its last call was all_gather of .* at .*{FILE}:\d+ skipped\n", text)
     assert "TREADLE_DEBUG_TIMEOUT" in text
     assert all(took < 8 for _, took in results)
 
@@ -129,7 +129,7 @@ def test_a_process_that_ends_is_named_at_once(leave, words):
     began = time.monotonic()
     done = script(LEAVES.format(leave=leave), env={**DEBUG, "TREADLE_DEBUG_TIMEOUT": "100"})
     assert time.monotonic() - began < 50
-    assert "rank 1 will not come to a call that needs all processes:" in done.stdout, done.stderr
+    assert "rank 1 will not make a call that needs all processes:" in done.stdout, done.stderr
     assert "rank 0: gather_objects in gather" in done.stdout
     assert f"rank 1: {words} last call was barrier in wait_for_everyone at train.py:4 <module>" in done.stdout
 
@@ -156,7 +156,7 @@ def test_branches_may_meet_in_a_barrier_but_not_mix_values():
     assert first == second
     assert first[0] == "sent"
     assert "calls that differ in the line:" in first[1]
-    assert "\nEarlier: The processes meet in a broadcast from 0 from different lines:" in first[1]
+    assert "\nEarlier: The processes make the call broadcast from 0 from different lines:" in first[1]
 
 
 def parts():
@@ -239,7 +239,7 @@ def test_verdicts():
     assert verdict_on([call(), call(path="b/train.py")], [0, 1]) == "=", "machines may keep a file elsewhere"
     assert verdict_on([call("has ended"), call("has ended; its last call was x")], [0, 1]) == "="
     text = verdict_on([call(), call(), call("has ended"), call(), call("has ended")], [0, 1, 2, 4, 5])
-    assert text.startswith("?ranks 2, 5 will not come")
+    assert text.startswith("?ranks 2, 5 will not make")
     assert "  ranks 0-1, 4: barrier in f at a/train.py:3 main" in text
     assert verdict_on([call(), call(line="4 main")], [0, 1])[0] == "~"
     assert verdict_on([call(), call(name="g")], [0, 1])[0] == "!"

@@ -113,7 +113,7 @@ def test_half_of_slurms_variables_names_what_is_missing(name):
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, r"SLURM_STEP_TASKS_PER_NODE=2\(x2\) does not agree with"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "SLURM_STEP_TASKS_PER_NODE='2;1' is not of the form"),
         ({"SLURM_STEP_NODELIST": "n[7"}, r"SLURM_STEP_NODELIST='n\[7' is not of the form"),
-        ({"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE=2: the parts of a heterogeneous job"),
+        ({"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE=2 is not supported: each component of a heterogeneous job"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is out of range"),
     ],
 )
@@ -206,9 +206,9 @@ def test_a_task_that_sees_its_own_gpu_only_uses_that():
     place = LaunchEnvironment.read({**SLURM, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"} | G01)
     assert place.device_index([0, 1], 1) == 0  # --gpus-per-task=1
     assert place.device_index([0, 1], 8) == 1
-    with pytest.raises(ValueError, match="LOCAL_RANK=1 wants CUDA device 5, but torch sees 2"):
+    with pytest.raises(ValueError, match="LOCAL_RANK=1 needs CUDA device 5, but torch sees 2"):
         place.device_index([4, 5], 2)
-    with pytest.raises(ValueError, match="LOCAL_RANK=1 wants CUDA device 1, but torch sees 1"):
+    with pytest.raises(ValueError, match="LOCAL_RANK=1 needs CUDA device 1, but torch sees 1"):
         LaunchEnvironment.read(TORCHRUN).device_index([0, 1], 1)
 
 

@@ -48,7 +48,8 @@ def fit(root, strategy, hook, ranks):
 
 
 ALONE = (
-    r"trainer.save_checkpoint needs all processes, but rank {} called it and rank {} has gone on, and waits in a later"
+    r"trainer.save_checkpoint needs all processes, but rank {} called it and rank {} has continued, "
+    r"and waits in a later"
 )
 
 
@@ -91,9 +92,9 @@ def own_loop(root, strategy, what):
 @pytest.mark.parametrize(
     ("strategy", "what", "text"),
     [
-        ("ddp", "step", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has gone on"),
-        ("fsdp", "step", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has gone on"),
-        ("ddp", "barrier", "rank 1 has gone on, and waits in a later step or exchange. Call it on every rank"),
+        ("ddp", "step", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has continued"),
+        ("fsdp", "step", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has continued"),
+        ("ddp", "barrier", "rank 1 has continued, and waits in a later step or exchange. Call it on every rank"),
         ("fsdp", "another call", r"rank 0 .* rank 1 calls accelerator.save_model|rank 1 .* rank 0 calls .*save_state"),
         ("fsdp", "end", "accelerator.save_model needs all processes, but rank 0 called it and rank 1 has ended"),
         ("auto", "nothing prepared", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has ended"),

@@ -87,8 +87,8 @@ def test_a_local_rank_without_a_local_size():
         ({"devices": 0}, "devices=0"),
         ({"devices": "two"}, "devices='two'"),
         ({"devices": ""}, "at least 1"),
-        ({"devices": []}, "names no device"),
-        ({"devices": [0, 0]}, "one twice"),
+        ({"devices": []}, "is empty"),
+        ({"devices": [0, 0]}, "a device twice"),
         ({"devices": [-1]}, r"devices=\[-1\]"),
         ({"devices": ["0"]}, r"devices=\['0'\]"),
         ({"devices": [True]}, r"devices=\[True\]"),
@@ -260,7 +260,7 @@ def test_a_gpu_without_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     for name in ("bf16-mixed", "bf16-true"):
-        with pytest.warns(UserWarning, match=f"'{name}', but Tesla T4 has no bfloat16 of its own"):
+        with pytest.warns(UserWarning, match=f"'{name}', but Tesla T4 does not support bfloat16 in hardware"):
             Precision.parse(name).warn_if_emulated(gpu)
         Precision.parse(name).warn_if_emulated(torch.device("cpu"))  # a warning is an error in these tests
     Precision.parse("16-mixed").warn_if_emulated(gpu)

@@ -104,7 +104,7 @@ def test_what_is_computed_again(policy, calls, again):
     [
         ({"every": 0}, ValueError, "every=0"),
         ({"keep": "prodcuts"}, ValueError, "keep='prodcuts' must be 'products'"),
-        ({"keep": ["mm"]}, TypeError, "keep names 'mm': give operations"),
+        ({"keep": ["mm"]}, TypeError, "keep has 'mm', but must have operations"),
         ({"budget": 1.5}, ValueError, "budget=1.5 must be a share"),
         ({"budget": 0.5, "every": 2}, ValueError, "leave out blocks, every and keep"),
         ({"blocks": "atuo"}, ValueError, "Did you mean 'auto'"),
@@ -121,7 +121,7 @@ def test_blocks_that_are_not_there():
 
 
 def test_a_budget_is_for_compiled_models():
-    with pytest.raises(ValueError, match=r"Recompute\(budget=0.5\) is for the compiler, and Task is not compiled"):
+    with pytest.raises(ValueError, match=r"Recompute\(budget=0.5\) needs a compiled model, but Task is not compiled"):
         fit(Recompute(budget=0.5))
 
 

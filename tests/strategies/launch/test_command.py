@@ -88,19 +88,19 @@ def test_options_become_a_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--nproc", "2"], r"there is no option --nproc. Did you mean '--nproc-per-node'"),
+        (["--nproc", "2"], r"--nproc is not an option. Did you mean '--nproc-per-node'"),
         (["--num_process", "2"], r"Did you mean '--num_processes'"),
-        (["-x"], "there is no option -x"),
-        (["--mixed_precision", "fp16"], r"say it in the script: Accelerator\(mixed_precision"),
+        (["-x"], "-x is not an option"),
+        (["--mixed_precision", "fp16"], r"set it in the script: Accelerator\(mixed_precision"),
         (["--use_fsdp"], r"Trainer\(strategy=...\)"),
-        (["--config_file", "x"], "give the options of this command"),
-        (["--nproc-per-node", "two"], "'two' is no number of processes"),
-        (["--nproc-per-node", "0"], "'0' is no number of processes"),
-        (["--nproc-per-node", "2", "--num_processes", "2"], "twice"),
+        (["--config_file", "x"], "pass its settings as options of this command"),
+        (["--nproc-per-node", "two"], "'two' must be a positive number"),
+        (["--nproc-per-node", "0"], "'0' must be a positive number"),
+        (["--nproc-per-node", "2", "--num_processes", "2"], "exclude each other"),
         (["--nnodes", "x"], "'x' is not of the form N or N:M"),
         (["--nnodes", "3:2", "--rdzv-endpoint", "h"], "--nnodes 3:2"),
-        (["--nnodes", "2"], "needs a place to meet"),
-        (["--nnodes", "2", "--rdzv-endpoint", "h", "--node-rank", "0"], "two ways"),
+        (["--nnodes", "2"], "needs an endpoint"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h", "--node-rank", "0"], "--rdzv-endpoint excludes"),
         (["--nnodes", "2", "--master-addr", "h"], "need a --node-rank"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], "--node-rank 2"),
         (["--nnodes", "2", "--rdzv-endpoint", "h", "--rdzv-conf", "timeout"], "KEY=VALUE"),
@@ -120,7 +120,7 @@ def test_what_is_refused(options: list[str], says: str) -> None:
 
 
 def test_a_script_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match=r"there is no file 'nowhere.py'"):
+    with pytest.raises(ValueError, match=r"the script 'nowhere.py' does not exist"):
         job("nowhere.py")
     with pytest.raises(ValueError, match="required"):
         job()

@@ -216,9 +216,9 @@ def test_what_was_made_before_is_refused() -> None:
     from treadle.strategies import World
 
     world = World()
-    with pytest.raises(ValueError, match="'world', which the function uses, was made in this session"):
+    with pytest.raises(ValueError, match="'world', which the function uses, was created in this session"):
         debug_launcher(lambda: print(world))
-    with pytest.raises(TypeError, match="is a int, which can't be called"):
+    with pytest.raises(TypeError, match="must be callable, not a int"):
         debug_launcher(3)  # type: ignore[arg-type]
 
 

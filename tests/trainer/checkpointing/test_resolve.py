@@ -105,10 +105,10 @@ def swap(path):
 
 DAMAGE = {
     "truncated": (truncate, "model.safetensors has"),
-    "a bit flipped": (flip, "model.safetensors has other content"),
+    "a bit flipped": (flip, "model.safetensors is not the file that was written"),
     "a file lost": (lose, "state.json is missing"),
     "no manifest to read": (garble, "manifest.json can't be read"),
-    "files of another": (swap, "has other content|bytes"),
+    "files of another": (swap, "is not the file that was written|bytes"),
 }
 
 
@@ -161,7 +161,7 @@ def test_all_are_damaged(tmp_path, words):
 def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
     weights = ModelCheckpoint(tmp_path / "c", "w-{step}", every_n_train_steps=5, save_weights_only=True, save_top_k=-1)
     fit(tmp_path, weights, each(tmp_path), max_epochs=-1, max_steps=5)
-    with pytest.warns(UserWarning, match=r"w-step=5.ckpt: it holds weights only"):
+    with pytest.warns(UserWarning, match=r"w-step=5.ckpt: it contains weights only"):
         assert fit(tmp_path, each(tmp_path), ckpt_path="last")[1] == 4
     own = made(tmp_path, each(tmp_path))
     shutil.rmtree(tmp_path / "c" / "step=6.ckpt", ignore_errors=True)
@@ -268,7 +268,7 @@ def test_what_a_killed_run_left_is_set_right_first(tmp_path, words):
     )
     assert (began, own.ckpt_path) == (10, tmp_path / "c" / "last.ckpt")
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["last.ckpt"]
-    assert [text for text in words if "put back" in text]
+    assert [text for text in words if "restored" in text]
 
 
 # -- the best ------------------------------------------------------------------------------------------------------

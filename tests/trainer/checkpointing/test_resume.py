@@ -521,7 +521,7 @@ def test_a_generator_for_the_training_loader_is_refused_before_anything_is_loade
     prepare(None)[0].save_state(tmp_path / "ckpt")
     accelerator, net = prepare(torch.Generator())
     before = net.weight.detach().clone()
-    with pytest.raises(ValueError, match="drew from 0 generators of its own, this one has 1"):
+    with pytest.raises(ValueError, match="had 0 separate generators, but this one has 1"):
         accelerator.load_state(tmp_path / "ckpt")
     assert torch.equal(net.weight, before)
 
@@ -627,5 +627,5 @@ def test_a_metric_object_that_nobody_holds(tmp_path):
 
     saver = saves_in("on_step_end", tmp_path / "ckpt", 0)
     own = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=saver, limit_val_batches=0, **QUIET)
-    with pytest.warns(UserWarning, match="'hidden' was logged as a MeanMetric that is no attribute of Hidden"):
+    with pytest.warns(UserWarning, match="'hidden' was logged as a MeanMetric that is not an attribute of Hidden"):
         own.fit(Hidden(), [torch.ones(1, 1)] * 2)

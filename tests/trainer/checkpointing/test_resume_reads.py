@@ -137,7 +137,7 @@ def test_nothing_of_a_damaged_checkpoint_reaches_anyone(saved, tmp_path, stage):
     assert text.count('"seen":3') == 1
     (path / "state.json").write_text(text.replace('"seen":3', '"seen":4'))
     trainer, data = made(tmp_path, 4), Data()
-    with pytest.raises(ValueError, match=r"state.json has other content than was written"):
+    with pytest.raises(ValueError, match=r"state.json is not the file that was written"):
         getattr(trainer, stage)(Task(), datamodule=data, ckpt_path=path)
     assert data.loaded == []
 
@@ -160,7 +160,7 @@ def test_all_processes_fall_back_together_and_no_file_is_read_twice(tmp_path, wo
     ranks = run(newest_is_damaged, world, tmp_path)
     assert {path for path, _, _ in ranks} == {str(tmp_path / "step=2.ckpt")}
     (said,) = ranks[0][1]  # on rank zero alone
-    assert "step=4.ckpt: model.safetensors has other content" in said
+    assert "step=4.ckpt: model.safetensors is not the file that was written" in said
     hashed = sum((files for _, _, files in ranks), start=Counter())
     assert max(hashed.values()) == 1
     assert once(tmp_path / "step=2.ckpt") <= hashed

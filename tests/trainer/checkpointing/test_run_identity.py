@@ -114,7 +114,7 @@ def test_shapes_and_names_are_compared_where_no_hyperparameters_are(tmp_path):
         assert fit(tmp_path, built(1, bias=False), max_epochs=3) == 0
     loose = built(2)
     loose.strict_loading = False
-    with pytest.warns(UserWarning, match="What does not fit is left out"):
+    with pytest.warns(UserWarning, match="State that does not fit is not restored"):
         assert fit(tmp_path, loose, max_epochs=4) == 15  # the newest, of which it takes what fits
 
 

@@ -437,7 +437,9 @@ def test_update_leaves_no_value_of_the_step():
             self.log("total", self.total)
             return super().training_step(batch, batch_idx)
 
-    with pytest.warns(UserWarning, match=r"'total' is logged with on_step=True, but SumMetric.update\(\) leaves no"):
+    with pytest.warns(
+        UserWarning, match=r"'total' is logged with on_step=True, but SumMetric.update\(\) does not compute a value"
+    ):
         trainer().fit(Task(), numbers(1, 2))
 
 
@@ -500,7 +502,7 @@ def test_what_would_be_lost_is_an_error(how):
     words = {
         "two objects": "'x' was logged as two SumMetric objects in one epoch",
         "no level": "'x' is logged with on_step=False and on_epoch=False",
-        "a vector": r"'x'\) takes one number, but the tensor has shape \(3,\)",
+        "a vector": r"'x'\) got a tensor of shape \(3,\), but logs one number",
     }
     with pytest.raises(ValueError, match=words[how]):
         trainer().fit(Task(), numbers(1, 2))

@@ -167,7 +167,7 @@ def test_two_ranks(strategy, where):
     else:
         assert "the gradient of middle.bias is not, the first of 4 in the order of backward" in finite_input[0]
         samples = "On rank 0: sample 4 of the dataset. On rank 1: sample 5 of the dataset."
-        assert f"{samples} The reduced gradients do not tell which rank it was" in finite_input[0]
+        assert f"{samples} The reduced gradients do not show the rank" in finite_input[0]
 
 
 def watched_on_two_ranks(strategy, manual):

@@ -63,8 +63,8 @@ def test_the_job_is_requeued_once(tmp_path, ranks):
         process.kill()
     assert process.returncode == 1
     assert (tmp_path / "calls").read_text() == "requeue 7\n"
-    assert err.count("treadle: SIGUSR1 ends the run before it has begun, so there is nothing to save") == 1
-    assert err.count("treadle: job 7 is requeued") == 1
+    assert err.count("treadle: SIGUSR1 ends the run before its first step, so nothing has to be saved") == 1
+    assert err.count("treadle: job 7 was requeued") == 1
 
 
 def claims():

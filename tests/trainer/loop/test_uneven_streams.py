@@ -64,4 +64,4 @@ def test_all_ranks_train_until_the_last_has_read_its_stream(strategy, accumulate
     assert first == second
     assert len(first) == 7 * epochs
     assert samples == 2 * (7 + 3) * epochs
-    assert told == [f"{said}: those that are done take part with weight 0 until all are, so that no sample is lost."]
+    assert told == [f"{said}: ranks without data take part with weight 0 until all ranks are done; no sample is lost."]

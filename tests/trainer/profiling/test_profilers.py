@@ -227,7 +227,7 @@ def test_an_action_within_itself_counts_once_in_the_total(monkeypatch):
 
 def test_wrong_calls_are_errors():
     for other in (SimpleProfiler(), AdvancedProfiler(), PyTorchProfiler()):
-        with pytest.raises(ValueError, match="'b' can't stop: it was never started"):
+        with pytest.raises(ValueError, match="stop\('b'\) without a running action"):
             other.stop("b")
 
 
@@ -353,7 +353,7 @@ def test_pytorch_writes_a_trace_with_steps_actions_and_parts(tmp_path, capsys):
 
 
 def test_pytorch_says_if_it_recorded_nothing(tmp_path):
-    with pytest.warns(UserWarning, match="recorded nothing: fit was over after 1 steps"):
+    with pytest.warns(UserWarning, match="recorded nothing: fit ended after 1 steps"):
         trainer_in(tmp_path, profiler="pytorch", max_steps=1).fit(Net(), loader())
 
 
@@ -368,7 +368,7 @@ def test_nvtx_needs_a_device(tmp_path):
     [
         ("simpel", ValueError, "Did you mean 'simple'"),
         ("xla", ValueError, "TPUs are not supported"),
-        (SimpleProfiler, TypeError, "Put \\(\\) behind it"),
+        (SimpleProfiler, TypeError, "Pass an instance"),
         (3, TypeError, "must be a name"),
     ],
     ids=["misspelt", "xla", "class", "number"],
