@@ -28,24 +28,24 @@ class BatchSizeFinder(Callback):
     Args:
         mode: ``"power"`` doubles the size until memory runs out; ``"binsearch"`` then halves the distance between the
             largest that fitted and the smallest that did not.
-        steps_per_trial: optimizer steps (or batches, of an evaluation) with each size. The first step makes the
+        steps_per_trial: Optimizer steps (or batches, of an evaluation) with each size. The first step makes the
             optimizer's state, so the second one is the first that needs all of the memory.
-        init_val: the size to begin with; if memory runs out already there, smaller ones follow.
-        max_trials: how many sizes to try at most.
-        batch_arg_name: the attribute with the batch size, of the task, its hparams or the data module.
-        margin: with ``"binsearch"``, the share that is taken off what was found where memory ran out beyond it.
-        max_val: the largest size to try. Nothing beyond the samples of a process is tried either.
-        keep_global_batch: in ``fit``, raise ``accumulate_grad_batches`` as the batch shrinks, so that an optimizer step
+        init_val: The size to begin with; if memory runs out already there, smaller ones follow.
+        max_trials: How many sizes to try at most.
+        batch_arg_name: The attribute with the batch size, of the task, its hparams or the data module.
+        margin: With ``"binsearch"``, the share that is taken off what was found where memory ran out beyond it.
+        max_val: The largest size to try. Nothing beyond the samples of a process is tried either.
+        keep_global_batch: In ``fit``, raise ``accumulate_grad_batches`` as the batch shrinks, so that an optimizer step
             has the samples it had with the attribute and the flag as they were given. The size is then the largest
             divisor of these that fits.
 
     Attributes:
-        optimal_batch_size: what was found; None before.
+        optimal_batch_size: What was found; None before.
 
     Raises:
-        ValueError: for a value that can't be; before the search, for ``keep_global_batch`` where a
+        ValueError: For a value that can't be; before the search, for ``keep_global_batch`` where a
             `GradientAccumulationScheduler` says how many batches a step takes.
-        TypeError: for a value of another kind.
+        TypeError: For a value of another kind.
     """
 
     searches = True
@@ -91,11 +91,11 @@ class BatchSizeFinder(Callback):
         """Find the size.
 
         Args:
-            fits: tries a size: None if memory ran out; else the most that the data has for one batch.
-            limit: nothing above it is tried.
+            fits: Tries a size: None if memory ran out; else the most that the data has for one batch.
+            limit: Nothing above it is tried.
 
         Raises:
-            MemoryError: if no size that was tried fits.
+            MemoryError: If no size that was tried fits.
         """
         best, worst, size = 0, 0, min(self.init_val, limit)  # fits; does not fit
         for _ in range(self.max_trials):
@@ -130,7 +130,7 @@ class BatchSizeFinder(Callback):
         """Refused: a search within a stage would have to begin its loaders anew.
 
         Raises:
-            RuntimeError: always, with what to do instead.
+            RuntimeError: Always, with what to do instead.
         """
         raise RuntimeError(
             f"{type(self).__name__}.scale_batch_size: the search runs by itself before a stage, not within it. To "

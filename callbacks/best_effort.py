@@ -17,7 +17,7 @@ class BestEffortCallback(Callback):
     """Callback that training does not need: after an error it warns and is disabled for the rest of the stage.
 
     Attributes:
-        strict: if something in it fails, let that error end the run instead. Default: False.
+        strict: If something in it fails, let that error end the run instead. Default: False.
     """
 
     strict: bool = False

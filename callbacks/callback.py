@@ -21,8 +21,8 @@ class Callback:
     Attributes:
         after_task: 0 to be called before the task's own hook; 1 after it, to decide (`EarlyStopping`, `Timer`); 2 to
             keep what was decided (`ModelCheckpoint`); 3 to show it (`TQDMProgressBar`).
-        searches: whether it tries something out before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
-        exchanges: whether its hooks call collectives, so that every rank must have one (`ModelCheckpoint`). It is
+        searches: Whether it tries something out before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
+        exchanges: Whether its hooks call collectives, so that every rank must have one (`ModelCheckpoint`). It is
             compared when a stage begins; without it a callback may be on some ranks only.
     """
 
@@ -35,7 +35,7 @@ class Callback:
         """Log one number, as the task's own ``log`` does, with the same arguments and in the same hooks.
 
         Raises:
-            RuntimeError: outside of a stage.
+            RuntimeError: Outside of a stage.
         """
         self._get_attached_task().log(name, value, *args, **kwargs)
 

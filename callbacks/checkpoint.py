@@ -9,7 +9,7 @@ class Checkpoint(Callback):
     """Base of a user-defined checkpoint callback. With one of them the Trainer adds no `ModelCheckpoint`.
 
     Attributes:
-        keeper: who keeps its checkpoints, in a word, where that is no folder that the Trainer searches by itself; ""
+        keeper: Who keeps its checkpoints, in a word, where that is no folder that the Trainer searches by itself; ""
             otherwise.
     """
 

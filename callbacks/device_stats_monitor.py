@@ -22,12 +22,12 @@ class DeviceStatsMonitor(BestEffortCallback):
     and the statistic. In evaluations it is every so many batches. Rank zero's device is the one that is asked.
 
     Args:
-        cpu_stats: the CPU's too, where the device is another. None: only where the device is the CPU; False: never.
+        cpu_stats: The CPU's too, where the device is another. None: only where the device is the CPU; False: never.
 
     Raises:
-        TypeError: for a value that is none of these.
-        ModuleNotFoundError: where the CPU's are wanted and the package ``psutil`` is not there.
-        ValueError: in ``fit``, where nothing is logged.
+        TypeError: For a value that is none of these.
+        ModuleNotFoundError: Where the CPU's are wanted and the package ``psutil`` is not there.
+        ValueError: In ``fit``, where nothing is logged.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:

@@ -40,30 +40,30 @@ class EarlyStopping(Callback):
     ``patience`` or thresholds are now such that it would not have been.
 
     Args:
-        monitor: the logged value to watch.
-        min_delta: how much better counts as better.
-        patience: checks without improvement before it stops. A check is an epoch, or a validation where it runs
+        monitor: The logged value to watch.
+        min_delta: How much better counts as better.
+        patience: Checks without improvement before it stops. A check is an epoch, or a validation where it runs
             several times in an epoch or not in each.
-        verbose: say when it improves.
-        mode: whether ``"min"`` or ``"max"`` is best.
-        strict: whether a value that was never logged is an error; else that check is left out, with a warning.
-        check_finite: stop when the value is NaN or infinite.
-        stopping_threshold: stop once the value is better than this.
-        divergence_threshold: stop once the value is worse than this.
-        check_on_train_epoch_end: whether to check when an epoch ends, or after each validation. By default as said
+        verbose: Say when it improves.
+        mode: Whether ``"min"`` or ``"max"`` is best.
+        strict: Whether a value that was never logged is an error; else that check is left out, with a warning.
+        check_finite: Stop when the value is NaN or infinite.
+        stopping_threshold: Stop once the value is better than this.
+        divergence_threshold: Stop once the value is worse than this.
+        check_on_train_epoch_end: Whether to check when an epoch ends, or after each validation. By default as said
             at ``patience``.
-        log_rank_zero_only: accepted for Lightning's signature; words come from rank zero always.
+        log_rank_zero_only: Accepted for Lightning's signature; words come from rank zero always.
 
     Attributes:
-        best_score: the best value so far, a 0-d tensor; at first the worst there is.
-        wait_count: checks since.
-        stopped_epoch: the epoch it asked to stop in; 0 if it did not in this run.
-        stopping_reason: why it asked to.
-        stopping_reason_message: the same in words; None if it did not.
+        best_score: The best value so far, a 0-d tensor; at first the worst there is.
+        wait_count: Checks since.
+        stopped_epoch: The epoch it asked to stop in; 0 if it did not in this run.
+        stopping_reason: Why it asked to.
+        stopping_reason_message: The same in words; None if it did not.
 
     Raises:
-        ValueError: for a mode that doesn't exist, a negative patience; in training, for a value that was never logged.
-        TypeError: for an argument of another kind.
+        ValueError: For a mode that doesn't exist, a negative patience; in training, for a value that was never logged.
+        TypeError: For an argument of another kind.
     """
 
     after_task = 1

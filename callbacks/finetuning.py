@@ -36,7 +36,7 @@ class BaseFinetuning(Callback):
     acts before the task's own hooks (``after_task`` is 0).
 
     Raises:
-        ValueError: before the first step, where the model is sharded or the optimizer's state is (ZeRO): what is
+        ValueError: Before the first step, where the model is sharded or the optimizer's state is (ZeRO): what is
             trained is decided there once. On going on, if ``configure_optimizers`` makes other groups.
     """
 
@@ -120,11 +120,11 @@ class BaseFinetuning(Callback):
         """Unfreeze modules, and give their parameters to the optimizer as a group of their own.
 
         Args:
-            modules: what to train from now on.
-            optimizer: who is to train it.
-            lr: the group's learning rate; by default the first group's, divided by ``initial_denom_lr``.
-            initial_denom_lr: see ``lr``.
-            train_bn: whether BatchNorm layers are trained too. If False, their parameters, statistics and mode stay as
+            modules: What to train from now on.
+            optimizer: Who is to train it.
+            lr: The group's learning rate; by default the first group's, divided by ``initial_denom_lr``.
+            initial_denom_lr: See ``lr``.
+            train_bn: Whether BatchNorm layers are trained too. If False, their parameters, statistics and mode stay as
                 they are: frozen if they were frozen before.
         """
         parts = BaseFinetuning.flatten_modules(modules)
@@ -191,21 +191,21 @@ class BackboneFinetuning(BaseFinetuning):
     """Trains ``self.backbone`` of the task only from an epoch on, at a learning rate that grows to that of the rest.
 
     Args:
-        unfreeze_backbone_at_epoch: the epoch, counted from 0.
-        lambda_func: by what the backbone's rate is multiplied in each further epoch, by the epoch after it.
-        backbone_initial_ratio_lr: its first rate, as a share of the first group's.
-        backbone_initial_lr: its first rate itself.
-        should_align: it never exceeds the first group's.
-        initial_denom_lr: accepted for Lightning's signature: the first rate is known, so nothing is divided by it.
-        train_bn: whether BatchNorm layers of the backbone are trained, from the beginning. If False, they stay frozen
+        unfreeze_backbone_at_epoch: The epoch, counted from 0.
+        lambda_func: By what the backbone's rate is multiplied in each further epoch, by the epoch after it.
+        backbone_initial_ratio_lr: Its first rate, as a share of the first group's.
+        backbone_initial_lr: Its first rate itself.
+        should_align: It never exceeds the first group's.
+        initial_denom_lr: Accepted for Lightning's signature: the first rate is known, so nothing is divided by it.
+        train_bn: Whether BatchNorm layers of the backbone are trained, from the beginning. If False, they stay frozen
             in evaluation mode for the whole run.
-        verbose: say the rates.
-        rounding: digits to say them with.
+        verbose: Say the rates.
+        rounding: Digits to say them with.
 
     Raises:
-        ValueError: for a value that can't be; before the first step, if there is no backbone, or the optimizer has its
+        ValueError: For a value that can't be; before the first step, if there is no backbone, or the optimizer has its
             frozen parameters already.
-        TypeError: for a value of another kind.
+        TypeError: For a value of another kind.
     """
 
     def __init__(

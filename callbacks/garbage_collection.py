@@ -22,11 +22,11 @@ class GarbageCollection(Callback):
     A Trainer with several GPUs adds one that collects every 100 steps, unless it is given one.
 
     Args:
-        every_n_steps: optimizer steps between two collections.
-        generation: how old the objects are that are looked at: 0 the youngest, 2 all.
+        every_n_steps: Optimizer steps between two collections.
+        generation: How old the objects are that are looked at: 0 the youngest, 2 all.
 
     Raises:
-        ValueError: for a value that can't be.
+        ValueError: For a value that can't be.
     """
 
     after_task = 1

@@ -20,12 +20,12 @@ class GradientAccumulationScheduler(Callback):
     before the task's own hooks (``after_task`` is 0).
 
     Args:
-        scheduling: the number by the epoch, counted from 0, from which on it holds; 1 before the first one.
+        scheduling: The number by the epoch, counted from 0, from which on it holds; 1 before the first one.
 
     Raises:
-        ValueError: for epochs or numbers that can't be, or none; before the first step, if the Trainer has a number of
+        ValueError: For epochs or numbers that can't be, or none; before the first step, if the Trainer has a number of
             its own, or the task steps its optimizers itself.
-        TypeError: for anything but a dict.
+        TypeError: For anything but a dict.
     """
 
     exchanges = True

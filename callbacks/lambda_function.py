@@ -13,11 +13,11 @@ class LambdaCallback(Callback):
     """A callback made of functions: ``LambdaCallback(on_train_end=lambda trainer, pl_module: print("done"))``.
 
     Args:
-        hooks: a function for each hook's name, with the arguments of `Callback`'s method of that name, less ``self``;
+        hooks: A function for each hook's name, with the arguments of `Callback`'s method of that name, less ``self``;
             None for none.
 
     Raises:
-        TypeError: for a hook that doesn't exist, with the nearest one, or for something that can't be called.
+        TypeError: For a hook that doesn't exist, with the nearest one, or for something that can't be called.
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:

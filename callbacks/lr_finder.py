@@ -25,10 +25,10 @@ class _LRFinder:
     """What a search for a learning rate found.
 
     Args:
-        mode: how the rate rises: ``"exponential"`` or ``"linear"``.
-        lr_min: the first rate.
-        lr_max: the last one.
-        num_training: how many.
+        mode: How the rate rises: ``"exponential"`` or ``"linear"``.
+        lr_min: The first rate.
+        lr_max: The last one.
+        num_training: How many.
 
     Attributes:
         results: ``"lr"``, the rates that were tried, and ``"loss"``, the smoothed loss at each: the running mean
@@ -79,8 +79,8 @@ class _LRFinder:
         (``"linear"``), over the points that are left after the skipped ones and those that are NaN are taken out.
 
         Args:
-            skip_begin: points to leave out at the beginning.
-            skip_end: points to leave out at the end.
+            skip_begin: Points to leave out at the beginning.
+            skip_end: Points to leave out at the end.
         """
         check_int("skip_begin", skip_begin, 0)
         check_int("skip_end", skip_end, 0)
@@ -110,12 +110,12 @@ class _LRFinder:
         """Draw the loss over the rate with matplotlib; returns the figure.
 
         Args:
-            suggest: mark the suggestion.
-            show: open a window.
-            ax: where to draw. Default: a new figure.
+            suggest: Mark the suggestion.
+            show: Open a window.
+            ax: Where to draw. Default: a new figure.
 
         Raises:
-            ModuleNotFoundError: if matplotlib is not installed.
+            ModuleNotFoundError: If matplotlib is not installed.
         """
         require("plot()", "matplotlib", extra="plot")
         import matplotlib.pyplot as plt
@@ -147,17 +147,17 @@ class LearningRateFinder(Callback):
     A run that goes on from a checkpoint has found its rate before, and does not search again.
 
     Args:
-        min_lr: the first rate to try.
-        max_lr: the last one.
-        num_training_steps: how many to try; if an epoch is shorter, the next one follows.
+        min_lr: The first rate to try.
+        max_lr: The last one.
+        num_training_steps: How many to try; if an epoch is shorter, the next one follows.
         mode: ``"exponential"``, or ``"linear"``: how the rate rises.
-        early_stop_threshold: end the search when the smoothed loss is so many times the best one, or is not finite;
+        early_stop_threshold: End the search when the smoothed loss is so many times the best one, or is not finite;
             None for never.
-        update_attr: set the task's attribute to the suggestion.
-        attr_name: its name. Default: ``lr`` or ``learning_rate``, of the task, its hparams or the data module.
+        update_attr: Set the task's attribute to the suggestion.
+        attr_name: Its name. Default: ``lr`` or ``learning_rate``, of the task, its hparams or the data module.
 
     Attributes:
-        optimal_lr: what was found: see its ``results``, ``suggestion()`` and ``plot()``.
+        optimal_lr: What was found: see its ``results``, ``suggestion()`` and ``plot()``.
     """
 
     searches = True
@@ -195,7 +195,7 @@ class LearningRateFinder(Callback):
         """Refused: a search within a run would have to begin the optimizer and its schedulers anew.
 
         Raises:
-            RuntimeError: always, with what to do instead.
+            RuntimeError: Always, with what to do instead.
         """
         raise RuntimeError(
             f"{type(self).__name__}.lr_find: the search runs by itself before the first step of fit, not within a run. "
@@ -221,8 +221,8 @@ class LearningRateFinder(Callback):
         """Tell the user what came of it.
 
         Args:
-            rate: the suggestion.
-            name: of the attribute that was set.
+            rate: The suggestion.
+            name: Of the attribute that was set.
         """
         assert self.optimal_lr is not None
         tried = len(self.optimal_lr.results["lr"])

@@ -26,18 +26,18 @@ class LearningRateMonitor(BestEffortCallback):
     Args:
         logging_interval: ``"step"`` (every ``log_every_n_steps``), ``"epoch"``, or None for each scheduler's own;
             without one, ``"step"``.
-        log_momentum: momentum (or beta1) too, as ``...-momentum``.
-        log_weight_decay: weight decay too, as ``...-weight_decay``.
+        log_momentum: Momentum (or beta1) too, as ``...-momentum``.
+        log_weight_decay: Weight decay too, as ``...-weight_decay``.
 
     Attributes:
-        lrs: the learning rates that were logged, by name.
-        last_momentum_values: the newest momenta, by name.
-        last_weight_decay_values: the newest weight decays, by name.
+        lrs: The learning rates that were logged, by name.
+        last_momentum_values: The newest momenta, by name.
+        last_weight_decay_values: The newest weight decays, by name.
 
     Raises:
-        ValueError: for another interval; in ``fit``, where there is no logger to send it to, no step is logged
+        ValueError: For another interval; in ``fit``, where there is no logger to send it to, no step is logged
             (``log_every_n_steps=0``), or two groups of an optimizer have one name.
-        TypeError: for a switch that is neither True nor False.
+        TypeError: For a switch that is neither True nor False.
     """
 
     def __init__(

@@ -52,52 +52,52 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     the newest there is: one that is not logged in every step may be of some steps before.
 
     Args:
-        dirpath: where to, a directory or a URL such as ``s3://bucket/run``; by default ``checkpoints`` in the run's
+        dirpath: Where to, a directory or a URL such as ``s3://bucket/run``; by default ``checkpoints`` in the run's
             folder: the first logger's, or one that is made in ``default_root_dir`` where no logger has one, named by
             experiment and run; without loggers that itself.
-        filename: a template such as ``"{epoch}-{val_loss:.2f}"``; by default ``"{epoch}-{step}"``.
-        monitor: the logged value that says which is best; without one the newest is. ``"step"`` with ``mode="max"``
+        filename: A template such as ``"{epoch}-{val_loss:.2f}"``; by default ``"{epoch}-{step}"``.
+        monitor: The logged value that says which is best; without one the newest is. ``"step"`` with ``mode="max"``
             keeps the newest ``save_top_k``.
-        verbose: say what was saved.
-        save_last: keep a ``last.ckpt`` too, the newest of all. Default: only in a run folder, where no other
+        verbose: Say what was saved.
+        save_last: Keep a ``last.ckpt`` too, the newest of all. Default: only in a run folder, where no other
             ``ModelCheckpoint`` keeps the newest. ``"link"`` means the same: a checkpoint stays whole
             when others are removed, so nothing is linked. What ``save_on_exception`` saves is that one then.
-        save_top_k: how many of the best to keep; -1 keeps all, 0 none.
-        save_on_exception: when an error or Ctrl-C ends ``fit``, save the run; a run that resumes from there is the one
+        save_top_k: How many of the best to keep; -1 keeps all, 0 none.
+        save_on_exception: When an error or Ctrl-C ends ``fit``, save the run; a run that resumes from there is the one
             that was never interrupted. Ctrl-C ends the run after the step in progress, and all ranks save. An error
             saves the run as it was after the last completed step. With several processes rank zero does that, with
             nothing of the others, whose random numbers begin anew; not where they hold parts of the model. Nothing is
             saved if the error comes within the optimizer's step or in ``on_step_end``, or, with several processes,
             between the two, but for one in a validation, which is then done again. Costs 0.1 ms per step, a copy of the
             model's buffers and of the callbacks' states, and on a GPU a wait if an epoch's mean is logged.
-        save_weights_only: leave out what only resuming needs.
-        save_trainable_only: leave out the weights that are not trained (``requires_grad=False``), such as those of a
+        save_weights_only: Leave out what only resuming needs.
+        save_trainable_only: Leave out the weights that are not trained (``requires_grad=False``), such as those of a
             pretrained model under adapters: build the task with the same ones to load such a checkpoint, which has
             their digests. What was trained at any time of the run is saved.
-        mode: whether ``"min"`` or ``"max"`` is best. NaN is worse than anything.
-        auto_insert_metric_name: write ``name=value`` into file names, a ``/`` of the name as ``_``.
-        every_n_train_steps: save every so many optimizer steps.
-        train_time_interval: save after so much time (``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments), by
+        mode: Whether ``"min"`` or ``"max"`` is best. NaN is worse than anything.
+        auto_insert_metric_name: Write ``name=value`` into file names, a ``/`` of the name as ``_``.
+        every_n_train_steps: Save every so many optimizer steps.
+        train_time_interval: Save after so much time (``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments), by
             rank zero's clock.
-        every_n_epochs: save every so many epochs; 1 where none of the three triggers is given.
-        save_on_train_epoch_end: whether ``every_n_epochs`` saves when the epoch ends, or after validation. By default
+        every_n_epochs: Save every so many epochs; 1 where none of the three triggers is given.
+        save_on_train_epoch_end: Whether ``every_n_epochs`` saves when the epoch ends, or after validation. By default
             when it ends, unless validation runs several times in an epoch or not in each.
-        enable_version_counter: add ``-v1`` where another run's checkpoint has the name; else replace it. What another
+        enable_version_counter: Add ``-v1`` where another run's checkpoint has the name; else replace it. What another
             ModelCheckpoint of this run keeps is never replaced.
-        async_save: training goes on once the state is copied to host memory, which keeps room for one copy; the rest
+        async_save: Training goes on once the state is copied to host memory, which keeps room for one copy; the rest
             happens beside it. A save that fails ends ``fit`` at a later step or at its end, and what is replaced is
             removed only after its successor is in place. Until then ``best_model_path`` may not be there yet.
 
     Attributes:
-        best_model_path: the best checkpoint, or "".
-        best_model_score: its value, a 0-d tensor, or None without a monitor.
-        best_k_models: value by path of those that are kept; empty without a monitor.
-        last_model_path: the newest ``last.ckpt``, or "".
-        current_score: the value at the newest save, or None.
+        best_model_path: The best checkpoint, or "".
+        best_model_score: Its value, a 0-d tensor, or None without a monitor.
+        best_k_models: Value by path of those that are kept; empty without a monitor.
+        last_model_path: The newest ``last.ckpt``, or "".
+        current_score: The value at the newest save, or None.
 
     Raises:
-        ValueError: for triggers that exclude each other, or a value that can't be honoured.
-        TypeError: for a value of another kind.
+        ValueError: For triggers that exclude each other, or a value that can't be honoured.
+        TypeError: For a value of another kind.
     """
 
     after_task = 2
@@ -242,7 +242,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Find out before the first step whether saving will work; clear away what a killed run left.
 
         Raises:
-            OSError: if the directory can't be made or written to, or has no room for one checkpoint.
+            OSError: If the directory can't be made or written to, or has no room for one checkpoint.
         """
         progress, world = trainer.progress, trainer.accelerator.world
         self._top_k.saved_step = progress.step
@@ -305,8 +305,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         A save that is under way is waited for first.
 
         Raises:
-            ValueError: if a weight is not finite.
-            OSError: if the disk refuses.
+            ValueError: If a weight is not finite.
+            OSError: If the disk refuses.
         """
         try:
             self._settle(trainer, wait=True)
@@ -320,8 +320,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             The checkpoint's path.
 
         Raises:
-            ValueError: if a weight is not finite.
-            OSError: if the disk refuses.
+            ValueError: If a weight is not finite.
+            OSError: If the disk refuses.
         """
         self._settle(trainer, wait=True)
         path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
@@ -334,8 +334,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             The checkpoint's path.
 
         Raises:
-            ValueError: if a weight is not finite.
-            OSError: if the disk refuses.
+            ValueError: If a weight is not finite.
+            OSError: If the disk refuses.
         """
         self._settle(trainer, wait=True)
         return self._save_as(None, trainer)
@@ -407,7 +407,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Whether ``name`` has a value of the present weights, as far as can be told: a step's value counts as such.
 
         Raises:
-            ValueError: if the epoch is over and has not logged it.
+            ValueError: If the epoch is over and has not logged it.
         """
         if name in ("step", "epoch"):
             return True
@@ -549,12 +549,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Return the path for these values.
 
         Args:
-            metrics: values by name; one that the template names and that is not among them counts as 0.
-            filename: the template; by default ``filename`` of the callback.
-            ver: the number for a suffix like ``-v1``.
+            metrics: Values by name; one that the template names and that is not among them counts as 0.
+            filename: The template; by default ``filename`` of the callback.
+            ver: The number for a suffix like ``-v1``.
 
         Raises:
-            ValueError: if the template has a format that its value can't be written in.
+            ValueError: If the template has a format that its value can't be written in.
         """
         name = self._filenames.fill_in(metrics, filename, ver)
         return name if self.dirpath is None else str(as_path(self.dirpath) / name)
@@ -571,11 +571,11 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Return a path that no other checkpoint has.
 
         Args:
-            trainer: the run's.
-            values: for the template.
-            step: the optimizer step that is saved.
-            replaced: this callback's checkpoint whose path may be used again.
-            last: name the ``last.ckpt``, not a ranked checkpoint.
+            trainer: The run's.
+            values: For the template.
+            step: The optimizer step that is saved.
+            replaced: This callback's checkpoint whose path may be used again.
+            last: Name the ``last.ckpt``, not a ranked checkpoint.
         """
         template = self.CHECKPOINT_NAME_LAST if last else None
         # Paths of this run count too: they may not be on disk yet, or look like what was saved before a resume.

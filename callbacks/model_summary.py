@@ -21,10 +21,10 @@ class ModelSummary(BestEffortCallback):
     the parameters one process holds. Override `show` to print it otherwise.
 
     Args:
-        max_depth: how many levels of parts to show; -1 for all, 0 for no table.
+        max_depth: How many levels of parts to show; -1 for all, 0 for no table.
 
     Raises:
-        ValueError: for a depth that is none.
+        ValueError: For a depth that is none.
     """
 
     def __init__(self, max_depth: int = 1) -> None:

@@ -21,8 +21,8 @@ class LatestValidation:
     it.
 
     Attributes:
-        step: optimizer steps done at the latest validation; None before the first.
-        names: the names it logged.
+        step: Optimizer steps done at the latest validation; None before the first.
+        names: The names it logged.
     """
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
     """Return every logged value, identical on every rank. Call it on all ranks.
 
     Args:
-        trainer: the run's.
-        keep: names for which a step's value of the same name doesn't count, as validation has logged them since.
+        trainer: The run's.
+        keep: Names for which a step's value of the same name doesn't count, as validation has logged them since.
     """
     values = dict(trainer.logbook.callback_values)
     # The step values that loggers got may be log_every_n_steps old.
@@ -71,14 +71,14 @@ def read_monitored_metric(
     """Return the latest value of ``name``, identical on every rank. Call it on all ranks.
 
     Args:
-        trainer: the run's.
-        name: the logged name.
-        consumer: what needs it, for the error, such as ``"the scheduler's monitor"``.
-        strict: raise for a name that was never logged; else return None.
-        keep: see `read_logged_metrics`.
+        trainer: The run's.
+        name: The logged name.
+        consumer: What needs it, for the error, such as ``"the scheduler's monitor"``.
+        strict: Raise for a name that was never logged; else return None.
+        keep: See `read_logged_metrics`.
 
     Raises:
-        ValueError: lists what was logged.
+        ValueError: Lists what was logged.
     """
     values = read_logged_metrics(trainer, keep)
     if name not in values and strict:
@@ -99,13 +99,13 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
     """Return the value of ``name`` for a check, identical on every rank; None if there is no new one. Call it on all.
 
     Args:
-        trainer: the run's.
-        name: the logged name.
-        consumer: the class of the callback that checks, for messages.
-        strict: raise for a name that was never logged; else warn.
+        trainer: The run's.
+        name: The logged name.
+        consumer: The class of the callback that checks, for messages.
+        strict: Raise for a name that was never logged; else warn.
 
     Raises:
-        ValueError: lists what was logged.
+        ValueError: Lists what was logged.
     """
     watch = trainer.logbook.watch
     if name in watch.stale(trainer):

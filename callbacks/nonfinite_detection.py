@@ -26,13 +26,13 @@ class NonFiniteWatch(Callback):
     (``after_task`` is 0). The error is raised on all ranks.
 
     Args:
-        outputs: look at modules' outputs, in the order in which they are computed.
-        gradients: look at the gradients of modules' outputs, in the order of backward, then at those of parameters,
+        outputs: Look at modules' outputs, in the order in which they are computed.
+        gradients: Look at the gradients of modules' outputs, in the order of backward, then at those of parameters,
             from the end of the model on. Not with float16, where the loss scale lets them overflow now and then.
 
     Raises:
-        ValueError: if it is to look at nothing; in training, naming step, rank, module and what was found.
-        TypeError: for a value that is neither True nor False.
+        ValueError: If it is to look at nothing; in training, naming step, rank, module and what was found.
+        TypeError: For a value that is neither True nor False.
     """
 
     def __init__(self, outputs: bool = True, gradients: bool = True) -> None:

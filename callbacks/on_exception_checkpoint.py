@@ -17,11 +17,11 @@ class OnExceptionCheckpoint(ModelCheckpoint):
     order.
 
     Args:
-        dirpath: where to.
-        filename: its name, without the extension.
+        dirpath: Where to.
+        filename: Its name, without the extension.
 
     Raises:
-        ValueError: for no name.
+        ValueError: For no name.
     """
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:

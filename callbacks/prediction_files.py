@@ -38,15 +38,15 @@ class PredictionWriter(BasePredictionWriter):
     numbers, text, and dicts, lists, tuples and dataclasses of these can be written; dataclasses come back as dicts.
 
     Args:
-        dirpath: the folder, or its URL. Where it is taken, ``-v1``, ``-v2``... is added to its name. Default:
+        dirpath: The folder, or its URL. Where it is taken, ``-v1``, ``-v2``... is added to its name. Default:
             ``predictions`` in the Trainer's ``default_root_dir``.
-        shard_mib: a file is written when it has this many MiB of tensors. Default: 64.
+        shard_mib: A file is written when it has this many MiB of tensors. Default: 64.
 
     Attributes:
-        folder: where the latest predictions are; None before, and if ``predict_step`` returned nothing but None.
+        folder: Where the latest predictions are; None before, and if ``predict_step`` returned nothing but None.
 
     Raises:
-        TypeError: in ``predict``, for a prediction that is of another kind; the text names its place.
+        TypeError: In ``predict``, for a prediction that is of another kind; the text names its place.
     """
 
     def __init__(self, dirpath: str | Path | None = None, shard_mib: int = 64) -> None:
@@ -189,12 +189,12 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
     One file of each rank is open at a time. Nothing in the files is ever run.
 
     Args:
-        path: the folder, or its URL.
-        dataloader_idx: the loader's number, where there were several.
-        indices: yield pairs: the batch's indices in the dataset (None for a stream), and its predictions.
+        path: The folder, or its URL.
+        dataloader_idx: The loader's number, where there were several.
+        indices: Yield pairs: the batch's indices in the dataset (None for a stream), and its predictions.
 
     Raises:
-        ValueError: if the folder holds no predictions, is not finished or is damaged, or there was no such loader.
+        ValueError: If the folder holds no predictions, is not finished or is damaged, or there was no such loader.
     """
     folder = local_folder(path)
     if not (folder / _INDEX).is_file():
@@ -211,7 +211,7 @@ def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
     """Return for each loader the number of batches, and the names of each rank's files.
 
     Raises:
-        ValueError: if the index is damaged.
+        ValueError: If the index is damaged.
     """
     document = filesystem.read_json(path, _MAX_INDEX_BYTES)
     try:

@@ -46,7 +46,7 @@ class BasePredictionWriter(Callback):
             or ``"batch_and_epoch"``.
 
     Raises:
-        ValueError: for another interval, or where the method that it calls is not overridden.
+        ValueError: For another interval, or where the method that it calls is not overridden.
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
@@ -70,14 +70,14 @@ class BasePredictionWriter(Callback):
         """Write one batch.
 
         Args:
-            trainer: the trainer.
-            pl_module: the task.
-            prediction: what ``predict_step`` returned.
-            batch_indices: what the loader's sampler yielded for each of its samples: their indices in the dataset.
+            trainer: The trainer.
+            pl_module: The task.
+            prediction: What ``predict_step`` returned.
+            batch_indices: What the loader's sampler yielded for each of its samples: their indices in the dataset.
                 None for a stream, which has none.
-            batch: the batch.
-            batch_idx: its number, among those of this process.
-            dataloader_idx: its loader's number.
+            batch: The batch.
+            batch_idx: Its number, among those of this process.
+            dataloader_idx: Its loader's number.
         """
 
     def write_on_epoch_end(
@@ -86,10 +86,10 @@ class BasePredictionWriter(Callback):
         """Write all batches of this process.
 
         Args:
-            trainer: the trainer.
-            pl_module: the task.
-            predictions: what ``predict_step`` returned for each, in host memory; for several loaders a list of these.
-            batch_indices: for each loader, for each batch, as `write_on_batch_end` gets them.
+            trainer: The trainer.
+            pl_module: The task.
+            predictions: What ``predict_step`` returned for each, in host memory; for several loaders a list of these.
+            batch_indices: For each loader, for each batch, as `write_on_batch_end` gets them.
         """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:

@@ -44,24 +44,24 @@ class ModelPruning(Callback):
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or
             a class of torch's ``BasePruningMethod``.
-        parameters_to_prune: pairs of a module and its parameter's name; by default all weights and biases.
-        parameter_names: of these, ``"weight"``, ``"bias"`` or both.
-        use_global_unstructured: compare the weights of all layers with each other, not within each layer.
-        amount: the share (float) or number (int) of those left that is pruned each time; or a function of the epoch.
-        apply_pruning: whether to prune; or a function of the epoch.
-        make_pruning_permanent: when training is over put the pruned weights in the place of weights and masks.
-        use_lottery_ticket_hypothesis: set what is left back to its first values each time; or a function of the epoch.
-        resample_parameters: to new ones, from the layer's ``reset_parameters``, in their place.
-        pruning_dim: the dimension that structured pruning cuts along.
-        pruning_norm: the norm of ``"ln_structured"``.
+        parameters_to_prune: Pairs of a module and its parameter's name; by default all weights and biases.
+        parameter_names: Of these, ``"weight"``, ``"bias"`` or both.
+        use_global_unstructured: Compare the weights of all layers with each other, not within each layer.
+        amount: The share (float) or number (int) of those left that is pruned each time; or a function of the epoch.
+        apply_pruning: Whether to prune; or a function of the epoch.
+        make_pruning_permanent: When training is over put the pruned weights in the place of weights and masks.
+        use_lottery_ticket_hypothesis: Set what is left back to its first values each time; or a function of the epoch.
+        resample_parameters: To new ones, from the layer's ``reset_parameters``, in their place.
+        pruning_dim: The dimension that structured pruning cuts along.
+        pruning_norm: The norm of ``"ln_structured"``.
         verbose: 1 says how much is pruned, 2 for each layer.
-        prune_on_train_epoch_end: else after each validation.
+        prune_on_train_epoch_end: Else after each validation.
 
     Raises:
-        ValueError: for values that contradict each other; before the first step, where a parameter is not the model's,
+        ValueError: For values that contradict each other; before the first step, where a parameter is not the model's,
             the model is sharded, or weights that validations are run with are to be taken out of it only after it
             was pruned.
-        TypeError: for a value of another kind.
+        TypeError: For a value of another kind.
     """
 
     PARAMETER_NAMES = _NAMES

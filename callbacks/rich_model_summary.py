@@ -13,11 +13,11 @@ class RichModelSummary(ModelSummary):
     """Table of the model's modules, drawn by the package ``rich``.
 
     Args:
-        max_depth: see `ModelSummary`.
-        header_style: rich's style of the table's head.
+        max_depth: See `ModelSummary`.
+        header_style: Rich's style of the table's head.
 
     Raises:
-        ModuleNotFoundError: without the package.
+        ModuleNotFoundError: Without the package.
     """
 
     def __init__(self, max_depth: int = 1, header_style: str = "bold magenta") -> None:

@@ -40,19 +40,19 @@ class SpikeWatch(Callback):
         monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, before it is clipped.
         action: ``"warn"``; ``"stop"`` the run; ``"save"`` it (which holds the steps after the spike, too) and go on;
             or ``"raise"`` an error.
-        window: steps to compare with.
-        warmup: steps that must be known before anything is a spike.
-        threshold: robust standard deviations.
-        rise: the least that is a spike, as a share of the median.
-        every_n_steps: optimizer steps between looks.
-        dirpath: where ``"save"`` saves; by default ``spikes`` in the run's folder.
+        window: Steps to compare with.
+        warmup: Steps that must be known before anything is a spike.
+        threshold: Robust standard deviations.
+        rise: The least that is a spike, as a share of the median.
+        every_n_steps: Optimizer steps between looks.
+        dirpath: Where ``"save"`` saves; by default ``spikes`` in the run's folder.
 
     Attributes:
-        spikes: the optimizer step and value of each.
+        spikes: The optimizer step and value of each.
 
     Raises:
-        ValueError: for a value that can't be; in training, with ``action="raise"``.
-        TypeError: for a value of another kind.
+        ValueError: For a value that can't be; in training, with ``action="raise"``.
+        TypeError: For a value of another kind.
     """
 
     after_task = 1

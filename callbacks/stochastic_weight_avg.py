@@ -33,16 +33,16 @@ class StochasticWeightAveraging(Averaging):
     It acts before the task's own hooks (``after_task`` is 0).
 
     Args:
-        swa_lrs: the learning rate, or one for each of the optimizer's groups.
-        swa_epoch_start: the first such epoch, counted from 1, or a share of ``max_epochs``.
-        annealing_epochs: epochs until the rates are there; 0 for at once.
+        swa_lrs: The learning rate, or one for each of the optimizer's groups.
+        swa_epoch_start: The first such epoch, counted from 1, or a share of ``max_epochs``.
+        annealing_epochs: Epochs until the rates are there; 0 for at once.
         annealing_strategy: ``"cos"`` or ``"linear"``.
         avg_fn: ``avg_fn(averaged, current, num_averaged)``; by default all weights count the same.
-        device: where the averages lie; None for where the weights are, as is always so where the model is sharded.
+        device: Where the averages lie; None for where the weights are, as is always so where the model is sharded.
 
     Raises:
-        ValueError: for a value that can't be; before the first step, where a run has no one optimizer to anneal.
-        TypeError: for a value of another kind.
+        ValueError: For a value that can't be; before the first step, where a run has no one optimizer to anneal.
+        TypeError: For a value of another kind.
     """
 
     _key = KEYS[1]

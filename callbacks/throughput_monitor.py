@@ -31,15 +31,15 @@ class ThroughputMonitor(BestEffortCallback):
     of what the device could do at best, where that is known.
 
     Args:
-        batch_size_fn: the samples in a batch, to be counted instead of what the loaders know.
-        length_fn: the items in a batch, such as its tokens.
-        window_size: batches that a rate is over, at least.
-        separator: what stands between the parts of a name.
-        available_flops: operations per second that one device could do at best, where `get_available_flops` does not
+        batch_size_fn: The samples in a batch, to be counted instead of what the loaders know.
+        length_fn: The items in a batch, such as its tokens.
+        window_size: Batches that a rate is over, at least.
+        separator: What stands between the parts of a name.
+        available_flops: Operations per second that one device could do at best, where `get_available_flops` does not
             know.
 
     Raises:
-        ValueError, TypeError: for an argument that can't be honoured; in ``fit``, where ``log_every_n_steps`` is 0.
+        ValueError, TypeError: For an argument that can't be honoured; in ``fit``, where ``log_every_n_steps`` is 0.
     """
 
     exchanges = True

@@ -36,12 +36,12 @@ class Timer(Callback):
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments; None only measures.
-        interval: look after each optimizer ``"step"``, or when an ``"epoch"`` ends.
-        verbose: say so when it stops the run.
+        interval: Look after each optimizer ``"step"``, or when an ``"epoch"`` ends.
+        verbose: Say so when it stops the run.
 
     Raises:
-        ValueError: for a duration that is not positive or in another form, and for an unknown interval.
-        TypeError: for an argument of another type.
+        ValueError: For a duration that is not positive or in another form, and for an unknown interval.
+        TypeError: For an argument of another type.
     """
 
     after_task = 1

@@ -31,14 +31,14 @@ class WeightAveraging(Averaging):
     It acts before the task's own hooks (``after_task`` is 0), so everyone validates with the averages.
 
     Args:
-        device: where the averages lie; by default where the weights are. Elsewhere each update waits for the device.
-        use_buffers: average the buffers that are saved, too; else the model's own are used.
+        device: Where the averages lie; by default where the weights are. Elsewhere each update waits for the device.
+        use_buffers: Average the buffers that are saved, too; else the model's own are used.
         kwargs: ``avg_fn(averaged, current, num_averaged)``, or ``multi_avg_fn`` with lists of these, as in torch's
             ``AveragedModel``. By default all that is averaged counts the same.
 
     Raises:
-        TypeError: for an argument that doesn't exist, or something that is no function.
-        ValueError: where a run can't be averaged, before its first step.
+        TypeError: For an argument that doesn't exist, or something that is no function.
+        ValueError: Where a run can't be averaged, before its first step.
     """
 
     _key = KEYS[0]
@@ -57,8 +57,8 @@ class WeightAveraging(Averaging):
         """Whether to average now; override it.
 
         Args:
-            step_idx: after an optimizer step its number, from 0.
-            epoch_idx: after an epoch its number, from 0.
+            step_idx: After an optimizer step its number, from 0.
+            epoch_idx: After an epoch its number, from 0.
         """
         return step_idx is not None
 
@@ -162,7 +162,7 @@ class WeightAveraging(Averaging):
         """Add the averages.
 
         Raises:
-            ValueError: in a validation, while the model has the averages.
+            ValueError: In a validation, while the model has the averages.
         """
         if self._averages is not None and self._averages.is_applied and not self._ended:
             raise ValueError(
@@ -179,16 +179,16 @@ class EMAWeightAveraging(WeightAveraging):
     The first update takes the weights as they are.
 
     Args:
-        device: see `WeightAveraging`.
-        use_buffers: see `WeightAveraging`.
-        decay: how much of the average stays, from 0 to 1.
-        update_every_n_steps: optimizer steps between updates; 0 updates at the ends of epochs only.
-        update_starting_at_step: the first step to average after, counted from 0.
-        update_starting_at_epoch: the first epoch to average in, counted from 0.
+        device: See `WeightAveraging`.
+        use_buffers: See `WeightAveraging`.
+        decay: How much of the average stays, from 0 to 1.
+        update_every_n_steps: Optimizer steps between updates; 0 updates at the ends of epochs only.
+        update_starting_at_step: The first step to average after, counted from 0.
+        update_starting_at_epoch: The first epoch to average in, counted from 0.
 
     Raises:
-        ValueError: for a value that can't be.
-        TypeError: for one of another kind, or an argument that doesn't exist.
+        ValueError: For a value that can't be.
+        TypeError: For one of another kind, or an argument that doesn't exist.
     """
 
     def __init__(

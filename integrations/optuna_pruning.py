@@ -24,15 +24,15 @@ class PruningCallback(Callback):
     epoch, each is reported, under the number of the validation.
 
     Args:
-        trial: the trial, on rank zero. Other ranks may pass None, or what Optuna's ``TorchDistributedTrial`` wraps.
-        monitor: the logged value to report.
+        trial: The trial, on rank zero. Other ranks may pass None, or what Optuna's ``TorchDistributedTrial`` wraps.
+        monitor: The logged value to report.
 
     Attributes:
-        pruned: why the trial was pruned; None if it was not.
+        pruned: Why the trial was pruned; None if it was not.
 
     Raises:
         ModuleNotFoundError: Optuna is not installed.
-        ValueError: rank zero has no trial; in training, for a value that was never logged.
+        ValueError: Rank zero has no trial; in training, for a value that was never logged.
 
     Example:
         >>> import optuna

@@ -40,28 +40,28 @@ class TransformersTask(TaskModule):
     ``test_NAME``. `Trainer.predict` returns generated texts with ``generation``, else the logits.
 
     Args:
-        model: a model; or the name or folder that ``from_pretrained`` loads, with ``auto_class``.
-        auto_class: the class to load it with, such as ``"AutoModelForCausalLM"``.
-        tokenizer: a tokenizer, or the name or folder of one. Default: the one beside ``model``, where that is a name.
+        model: A model; or the name or folder that ``from_pretrained`` loads, with ``auto_class``.
+        auto_class: The class to load it with, such as ``"AutoModelForCausalLM"``.
+        tokenizer: A tokenizer, or the name or folder of one. Default: the one beside ``model``, where that is a name.
             Only generation, and `save_pretrained`, need it.
         learning_rate: AdamW's, at its highest.
         weight_decay: AdamW's, of all but biases and norms.
-        optimizer_options: further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
-        lr_scheduler: a name that ``transformers.get_scheduler`` knows. It advances with each optimizer step;
+        optimizer_options: Further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
+        lr_scheduler: A name that ``transformers.get_scheduler`` knows. It advances with each optimizer step;
             ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, by its ``val_loss``.
-        warmup_steps: optimizer steps to warm up; below 1 a share of all.
-        scheduler_options: further arguments of the scheduler.
-        metrics: objects of torchmetrics by name. They get logits and labels of the samples, or of the tokens that have
+        warmup_steps: Optimizer steps to warm up; below 1 a share of all.
+        scheduler_options: Further arguments of the scheduler.
+        metrics: Objects of torchmetrics by name. They get logits and labels of the samples, or of the tokens that have
             a label; override `update_metrics` for others.
-        generation: arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
-        adapter: a configuration of peft, as an object or a dict: the model's own weights are frozen then and adapters
+        generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
+        adapter: A configuration of peft, as an object or a dict: the model's own weights are frozen then and adapters
             trained. ``ModelCheckpoint(save_trainable_only=True)`` saves these alone.
-        gradient_checkpointing: compute activations again in the backward pass, to save memory.
-        model_options: further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
+        gradient_checkpointing: Compute activations again in the backward pass, to save memory.
+        model_options: Further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
 
     Raises:
-        ModuleNotFoundError: transformers, or peft for ``adapter``, is not installed.
-        ValueError: for an ``auto_class`` that transformers does not have, or none beside a name.
+        ModuleNotFoundError: Transformers, or peft for ``adapter``, is not installed.
+        ValueError: For an ``auto_class`` that transformers does not have, or none beside a name.
     """
 
     model: Any
@@ -153,7 +153,7 @@ class TransformersTask(TaskModule):
         """Return AdamW and the schedule.
 
         Raises:
-            ValueError: if nothing is trained, or if the schedule needs the length of a run that has none.
+            ValueError: If nothing is trained, or if the schedule needs the length of a run that has none.
         """
         options = self.hparams
         decayed: list[nn.Parameter] = []
@@ -178,9 +178,9 @@ class TransformersTask(TaskModule):
         """Give the metrics a batch.
 
         Args:
-            metrics: objects of torchmetrics, by name.
+            metrics: Objects of torchmetrics, by name.
             logits: ``[samples, labels]``, or ``[samples, tokens, labels]``.
-            batch: what the model was called with.
+            batch: What the model was called with.
         """
         targets = self._select_targets(batch)
         if targets is None:
@@ -199,7 +199,7 @@ class TransformersTask(TaskModule):
         """Write model and tokenizer for ``from_pretrained``; of a model with adapters these. Call it on all processes.
 
         Args:
-            folder: made if it is not there.
+            folder: Made if it is not there.
         """
         if self._trainer is None:
             weights, writes = self.state_dict(), True

@@ -44,7 +44,7 @@ class ClearMLLogger(ServiceLogger):
         **kwargs: For ``Task.init``: ``task_type``, ``output_uri``, ``auto_connect_frameworks``, ...
 
     Raises:
-        ModuleNotFoundError: clearml is not installed.
+        ModuleNotFoundError: Clearml is not installed.
         TypeError: An argument has the wrong type, or ``Task.init`` does not take it.
     """
 

@@ -96,7 +96,7 @@ class Logger(ABC):
         ...         print(params)
 
     Attributes:
-        strict: if a method fails, let its error end the run. Else the Trainer warns once, the logger gets nothing more
+        strict: If a method fails, let its error end the run. Else the Trainer warns once, the logger gets nothing more
             and the run goes on. Default: False.
     """
 

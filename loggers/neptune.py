@@ -41,7 +41,7 @@ class NeptuneLogger(ServiceLogger):
             ``goodseed_home``, the directory of the local files. Default: ``GOODSEED_HOME``, or ``~/.goodseed``.
 
     Raises:
-        ModuleNotFoundError: goodseed is not installed.
+        ModuleNotFoundError: Goodseed is not installed.
         TypeError: An argument has the wrong type, or a run does not take it.
         ValueError: The mode is unknown.
     """

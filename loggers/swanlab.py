@@ -43,7 +43,7 @@ class SwanLabLogger(ServiceLogger):
         **kwargs: For ``swanlab.init``: ``group``, ``job_type``, ``public``, ``settings``, ``callbacks``, ...
 
     Raises:
-        ModuleNotFoundError: swanlab is not installed.
+        ModuleNotFoundError: Swanlab is not installed.
         TypeError: An argument has the wrong type, or ``swanlab.init`` does not take it.
     """
 

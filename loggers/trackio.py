@@ -29,7 +29,7 @@ class TrackioLogger(ServiceLogger):
             continues the newest run of the name, if there is one, and ``"must"`` needs one. Default: a new run.
 
     Raises:
-        ModuleNotFoundError: trackio is not installed.
+        ModuleNotFoundError: Trackio is not installed.
         TypeError: An argument has the wrong type, or ``trackio.init`` does not take it.
     """
 

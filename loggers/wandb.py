@@ -46,7 +46,7 @@ class WandbLogger(Logger):
         **kwargs: For ``wandb.init``, which they override: ``entity``, ``group``, ``tags``, ``config``, ``mode``, ...
 
     Raises:
-        ModuleNotFoundError: wandb is not installed.
+        ModuleNotFoundError: Wandb is not installed.
         TypeError: An argument has the wrong type, or ``wandb.init`` does not take it.
         ValueError: Arguments contradict each other.
     """

@@ -22,7 +22,7 @@ def check_limit(name: str, value: Limit) -> int | float:
     """A share of an epoch (float from 0 to 1) or a number of batches (int).
 
     Raises:
-        ValueError, TypeError: names the flag, the value and the rule.
+        ValueError, TypeError: Names the flag, the value and the rule.
     """
     rule = "it must be a whole number of batches of at least 0, or a share of the epoch from 0.0 to 1.0"
     if value is None:
@@ -38,7 +38,7 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
     """How many of ``total`` batches a checked limit lets through; None for all of them.
 
     Raises:
-        ValueError: for a share of a loader that has no length.
+        ValueError: For a share of a loader that has no length.
     """
     if isinstance(limit, int):
         return limit if total is None or limit < total else None
@@ -56,7 +56,7 @@ def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> flo
     """Return a duration in seconds, and None for None.
 
     Raises:
-        TypeError, ValueError: see `parse_duration`.
+        TypeError, ValueError: See `parse_duration`.
     """
     return None if value is None else parse_duration(name, value).total_seconds()
 
@@ -65,7 +65,7 @@ def check_bounds(unit: str, low: int, high: int) -> None:
     """``min_<what>`` may not be more than ``max_<what>``, where -1 is no limit.
 
     Raises:
-        ValueError: names both.
+        ValueError: Names both.
     """
     if 0 <= high < low:
         raise ValueError(f"min_{unit}={low} is more than max_{unit}={high}: raise one or lower the other.")
@@ -75,7 +75,7 @@ def check_directory(name: str, value: Any) -> str:
     """Return a path as a string, and the working directory for None.
 
     Raises:
-        TypeError: for anything that is not a path.
+        TypeError: For anything that is not a path.
     """
     return os.getcwd() if value is None else check_path(name, value)
 
@@ -84,7 +84,7 @@ def check_clipping(name: str, value: float | None) -> float | None:
     """Accept a number above zero; None and 0 leave it off.
 
     Raises:
-        ValueError: for any other value.
+        ValueError: For any other value.
     """
     if value is None or (value == 0 and not isinstance(value, bool)):
         return None
@@ -100,7 +100,7 @@ def check_interval(name: str, value: int | float | None) -> int | float:
     """As `check_limit`, but more than zero.
 
     Raises:
-        ValueError: names the flag, the value and the rule.
+        ValueError: Names the flag, the value and the rule.
     """
     if value is not None and not value:
         raise ValueError(f"{name}={value!r} must be more than 0; limit_val_batches=0 turns validation off.")
@@ -111,7 +111,7 @@ def check_epochs(name: str, value: int | None, interval: int | float | None) -> 
     """A whole number of epochs, or None to count across them, which takes an interval in batches, or None: in time.
 
     Raises:
-        ValueError: names the flag, the value and the rule.
+        ValueError: Names the flag, the value and the rule.
     """
     if value is not None:
         return check_int(name, value, 1)
@@ -127,7 +127,7 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
     """Set torch's switches; they are the whole process's, and None leaves them alone.
 
     Raises:
-        ValueError: for a value that is neither a bool nor ``"warn"``.
+        ValueError: For a value that is neither a bool nor ``"warn"``.
     """
     if deterministic not in (None, True, False, "warn"):
         raise ValueError(f"deterministic={deterministic!r} must be True, False or 'warn'.")
@@ -145,7 +145,7 @@ def set_matmul_precision(precision: str | None) -> None:
     """Set how float32 matrices are multiplied; it is the whole process's, and None leaves it alone.
 
     Raises:
-        ValueError: for a value that torch doesn't have.
+        ValueError: For a value that torch doesn't have.
     """
     if precision is not None:
         torch.set_float32_matmul_precision(choose("float32_matmul_precision", precision, MATMUL_PRECISIONS))
@@ -192,11 +192,11 @@ def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, An
     """The flags that differ from their defaults, by name.
 
     Args:
-        arguments: all arguments of the Trainer's constructor.
-        defaults: its defaults.
+        arguments: All arguments of the Trainer's constructor.
+        defaults: Its defaults.
 
     Raises:
-        TypeError: for an argument that a Trainer doesn't have.
+        TypeError: For an argument that a Trainer doesn't have.
     """
     defaults = defaults or {}
     refuse_unknown(arguments["unknown"], defaults)
@@ -218,8 +218,8 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
     """The precision and the ``sync_batchnorm`` that ``plugins`` and the flags of these names ask for together.
 
     Raises:
-        TypeError: for something that is no plugin.
-        ValueError: if a flag and a plugin say the same thing.
+        TypeError: For something that is no plugin.
+        ValueError: If a flag and a plugin say the same thing.
     """
     check_bool("sync_batchnorm", sync_batchnorm)
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
@@ -245,7 +245,7 @@ def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
     """Switch it on in a strategy that knows it.
 
     Raises:
-        ValueError: for one of several processes that doesn't.
+        ValueError: For one of several processes that doesn't.
     """
     if enabled and hasattr(strategy, "sync_batchnorm"):
         strategy.sync_batchnorm = True
@@ -257,7 +257,7 @@ def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
     """How to compile, of ``compile=True``, False, or a dict of ``torch.compile``'s arguments.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: For anything else.
     """
     if isinstance(setting, Mapping):
         valid_names = [field.name for field in fields(TorchDynamoPlugin)]

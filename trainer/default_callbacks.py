@@ -37,17 +37,17 @@ def choose_callbacks(
     """The callbacks given, and a default of each kind that is wanted and missing.
 
     Args:
-        requested: one, several or none.
-        checkpointing: whether a `ModelCheckpoint` is wanted (default yes).
-        progress_bar: whether a `TQDMProgressBar` is wanted (default yes).
-        model_summary: whether a `ModelSummary` is wanted (default yes).
-        report: whether a `RunReport` is wanted (default: if the run is ``in_folder``).
-        in_folder: whether a logger has a folder for the run.
-        collects_garbage: whether a `GarbageCollection` is wanted, where several processes would wait for each other's.
+        requested: One, several or none.
+        checkpointing: Whether a `ModelCheckpoint` is wanted (default yes).
+        progress_bar: Whether a `TQDMProgressBar` is wanted (default yes).
+        model_summary: Whether a `ModelSummary` is wanted (default yes).
+        report: Whether a `RunReport` is wanted (default: if the run is ``in_folder``).
+        in_folder: Whether a logger has a folder for the run.
+        collects_garbage: Whether a `GarbageCollection` is wanted, where several processes would wait for each other's.
 
     Raises:
-        TypeError: for something that is no callback.
-        ValueError: if a callback was given that a flag forbids.
+        TypeError: For something that is no callback.
+        ValueError: If a callback was given that a flag forbids.
     """
     callbacks = as_callbacks("callbacks", requested)
     defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
@@ -82,8 +82,8 @@ def as_callbacks(label: str, value: Any) -> list[Callback]:
     """One callback, several or none, as a list.
 
     Raises:
-        TypeError: for something that is no callback.
-        ValueError: for one that is there twice.
+        TypeError: For something that is no callback.
+        ValueError: For one that is there twice.
     """
     if value is not None and not isinstance(value, Callback) and not _is_several(value):
         raise TypeError(f"{label} must be a treadle.Callback or several of them, not {value!r}.")
@@ -103,13 +103,13 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
     """The loggers given; TensorBoard under ``root`` for True or None, none for False.
 
     Args:
-        requested: a bool, None, a `Logger`, or several.
-        root: the directory for a default logger.
-        silent: put one that keeps nothing in their place.
+        requested: A bool, None, a `Logger`, or several.
+        root: The directory for a default logger.
+        silent: Put one that keeps nothing in their place.
 
     Raises:
-        TypeError: for something that is no logger.
-        ValueError: for one that is there twice.
+        TypeError: For something that is no logger.
+        ValueError: For one that is there twice.
     """
     if requested is False:
         return []

@@ -17,10 +17,10 @@ class LoopView:
     """Lightning's view of a loop. A name that can be set is a flag of the Trainer, which takes the value.
 
     Args:
-        trainer: the Trainer whose loop it shows.
+        trainer: The Trainer whose loop it shows.
 
     Raises:
-        AttributeError: for anything else of Lightning's loop.
+        AttributeError: For anything else of Lightning's loop.
     """
 
     _place = "trainer.fit_loop"
@@ -150,7 +150,7 @@ class EvaluationLoopView(LoopView):
     """Lightning's view of an evaluation loop.
 
     Args:
-        trainer: the Trainer whose loop it shows.
+        trainer: The Trainer whose loop it shows.
         kind: ``"val"``, ``"test"`` or ``"predict"``.
     """
 
@@ -183,7 +183,7 @@ class DataConnectorView:
     """Lightning's view of where loaders come from.
 
     Args:
-        trainer: the Trainer whose loaders it shows.
+        trainer: The Trainer whose loaders it shows.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -224,7 +224,7 @@ class LoggerConnectorView:
     """Lightning's view of where logged values go.
 
     Args:
-        trainer: the Trainer whose values it shows.
+        trainer: The Trainer whose values it shows.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -55,9 +55,9 @@ class TrainerState:
     """State of a Trainer.
 
     Attributes:
-        status: how far it is.
-        fn: the method that runs, or ran last; None before the first.
-        stage: what runs at the moment; None if nothing does.
+        status: How far it is.
+        fn: The method that runs, or ran last; None before the first.
+        stage: What runs at the moment; None if nothing does.
     """
 
     status: TrainerStatus = TrainerStatus.INITIALIZING

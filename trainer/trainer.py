@@ -68,70 +68,70 @@ class Trainer(LightningAliases):
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``.
         strategy: ``"auto"``, ``"single"``, ``"ddp"``, a registered name, or a `Strategy`.
-        devices: processes on this machine: a number, ``-1``, a list of device indices, ``"auto"``.
-        num_nodes: machines.
+        devices: Processes on this machine: a number, ``-1``, a list of device indices, ``"auto"``.
+        num_nodes: Machines.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, or
             ``"float8"``: as bf16-mixed, with linear layers that multiply in float8 (needs ``treadle[quantization]``).
         logger: True (TensorBoard), False, a `Logger`, or several.
-        callbacks: one or several.
-        fast_dev_run: run so many batches (True is one) of each stage, without logging or checkpoints.
-        max_epochs: epochs to train; -1 is no limit. By default 1000 where nothing else limits the run.
-        min_epochs: epochs before anything may stop the run early.
-        max_steps: optimizer steps to train; -1 is no limit.
-        min_steps: optimizer steps before anything may stop the run early.
+        callbacks: One or several.
+        fast_dev_run: Run so many batches (True is one) of each stage, without logging or checkpoints.
+        max_epochs: Epochs to train; -1 is no limit. By default 1000 where nothing else limits the run.
+        min_epochs: Epochs before anything may stop the run early.
+        max_steps: Optimizer steps to train; -1 is no limit.
+        min_steps: Optimizer steps before anything may stop the run early.
         max_time: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments.
-        limit_train_batches: batches of an epoch (int) or a share of it (float); per process.
-        limit_val_batches: the same, for validation.
-        limit_test_batches: the same, for testing.
-        limit_predict_batches: the same, for prediction.
-        overfit_batches: train and validate on so many batches (int) or such a share (float), in one order; 0 for all.
-        val_check_interval: validate every so many micro-batches (int), every such share of an epoch (float), or after
+        limit_train_batches: Batches of an epoch (int) or a share of it (float); per process.
+        limit_val_batches: The same, for validation.
+        limit_test_batches: The same, for testing.
+        limit_predict_batches: The same, for prediction.
+        overfit_batches: Train and validate on so many batches (int) or such a share (float), in one order; 0 for all.
+        val_check_interval: Validate every so many micro-batches (int), every such share of an epoch (float), or after
             so much time (as ``max_time``). It happens at the end of the optimizer step that reaches it.
-        check_val_every_n_epoch: validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
-        num_sanity_val_steps: validation batches before training; -1 for all.
-        log_every_n_steps: optimizer steps between writes to the loggers; 0 for none.
-        enable_checkpointing: add a `ModelCheckpoint` if there is none.
-        enable_progress_bar: add a `TQDMProgressBar` if there is none.
-        enable_model_summary: add a `ModelSummary` if there is none.
-        enable_report: add a `RunReport` if there is none: a page about the run, in the folder of its logger.
-        accumulate_grad_batches: micro-batches per optimizer step.
-        gradient_clip_val: the limit of the gradients' norm or value, per optimizer step; None or 0 for none.
+        check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
+        num_sanity_val_steps: Validation batches before training; -1 for all.
+        log_every_n_steps: Optimizer steps between writes to the loggers; 0 for none.
+        enable_checkpointing: Add a `ModelCheckpoint` if there is none.
+        enable_progress_bar: Add a `TQDMProgressBar` if there is none.
+        enable_model_summary: Add a `ModelSummary` if there is none.
+        enable_report: Add a `RunReport` if there is none: a page about the run, in the folder of its logger.
+        accumulate_grad_batches: Micro-batches per optimizer step.
+        gradient_clip_val: The limit of the gradients' norm or value, per optimizer step; None or 0 for none.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
-        deterministic: use deterministic algorithms only; ``"warn"`` warns where there is none.
-        benchmark: let cuDNN try its algorithms.
-        float32_matmul_precision: how float32 matrices are multiplied: ``"highest"``, or ``"high"`` or ``"medium"``
+        deterministic: Use deterministic algorithms only; ``"warn"`` warns where there is none.
+        benchmark: Let cuDNN try its algorithms.
+        float32_matmul_precision: How float32 matrices are multiplied: ``"highest"``, or ``"high"`` or ``"medium"``
             with fewer bits (TF32 or bfloat16 on GPUs that have it), which is several times faster. It is the whole
             process's. Default: as it is set, ``"highest"`` unless the script has called torch.
-        inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``).
-        use_distributed_sampler: share the data out over the processes; False if your loaders do so themselves.
+        inference_mode: Evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``).
+        use_distributed_sampler: Share the data out over the processes; False if your loaders do so themselves.
         sync_batchnorm: BatchNorm layers see the samples of all processes (DDP).
-        reload_dataloaders_every_n_epochs: ask for the loaders anew every so many epochs; 0 for never.
-        detect_anomaly: find the operation that made a gradient NaN; slow.
-        barebones: nothing that costs time: no logging, checkpoints, bar, summary, nor sanity check.
+        reload_dataloaders_every_n_epochs: Ask for the loaders anew every so many epochs; 0 for never.
+        detect_anomaly: Find the operation that made a gradient NaN; slow.
+        barebones: Nothing that costs time: no logging, checkpoints, bar, summary, nor sanity check.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a `Profiler`: where the time goes.
-        compile: compile the model's parts; a dict for ``torch.compile``'s arguments.
-        plugins: a `Precision`, or ``TorchSyncBatchNorm()``; one or several.
-        enable_autolog_hparams: hand hyperparameters to the loggers at the start.
-        default_root_dir: where logs and checkpoints go that are given no place.
-        on_nonfinite: a loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators one step
+        compile: Compile the model's parts; a dict for ``torch.compile``'s arguments.
+        plugins: A `Precision`, or ``TorchSyncBatchNorm()``; one or several.
+        enable_autolog_hparams: Hand hyperparameters to the loggers at the start.
+        default_root_dir: Where logs and checkpoints go that are given no place.
+        on_nonfinite: A loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators one step
             later), ``"skip"`` the step on all processes (which waits for the device in every step), or ``"ignore"``.
             With float16 gradients are the loss scaler's affair.
-        timeout: how long a rank may make no progress, as ``max_time``; see `Accelerator`.
-        grace: how long a stage may take to end after a signal, as ``max_time``. Then all ranks end, even if a save is
+        timeout: How long a rank may make no progress, as ``max_time``; see `Accelerator`.
+        grace: How long a stage may take to end after a signal, as ``max_time``. Then all ranks end, even if a save is
             incomplete; the latest complete checkpoint is what counts. Default: as long as it takes.
 
     Attributes:
-        accelerator: the `Accelerator` underneath.
-        progress: the run's counters.
-        history: the curves of what was logged, and where the time went; see `History`.
-        should_stop: set it, on any process, to end the run after an optimizer step.
-        interrupted: whether Ctrl-C ended the stage that ran last.
-        sanity_checking: whether the validation that runs is the one before training.
-        decided: what ``fit`` said when it began: devices, strategy, precision, effective batch, steps, parameters.
+        accelerator: The `Accelerator` underneath.
+        progress: The run's counters.
+        history: The curves of what was logged, and where the time went; see `History`.
+        should_stop: Set it, on any process, to end the run after an optimizer step.
+        interrupted: Whether Ctrl-C ended the stage that ran last.
+        sanity_checking: Whether the validation that runs is the one before training.
+        decided: What ``fit`` said when it began: devices, strategy, precision, effective batch, steps, parameters.
 
     Raises:
-        TypeError: for an argument that does not exist, with the nearest one that does.
-        ValueError: for a value that can not be honoured.
+        TypeError: For an argument that does not exist, with the nearest one that does.
+        ValueError: For a value that can not be honoured.
     """
 
     def __init__(
@@ -323,19 +323,19 @@ class Trainer(LightningAliases):
         """Train.
 
         Args:
-            model: the task.
-            train_dataloaders: the training loader, or a data module; a dict, list or tuple of loaders is read at once.
-            val_dataloaders: the validation loader, or several.
-            datamodule: instead of loaders.
-            ckpt_path: a checkpoint to go on from: a path; ``"last"``, the newest that is intact; ``"best"``; or
+            model: The task.
+            train_dataloaders: The training loader, or a data module; a dict, list or tuple of loaders is read at once.
+            val_dataloaders: The validation loader, or several.
+            datamodule: Instead of loaders.
+            ckpt_path: A checkpoint to go on from: a path; ``"last"``, the newest that is intact; ``"best"``; or
                 ``"auto"``, as ``"last"``, or a fresh start where there is none.
-            weights_only: accepted for Lightning's signature; a checkpoint never holds anything but data.
-            schedule: whose learning rates and schedule hold after a resume: ``"saved"``, those of the checkpoint, or
+            weights_only: Accepted for Lightning's signature; a checkpoint never holds anything but data.
+            schedule: Whose learning rates and schedule hold after a resume: ``"saved"``, those of the checkpoint, or
                 ``"script"``, those that ``configure_optimizers`` returns, as they are after as many steps. Default: the
                 saved ones, with a warning if the script's are others.
 
         Raises:
-            ValueError: for a ``schedule`` without a ``ckpt_path``, and whatever the run itself raises.
+            ValueError: For a ``schedule`` without a ``ckpt_path``, and whatever the run itself raises.
         """
         warn_of_code(weights_only)
         if check_schedule(schedule) is not None and ckpt_path is None:
@@ -359,12 +359,12 @@ class Trainer(LightningAliases):
         """Run the validation; returns the logged values, one dict per loader.
 
         Args:
-            model: the task; by default the one of the last ``fit``, at its best checkpoint.
-            dataloaders: the loader, several, or a data module.
-            ckpt_path: a checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
-            verbose: print the values.
-            datamodule: instead of loaders.
-            weights_only: see `fit`.
+            model: The task; by default the one of the last ``fit``, at its best checkpoint.
+            dataloaders: The loader, several, or a data module.
+            ckpt_path: A checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
+            verbose: Print the values.
+            datamodule: Instead of loaders.
+            weights_only: See `fit`.
         """
         warn_of_code(weights_only)
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -394,12 +394,12 @@ class Trainer(LightningAliases):
         """Return ``predict_step``'s result for each batch of all processes, in the dataset's order, on each process.
 
         Args:
-            model: the task; by default the one of the last ``fit``, at its best checkpoint.
-            dataloaders: the loader, several (then the result is a list of lists), or a data module.
-            datamodule: instead of loaders.
+            model: The task; by default the one of the last ``fit``, at its best checkpoint.
+            dataloaders: The loader, several (then the result is a list of lists), or a data module.
+            datamodule: Instead of loaders.
             return_predictions: False keeps nothing, for streams that a callback writes away.
-            ckpt_path: a checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
-            weights_only: see `fit`.
+            ckpt_path: A checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
+            weights_only: See `fit`.
         """
         warn_of_code(weights_only)
         keep = return_predictions is not False
@@ -446,9 +446,9 @@ class Trainer(LightningAliases):
         """Save the run as it is between two optimizer steps. Call it on all processes.
 
         Args:
-            filepath: the checkpoint, a directory.
-            weights_only: the task's weights and hyperparameters only.
-            trainable_only, blocking, also: see `Accelerator.save_state`.
+            filepath: The checkpoint, a directory.
+            weights_only: The task's weights and hyperparameters only.
+            trainable_only, blocking, also: See `Accelerator.save_state`.
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task: call fit, or another stage, first.")
@@ -519,7 +519,7 @@ class Trainer(LightningAliases):
         ``configure_model`` runs in it by itself.
 
         Args:
-            empty_init: leave parameters without values, as a checkpoint will be loaded.
+            empty_init: Leave parameters without values, as a checkpoint will be loaded.
         """
         return self.accelerator.init_module(bool(empty_init))
 

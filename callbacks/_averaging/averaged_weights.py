@@ -52,13 +52,13 @@ class Averages:
     averages that it is given and those that are saved.
 
     Args:
-        module: the model, as the strategy has laid it out.
-        buffers: whether buffers are averaged; else the model keeps its own.
-        device: where averages lie; None for where the values are.
+        module: The model, as the strategy has laid it out.
+        buffers: Whether buffers are averaged; else the model keeps its own.
+        device: Where averages lie; None for where the values are.
 
     Attributes:
-        count: how many times the model was averaged.
-        values: the averages by name, tied parameters by each of theirs; of a sharded parameter this process's part.
+        count: How many times the model was averaged.
+        values: The averages by name, tied parameters by each of theirs; of a sharded parameter this process's part.
     """
 
     def __init__(self, module: nn.Module, buffers: bool, device: torch.device | None = None) -> None:
@@ -187,7 +187,7 @@ class Averages:
         """Take back what `state_dict` returned, of any layout; tensors may be unread.
 
         Raises:
-            ValueError: if it is another model's.
+            ValueError: If it is another model's.
         """
         saved = state_dict["weights"]
         if saved and saved.keys() != self.values.keys():
@@ -221,13 +221,13 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
     """Where averages are to lie.
 
     Args:
-        trainer: whose run it is.
-        device: what the user gave.
-        name: the callback's.
-        strict: whether a device that can't be had is an error; else averages lie where the values are.
+        trainer: Whose run it is.
+        device: What the user gave.
+        name: The callback's.
+        strict: Whether a device that can't be had is an error; else averages lie where the values are.
 
     Raises:
-        ValueError: if the run can't be averaged so.
+        ValueError: If the run can't be averaged so.
     """
     strategy = trainer.accelerator.strategy
     if getattr(strategy, "local_steps", None) is not None:
@@ -256,10 +256,10 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
     """The averaged weights in a checkpoint, for ``load_state_dict``; what was not averaged is as it was trained.
 
     Args:
-        path: the checkpoint, saved in a run with an averaging callback.
+        path: The checkpoint, saved in a run with an averaging callback.
 
     Raises:
-        ValueError: if it is damaged, or holds no averaged weights.
+        ValueError: If it is damaged, or holds no averaged weights.
     """
     opened = OpenCheckpoint(path)
     opened.verify()

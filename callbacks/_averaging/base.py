@@ -35,7 +35,7 @@ class Averaging(Callback):
         """The model lies as it will be trained: hold its averages.
 
         Raises:
-            ValueError: if the run can't be averaged so, or someone else does it.
+            ValueError: If the run can't be averaged so, or someone else does it.
         """
         if sum(isinstance(callback, Averaging) for callback in trainer.callbacks) > 1:
             raise ValueError("there are two callbacks that average weights, and a model can end with one average.")

@@ -30,8 +30,8 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
     is left as it was, and so are the logged values.
 
     Args:
-        trainer: whose training is over.
-        task: its task.
+        trainer: Whose training is over.
+        task: Its task.
     """
     layers = find_measured_layers(task)
     if not layers or trainer.sources is None or trainer.steps is None:

@@ -34,9 +34,9 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
     That is so if every parameter to be trained gets a gradient.
 
     Args:
-        trainer: whose task and optimizers are saved.
-        weights_only: whether only the weights are.
-        trainable_only: whether frozen weights are left out.
+        trainer: Whose task and optimizers are saved.
+        weights_only: Whether only the weights are.
+        trainable_only: Whether frozen weights are left out.
     """
     assert trainer.task is not None
     frozen = {name for name, p in trainer.task.named_parameters(remove_duplicate=False) if not p.requires_grad}

@@ -20,13 +20,13 @@ def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str
     """Fill in the fields of a template.
 
     Args:
-        template: fields are names in braces, optionally with a format after a colon.
-        values: by name; one that is not among them counts as 0, with a warning.
-        equals: put between a field's name and its value; None leaves the name out. A ``/`` in the name becomes ``_``:
+        template: Fields are names in braces, optionally with a format after a colon.
+        values: By name; one that is not among them counts as 0, with a warning.
+        equals: Put between a field's name and its value; None leaves the name out. A ``/`` in the name becomes ``_``:
             as a folder it would hide the checkpoint.
 
     Raises:
-        ValueError: if a field has a format that its value can't be written in.
+        ValueError: If a field has a format that its value can't be written in.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -71,11 +71,11 @@ class CheckpointFilenames:
     """Names of the checkpoints of one `ModelCheckpoint`.
 
     Attributes:
-        template: for ranked checkpoints.
-        template_of_last: for the newest one.
-        extension: of every checkpoint.
-        separator: between a name and its version.
-        equals: between a field's name and its value; None leaves the name out.
+        template: For ranked checkpoints.
+        template_of_last: For the newest one.
+        extension: Of every checkpoint.
+        separator: Between a name and its version.
+        equals: Between a field's name and its value; None leaves the name out.
     """
 
     template: str

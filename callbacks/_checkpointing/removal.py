@@ -39,10 +39,10 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: An
     """Delete what a killed run had replaced and could not delete any more, and return the deleted paths.
 
     Args:
-        paths: what it was about to delete, according to its newest checkpoint.
-        directory: the folder it saved in.
-        step: optimizer step of that checkpoint. A later checkpoint of the same name is another one and stays.
-        resumed: the checkpoint that the run resumes from.
+        paths: What it was about to delete, according to its newest checkpoint.
+        directory: The folder it saved in.
+        step: Optimizer step of that checkpoint. A later checkpoint of the same name is another one and stays.
+        resumed: The checkpoint that the run resumes from.
     """
     leftovers = [path for path in paths if as_path(path).is_dir() and _read_step(path, default=step) < step]
     return [path for path in leftovers if remove(path, directory, resumed)]

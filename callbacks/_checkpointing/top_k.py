@@ -26,16 +26,16 @@ class TopKCheckpoints:
     the checkpoint is in place. `snapshot` and `restore` undo the update of a save that fails.
 
     Attributes:
-        monitor: the value that ranks checkpoints; None keeps the newest.
+        monitor: The value that ranks checkpoints; None keeps the newest.
         mode: ``"min"`` or ``"max"``, whichever is best.
-        save_top_k: number of ranked checkpoints to keep; -1 keeps all.
-        best_model_path: the best one, or "".
-        best_model_score: its value.
-        best_k_models: value by path; empty without a monitor.
-        last_model_path: the newest ``last.ckpt``, or "".
-        current_score: the value at the newest save.
-        replaced: checkpoints to remove once the one that is being saved is in place.
-        saved_step: optimizer step of the newest save.
+        save_top_k: Number of ranked checkpoints to keep; -1 keeps all.
+        best_model_path: The best one, or "".
+        best_model_score: Its value.
+        best_k_models: Value by path; empty without a monitor.
+        last_model_path: The newest ``last.ckpt``, or "".
+        current_score: The value at the newest save.
+        replaced: Checkpoints to remove once the one that is being saved is in place.
+        saved_step: Optimizer step of the newest save.
     """
 
     monitor: str | None
@@ -112,8 +112,8 @@ class TopKCheckpoints:
         """Set ``replaced`` to the checkpoints that were kept before and are not any more.
 
         Args:
-            before: the `snapshot` to compare with.
-            reserved: paths of other callbacks, which are not ours to remove.
+            before: The `snapshot` to compare with.
+            reserved: Paths of other callbacks, which are not ours to remove.
         """
         earlier = {before["last_model_path"], *before["best_k_models"]}
         if self.monitor is None and self.save_top_k == 1:
@@ -134,7 +134,7 @@ class Recorded(Generic[Value]):
     """Public attribute of a callback that its `TopKCheckpoints` holds.
 
     Args:
-        owner: name of the callback's attribute with the record.
+        owner: Name of the callback's attribute with the record.
     """
 
     def __init__(self, owner: str) -> None:

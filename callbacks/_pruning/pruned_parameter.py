@@ -21,13 +21,13 @@ class PrunedParameter:
     earlier fit has left a mask, this one takes it over.
 
     Args:
-        module: whose parameter it is.
-        name: of the parameter.
-        path: of the module in the model.
-        keep_first: whether to keep the value that it has now.
+        module: Whose parameter it is.
+        name: Of the parameter.
+        path: Of the module in the model.
+        keep_first: Whether to keep the value that it has now.
 
     Attributes:
-        first: the value that it had at first, if it is kept.
+        first: The value that it had at first, if it is kept.
     """
 
     def __init__(self, module: nn.Module, name: str, path: str, keep_first: bool) -> None:
@@ -95,7 +95,7 @@ class PrunedParameter:
         """Take back what `get_state` returned, its tensors unread.
 
         Raises:
-            ValueError: if there is nothing.
+            ValueError: If there is nothing.
         """
         if saved is None:
             raise ValueError(f"the checkpoint was saved by a run that did not prune {self.full_name}.")

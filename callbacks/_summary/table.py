@@ -24,16 +24,16 @@ class Part:
     """One row.
 
     Attributes:
-        name: where it is in the model; ``(own)`` for parameters that the model holds itself.
-        type: its class.
-        parameters: how many, of all processes together.
-        lazy: whether there are some more that have no shape yet.
-        local: how many of them this process holds.
-        training: whether it is in train mode.
-        frozen: whether none of them is trained.
-        flops: floating-point operations in the run with the example; None where there was none.
-        in_size: the shapes that it was given first, or ``"?"``.
-        out_size: the shapes that it returned then.
+        name: Where it is in the model; ``(own)`` for parameters that the model holds itself.
+        type: Its class.
+        parameters: How many, of all processes together.
+        lazy: Whether there are some more that have no shape yet.
+        local: How many of them this process holds.
+        training: Whether it is in train mode.
+        frozen: Whether none of them is trained.
+        flops: Floating-point operations in the run with the example; None where there was none.
+        in_size: The shapes that it was given first, or ``"?"``.
+        out_size: The shapes that it returned then.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Summary:
     """What `summarize` found out; its text is the table.
 
     Attributes:
-        layers: the rows.
-        total_parameters, trainable_parameters: how many, of all processes together; a shared one counts once.
-        model_size: of all parameters, in MB.
-        total_training_modes: how many parts are in ``"train"`` and in ``"eval"`` mode, the model itself left out.
-        total_flops: floating-point operations in the run with the example; 0 where there was none.
+        layers: The rows.
+        total_parameters, trainable_parameters: How many, of all processes together; a shared one counts once.
+        model_size: Of all parameters, in MB.
+        total_training_modes: How many parts are in ``"train"`` and in ``"eval"`` mode, the model itself left out.
+        total_flops: Floating-point operations in the run with the example; 0 where there was none.
     """
 
     NUMBERS = ("parameters", "per device", "FLOPs")
@@ -170,16 +170,16 @@ def summarize(
     trace: not in random numbers, nor in modes, and a model with parameters that have no shape yet is not run.
 
     Args:
-        module: the model.
-        max_depth: how many levels of parts to show; -1 for all.
-        forward: how to run it. Default: call it.
-        prepare: what to do with the example first. Default: move it to where the parameters are.
+        module: The model.
+        max_depth: How many levels of parts to show; -1 for all.
+        forward: How to run it. Default: call it.
+        prepare: What to do with the example first. Default: move it to where the parameters are.
 
     Returns:
         What was found; ``str`` of it is a table.
 
     Raises:
-        ValueError: for a depth that is none.
+        ValueError: For a depth that is none.
     """
     check_int("max_depth", max_depth, -1, "shows all")
     parts = {

@@ -54,8 +54,8 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
     """Operations per second that a device could do at best; None where that is not known.
 
     Args:
-        device: the device.
-        dtype: the number format that is computed in, or ``"tf32"``, which float32 means too where torch may use it.
+        device: The device.
+        dtype: The number format that is computed in, or ``"tf32"``, which float32 means too where torch may use it.
     """
     if device.type != "cuda":
         return None

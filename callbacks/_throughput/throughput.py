@@ -18,13 +18,13 @@ class Throughput:
     something was read from it. All devices are taken to be of one kind.
 
     Args:
-        available_flops: operations per second that one device could do at best; gives ``device/mfu``.
-        world_size: devices. With more than one, rates are given for one device (``device/...``) and for all.
-        window_size: measurements that a rate is over.
-        separator: what stands between ``device`` and a rate's name.
+        available_flops: Operations per second that one device could do at best; gives ``device/mfu``.
+        world_size: Devices. With more than one, rates are given for one device (``device/...``) and for all.
+        window_size: Measurements that a rate is over.
+        separator: What stands between ``device`` and a rate's name.
 
     Raises:
-        ValueError, TypeError: for a value that can't be honoured.
+        ValueError, TypeError: For a value that can't be honoured.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Throughput:
         """Add a measurement. All but ``flops`` are totals since the start, of one device.
 
         Args:
-            time: seconds.
-            batches: batches.
-            samples: samples; with devices that have unequal parts, their mean.
-            lengths: items, such as tokens.
-            flops: operations since the last measurement, as `measure_flops` counts them.
+            time: Seconds.
+            batches: Batches.
+            samples: Samples; with devices that have unequal parts, their mean.
+            lengths: Items, such as tokens.
+            flops: Operations since the last measurement, as `measure_flops` counts them.
 
         Raises:
-            ValueError: for a total that has not grown, which no rate could be made of, or where a measurement has
+            ValueError: For a total that has not grown, which no rate could be made of, or where a measurement has
                 other values than the one before it.
         """
         row: dict[str, float] = {"time": time, "batches": batches, "samples": samples}
@@ -82,7 +82,7 @@ class Throughput:
         """The newest totals, and once the window is full the rates.
 
         Raises:
-            ValueError: where nothing has been measured.
+            ValueError: Where nothing has been measured.
         """
         if not self._rows:
             raise ValueError("there is no throughput before the first update().")
@@ -121,9 +121,9 @@ def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Call
         flops = measure_flops(model, lambda: model(batch), lambda output: output.sum())
 
     Args:
-        model: the model; its gradients are as before afterwards.
-        forward_fn: runs it.
-        loss_fn: makes a loss of what ``forward_fn`` returns; then the backward is counted too.
+        model: The model; its gradients are as before afterwards.
+        forward_fn: Runs it.
+        loss_fn: Makes a loss of what ``forward_fn`` returns; then the backward is counted too.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -28,8 +28,8 @@ class DrawnBar(ProgressBar):
 
     Args:
         refresh_rate: 0 draws nothing; else what a subclass makes of it.
-        leave: leave each epoch's bar on the screen, not only the last one.
-        line_every: seconds between the plain lines.
+        leave: Leave each epoch's bar on the screen, not only the last one.
+        line_every: Seconds between the plain lines.
     """
 
     _calls_itself = "the progress bar"

@@ -31,7 +31,7 @@ class ProgressBar(BestEffortCallback):
         """Whose run is shown.
 
         Raises:
-            TypeError: before a stage has been set up.
+            TypeError: Before a stage has been set up.
         """
         if self._trainer is None:
             raise TypeError(f"{type(self).__name__}.trainer is not there before a stage begins.")
@@ -43,7 +43,7 @@ class ProgressBar(BestEffortCallback):
         """Draw nothing any more. Called in ``setup`` on every process but rank zero.
 
         Raises:
-            NotImplementedError: a bar must say how.
+            NotImplementedError: A bar must say how.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method disable() that turns it off.")
 
@@ -51,7 +51,7 @@ class ProgressBar(BestEffortCallback):
         """Draw again.
 
         Raises:
-            NotImplementedError: a bar must say how.
+            NotImplementedError: A bar must say how.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method enable() that turns it on.")
 

@@ -25,16 +25,16 @@ class RichProgressBarTheme:
     """How the parts of a `RichProgressBar` look: styles of rich, by name or as objects.
 
     Args:
-        description: the stage's name.
-        progress_bar: the bar.
-        progress_bar_finished: the bar when it is full.
-        progress_bar_pulse: the bar where it is not known how many batches there are.
-        batch_progress: how many batches are done.
-        time: the time spent, and the time left.
-        processing_speed: batches per second.
-        metrics: the logged values.
-        metrics_text_delimiter: what stands between two of them.
-        metrics_format: the format of a number among them.
+        description: The stage's name.
+        progress_bar: The bar.
+        progress_bar_finished: The bar when it is full.
+        progress_bar_pulse: The bar where it is not known how many batches there are.
+        batch_progress: How many batches are done.
+        time: The time spent, and the time left.
+        processing_speed: Batches per second.
+        metrics: The logged values.
+        metrics_text_delimiter: What stands between two of them.
+        metrics_format: The format of a number among them.
     """
 
     description: str | Style = ""
@@ -55,18 +55,18 @@ class RichProgressBar(DrawnBar):
     Override `configure_columns` to choose its parts, and `get_metrics` what is shown beside them.
 
     Args:
-        refresh_rate: redraws per second, ten at most, as nobody reads faster; 0 draws nothing.
-        leave: leave each epoch's bar on the screen, not only the last one.
-        theme: how the parts look.
-        console_kwargs: arguments of ``rich.console.Console``. Default: standard error.
-        line_every: seconds between the plain lines that stand for the bar where there is no terminal.
+        refresh_rate: Redraws per second, ten at most, as nobody reads faster; 0 draws nothing.
+        leave: Leave each epoch's bar on the screen, not only the last one.
+        theme: How the parts look.
+        console_kwargs: Arguments of ``rich.console.Console``. Default: standard error.
+        line_every: Seconds between the plain lines that stand for the bar where there is no terminal.
 
     Attributes:
-        progress: the ``rich.progress.Progress`` that is drawn, or None.
+        progress: The ``rich.progress.Progress`` that is drawn, or None.
 
     Raises:
-        ModuleNotFoundError: without the package.
-        ValueError, TypeError: for an argument that can't be honoured.
+        ModuleNotFoundError: Without the package.
+        ValueError, TypeError: For an argument that can't be honoured.
     """
 
     def __init__(

@@ -28,19 +28,19 @@ class TQDMProgressBar(DrawnBar):
     what is shown beside the bar, and ``init_train_tqdm`` and its kin to choose how it looks.
 
     Args:
-        refresh_rate: batches between redraws, at least (the variable ``TQDM_MINITERS`` can make it more); 0 draws
+        refresh_rate: Batches between redraws, at least (the variable ``TQDM_MINITERS`` can make it more); 0 draws
             nothing. Time limits it too.
-        process_position: rows to leave free above.
-        leave: leave each epoch's bar on the screen, not only the last one.
-        line_every: seconds between the plain lines that stand for the bar where there is no terminal.
+        process_position: Rows to leave free above.
+        leave: Leave each epoch's bar on the screen, not only the last one.
+        line_every: Seconds between the plain lines that stand for the bar where there is no terminal.
 
     Attributes:
-        train_progress_bar: the epoch's bar, or None.
-        val_progress_bar: the bar of the validation, test or prediction that runs, or None; also
+        train_progress_bar: The epoch's bar, or None.
+        val_progress_bar: The bar of the validation, test or prediction that runs, or None; also
             ``test_progress_bar`` and ``predict_progress_bar``.
 
     Raises:
-        ValueError, TypeError: for an argument that can't be honoured.
+        ValueError, TypeError: For an argument that can't be honoured.
     """
 
     def __init__(

@@ -30,10 +30,10 @@ class Failure:
     """An error that ended a stage.
 
     Attributes:
-        stage: its name.
-        message: the error's class and words.
-        frames: where it happened in the user's own code, as in a traceback; empty where that is not in it.
-        trace: the whole traceback.
+        stage: Its name.
+        message: The error's class and words.
+        frames: Where it happened in the user's own code, as in a traceback; empty where that is not in it.
+        trace: The whole traceback.
     """
 
     stage: str
@@ -47,17 +47,17 @@ class Page:
     """What the page shows, from top to bottom; what is empty is left out.
 
     Attributes:
-        title: the run's name.
-        state: how it ended, in a word or two.
-        ended_well: whether that is good, bad or (None) not known yet.
-        notes: what was decided before it began, line by line.
-        tiles: a few numbers, ready to read.
-        charts: curves by chart: steps and values of each line, by name.
-        times: seconds by what they were spent on, and how many of those were spent waiting for batches.
-        tables: rows by table: a name, and what it is.
-        folded: further rows of these tables, by table, with the words behind which they are folded away.
-        texts: what is shown as it was printed, by heading.
-        failures: what ended the run.
+        title: The run's name.
+        state: How it ended, in a word or two.
+        ended_well: Whether that is good, bad or (None) not known yet.
+        notes: What was decided before it began, line by line.
+        tiles: A few numbers, ready to read.
+        charts: Curves by chart: steps and values of each line, by name.
+        times: Seconds by what they were spent on, and how many of those were spent waiting for batches.
+        tables: Rows by table: a name, and what it is.
+        folded: Further rows of these tables, by table, with the words behind which they are folded away.
+        texts: What is shown as it was printed, by heading.
+        failures: What ended the run.
     """
 
     title: str
@@ -143,13 +143,13 @@ class Chart:
     """Lines over the optimizer steps.
 
     Args:
-        title: what they show.
-        lines: by name, the steps and values of each.
+        title: What they show.
+        lines: By name, the steps and values of each.
 
     Attributes:
-        lines: what is drawn; lines that are the same are one, with both names.
-        missing: values that can't be drawn, as they are not finite, or beyond `LARGEST`.
-        logarithmic: values of two orders of magnitude or more are drawn on a logarithmic axis.
+        lines: What is drawn; lines that are the same are one, with both names.
+        missing: Values that can't be drawn, as they are not finite, or beyond `LARGEST`.
+        logarithmic: Values of two orders of magnitude or more are drawn on a logarithmic axis.
     """
 
     def __init__(self, title: str, lines: Mapping[str, Points]) -> None:
@@ -203,7 +203,7 @@ class Chart:
         """The chart as a figure.
 
         Args:
-            number: its place among the page's charts.
+            number: Its place among the page's charts.
         """
         marks = []
         for value in choose_ticks(self.bottom, self.top, self.logarithmic):
@@ -337,9 +337,9 @@ def render_document(title: str, body: Iterable[str], script: str = "", style: st
     """A page that needs nothing but itself, for light and dark screens.
 
     Args:
-        title: the window's.
-        body: what it shows, as HTML.
-        script: elements that stand behind that.
+        title: The window's.
+        body: What it shows, as HTML.
+        script: Elements that stand behind that.
         style: CSS beside that of every page.
     """
     return "\n".join(

@@ -30,15 +30,15 @@ class RunReport(BestEffortCallback):
     that the page of a run that is under way, or was killed, is there too.
 
     Args:
-        dirpath: the folder, or its URL. Default: the run's, as for `ModelCheckpoint`.
-        filename: the file's name.
-        every_seconds: seconds between two writes, at least, while a run is under way.
+        dirpath: The folder, or its URL. Default: the run's, as for `ModelCheckpoint`.
+        filename: The file's name.
+        every_seconds: Seconds between two writes, at least, while a run is under way.
 
     Attributes:
-        path: what was written last, None before.
+        path: What was written last, None before.
 
     Raises:
-        ValueError: for an interval below 0.
+        ValueError: For an interval below 0.
     """
 
     after_task = 3  # what others did at the same time is in it
@@ -127,9 +127,9 @@ class RunReport(BestEffortCallback):
         """What the page shows; override it to add to it.
 
         Args:
-            trainer: whose run it is about.
-            state: how it stands, in a word.
-            ended_well: whether that is good; None while it is under way.
+            trainer: Whose run it is about.
+            state: How it stands, in a word.
+            ended_well: Whether that is good; None while it is under way.
         """
         # A page is written long after the import, which need not wait for what draws it.
         from ...engine import environment

@@ -27,12 +27,12 @@ class RunRecord(BestEffortCallback):
     waits for a device or for other processes.
 
     Args:
-        write: takes facts by name, those that have changed; and charts of curves, or None where they have not.
-        every_seconds: seconds between two calls while a stage is under way, at least, and a hundred times as long as
+        write: Takes facts by name, those that have changed; and charts of curves, or None where they have not.
+        every_seconds: Seconds between two calls while a stage is under way, at least, and a hundred times as long as
             one takes.
 
     Attributes:
-        began: whether it came to training, or to another stage.
+        began: Whether it came to training, or to another stage.
     """
 
     after_task = 3  # what others did at the same time is in it

@@ -16,7 +16,7 @@ class ReportedCheckpoint(Checkpoint):
     """Base of the callbacks that hand checkpoints to Ray: resumes from the one that Ray hands back.
 
     Args:
-        filename: the name of Treadle's checkpoint inside of Ray's.
+        filename: The name of Treadle's checkpoint inside of Ray's.
     """
 
     after_task = 2

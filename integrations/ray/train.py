@@ -34,14 +34,14 @@ class RayTrainReportCallback(ReportedCheckpoint):
     no half of one.
 
     Args:
-        checkpoint_upload_mode: a ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, from
+        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, from
             which Ray copies, with workers on one machine only. Default: as said above, and SYNC for other storages.
-        validation: whether Ray validates each checkpoint, see ``ray.train.report``.
-        every_n_train_steps: report after so many optimizer steps too.
+        validation: Whether Ray validates each checkpoint, see ``ray.train.report``.
+        every_n_train_steps: Report after so many optimizer steps too.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
-        RuntimeError: this is not a worker of Ray Train.
+        RuntimeError: This is not a worker of Ray Train.
 
     Example:
         >>> def train_function():
@@ -159,7 +159,7 @@ def _get_storage() -> Any:
     """Return Ray's description of where the run's checkpoints are.
 
     Raises:
-        RuntimeError: this is not a worker of Ray Train.
+        RuntimeError: This is not a worker of Ray Train.
     """
     import ray.train
 

@@ -32,9 +32,9 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
     A report waits for the end of the optimizer step that is under way, so that its checkpoint is exact.
 
     Args:
-        metrics: what to report: names as they are logged, or a dict of them by the name to report. Default: all.
-        filename: the name of Treadle's checkpoint inside of Ray's.
-        save_checkpoints: whether each report has a checkpoint.
+        metrics: What to report: names as they are logged, or a dict of them by the name to report. Default: all.
+        filename: The name of Treadle's checkpoint inside of Ray's.
+        save_checkpoints: Whether each report has a checkpoint.
         on: ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step) or
             ``"train_end"``; one or several.
 
@@ -76,7 +76,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         """Check that there is a trial to report to.
 
         Raises:
-            RuntimeError: this process runs no trial.
+            RuntimeError: This process runs no trial.
         """
         from ray.tune import get_context
 

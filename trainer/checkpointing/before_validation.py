@@ -31,8 +31,8 @@ class BeforeValidation:
     """Keeps what a validation moves: random states, its loaders' positions, buffers, counts, callbacks' states.
 
     Args:
-        trainer: whose run it is.
-        task: the user's task.
+        trainer: Whose run it is.
+        task: The user's task.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule) -> None:

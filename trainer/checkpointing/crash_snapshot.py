@@ -34,8 +34,8 @@ class LastStep:
     It is asked on one process alone, on the way out of an error, where the others may be gone: nothing is exchanged.
 
     Args:
-        trainer: whose run it is.
-        task: the user's task.
+        trainer: Whose run it is.
+        task: The user's task.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule) -> None:
@@ -160,13 +160,13 @@ class LastStep:
         """Write a checkpoint as of that step, on rank zero. Exchanges nothing.
 
         Args:
-            path: where it is to stand.
-            weights_only: leave out what only resuming needs.
-            trainable_only: leave out frozen weights.
+            path: Where it is to stand.
+            weights_only: Leave out what only resuming needs.
+            trainable_only: Leave out frozen weights.
 
         Raises:
-            ValueError: if a weight is not finite.
-            OSError: the disk refused.
+            ValueError: If a weight is not finite.
+            OSError: The disk refused.
         """
         trainer, task, state = self._trainer, self._task, self._state
         accelerator = trainer.accelerator

@@ -44,10 +44,10 @@ class SearchReport:
     """What a search for a checkpoint came across. Rank zero fills it in; then all ranks have it.
 
     Attributes:
-        steps_reached: optimizer steps that the run had taken when it ended, if its folder records them.
-        skipped: one sentence for each checkpoint that can't be used.
-        other_runs: checkpoints of other runs, latest first, by what tells them from this run's.
-        searched: directories that were searched.
+        steps_reached: Optimizer steps that the run had taken when it ended, if its folder records them.
+        skipped: One sentence for each checkpoint that can't be used.
+        other_runs: Checkpoints of other runs, latest first, by what tells them from this run's.
+        searched: Directories that were searched.
     """
 
     steps_reached: int = 0
@@ -72,7 +72,7 @@ class CheckpointResolver:
     """Search for the checkpoint of a stage; `resolve` opens and verifies it.
 
     Args:
-        trainer: its ModelCheckpoints say where to look.
+        trainer: Its ModelCheckpoints say where to look.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         ckpt_path: None; a path, which no other checkpoint replaces; ``"last"``, the latest intact checkpoint of this
             run; ``"best"``; or ``"auto"``, in ``fit`` only: as ``"last"``, or a fresh start if there is none.
@@ -90,8 +90,8 @@ class CheckpointResolver:
         was skipped.
 
         Raises:
-            ValueError: if there is no such checkpoint, or the one at a path is damaged.
-            TypeError: if ``ckpt_path`` is not a path.
+            ValueError: If there is no such checkpoint, or the one at a path is damaged.
+            TypeError: If ``ckpt_path`` is not a path.
         """
         trainer, ckpt_path = self.trainer, self.ckpt_path
         assert trainer.task is not None
@@ -190,7 +190,7 @@ class CheckpointResolver:
         """Return the latest intact checkpoint in the directories of this run's ModelCheckpoints.
 
         Args:
-            resumable: skip checkpoints that hold weights only.
+            resumable: Skip checkpoints that hold weights only.
         """
         return find_first_intact(self.world, self._candidates(resumable), self.report.skipped)
 

@@ -84,7 +84,7 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     Compared are the task's class, its hyperparameters, and the names and shapes of its parameters.
 
     Raises:
-        ValueError: if the checkpoint is damaged.
+        ValueError: If the checkpoint is damaged.
     """
     task = trainer.task
     assert task is not None

@@ -51,8 +51,8 @@ class HookedState:
     """What the ``on_save_checkpoint`` hooks made of a checkpoint.
 
     Attributes:
-        added: entries of their own, and the hyperparameters that they changed.
-        weights: the task's state as they left it; None if they left it as it was.
+        added: Entries of their own, and the hyperparameters that they changed.
+        weights: The task's state as they left it; None if they left it as it was.
     """
 
     added: dict[str, Any]
@@ -84,10 +84,10 @@ class TrainerCheckpointer:
     """Saves and restores the Trainer's own parts of a checkpoint: counters, logged values, callbacks, data module.
 
     Args:
-        trainer: whose parts these are.
+        trainer: Whose parts these are.
 
     Attributes:
-        earlier_callback_states: what is saved in place of some callbacks' states, by their ``state_key``.
+        earlier_callback_states: What is saved in place of some callbacks' states, by their ``state_key``.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -108,7 +108,7 @@ class TrainerCheckpointer:
         """Save the run as it is between two optimizer steps.
 
         Raises:
-            ValueError: in the middle of a step, or if a weight is not finite on any process; nothing is written or
+            ValueError: In the middle of a step, or if a weight is not finite on any process; nothing is written or
                 removed then.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
@@ -276,7 +276,7 @@ class TrainerCheckpointer:
         """Load the weights, as the task's ``on_load_checkpoint`` leaves them. All processes must call it.
 
         Raises:
-            ValueError: if they don't fit the task.
+            ValueError: If they don't fit the task.
         """
         accelerator = self._trainer.accelerator
         by_task = overrides(task, "load_state_dict")  # which may know better what fits
@@ -359,7 +359,7 @@ def collect_callback_states(callbacks: list[Callback]) -> dict[str, Any]:
     """Return the callbacks' states by name.
 
     Raises:
-        ValueError: if two callbacks would be saved under one name.
+        ValueError: If two callbacks would be saved under one name.
     """
     states: dict[str, Any] = {}
     for callback in callbacks:

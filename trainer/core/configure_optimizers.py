@@ -28,13 +28,13 @@ class SchedulerConfig:
     """A scheduler and when it steps.
 
     Attributes:
-        scheduler: anything with ``step`` and ``state_dict``.
+        scheduler: Anything with ``step`` and ``state_dict``.
         interval: ``"epoch"`` or ``"step"`` (optimizer steps).
-        frequency: step every so many intervals.
-        monitor: the logged value a plateau scheduler is stepped with.
-        strict: whether a monitored value that was not logged is an error.
-        name: for `LearningRateMonitor`.
-        reduce_on_plateau: whether it takes the monitored value.
+        frequency: Step every so many intervals.
+        monitor: The logged value a plateau scheduler is stepped with.
+        strict: Whether a monitored value that was not logged is an error.
+        name: For `LearningRateMonitor`.
+        reduce_on_plateau: Whether it takes the monitored value.
     """
 
     scheduler: Any
@@ -65,7 +65,7 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     """Return the optimizers and schedulers in whatever ``configure_optimizers`` returned.
 
     Raises:
-        TypeError, ValueError: names what was returned and what may be.
+        TypeError, ValueError: Names what was returned and what may be.
     """
     if returned is None:
         return [], []
@@ -94,7 +94,7 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
     """The optimizers must train the module, and the schedulers must drive these optimizers.
 
     Raises:
-        ValueError: if one has nothing to do with the run, so that it would do nothing without a word.
+        ValueError: If one has nothing to do with the run, so that it would do nothing without a word.
     """
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
@@ -143,7 +143,7 @@ def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) ->
     """Warn of keys that nobody reads, as public code has some.
 
     Raises:
-        ValueError: for a key that is nearly a valid one: a scheduler would be lost by a typing error.
+        ValueError: For a key that is nearly a valid one: a scheduler would be lost by a typing error.
     """
     for key in config:
         if key in valid:

@@ -41,10 +41,10 @@ class DataModule(HyperparametersMixin, TransferHooks):
     """The data of a task. ``prepare_data`` runs once per machine, ``setup`` on every process.
 
     Attributes:
-        trainer: the Trainer that uses it, once there is one.
-        name: a name of your own.
-        prepare_data_per_node: whether ``prepare_data`` runs on one process of each machine, or on one of all.
-        allow_zero_length_dataloader_with_multiple_devices: accepted for Lightning's users: a process without a share of
+        trainer: The Trainer that uses it, once there is one.
+        name: A name of your own.
+        prepare_data_per_node: Whether ``prepare_data`` runs on one process of each machine, or on one of all.
+        allow_zero_length_dataloader_with_multiple_devices: Accepted for Lightning's users: a process without a share of
             the data always takes part, with weight zero.
     """
 
@@ -108,11 +108,11 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """A data module around datasets you have already; the training set is shuffled.
 
         Args:
-            train_dataset: a dataset, or several in lists, tuples and dicts.
-            val_dataset, test_dataset, predict_dataset: the same.
-            batch_size: of each loader; ``__init__`` gets it too, if it has an argument of this name.
-            num_workers: the same.
-            kwargs: more for ``__init__``.
+            train_dataset: A dataset, or several in lists, tuples and dicts.
+            val_dataset, test_dataset, predict_dataset: The same.
+            batch_size: Of each loader; ``__init__`` gets it too, if it has an argument of this name.
+            num_workers: The same.
+            kwargs: More for ``__init__``.
         """
 
         def build_loader(dataset: Any, shuffle: bool) -> Any:
@@ -149,15 +149,15 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """Build the data module from the hyperparameters in a checkpoint, and load its state. No code in it is run.
 
         Args:
-            checkpoint_path: a checkpoint of ours; a Lightning ``.ckpt``; or the URL of a file, with ``sha256``.
-            map_location: accepted for Lightning's signature: a data module's tensors stay on the CPU.
-            hparams_file: the ``hparams.yaml`` or ``.csv`` of a logger, in place of the saved hyperparameters.
-            weights_only: accepted for Lightning's signature; code in a file never runs.
-            sha256: the digest of the file, compared before anything in it is looked at.
-            kwargs: arguments of ``__init__``, in place of the saved ones.
+            checkpoint_path: A checkpoint of ours; a Lightning ``.ckpt``; or the URL of a file, with ``sha256``.
+            map_location: Accepted for Lightning's signature: a data module's tensors stay on the CPU.
+            hparams_file: The ``hparams.yaml`` or ``.csv`` of a logger, in place of the saved hyperparameters.
+            weights_only: Accepted for Lightning's signature; code in a file never runs.
+            sha256: The digest of the file, compared before anything in it is looked at.
+            kwargs: Arguments of ``__init__``, in place of the saved ones.
 
         Raises:
-            ValueError: if it is no checkpoint, is damaged or harmful.
+            ValueError: If it is no checkpoint, is damaged or harmful.
         """
         from .loading import build_datamodule, warn_of_code
 

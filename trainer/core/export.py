@@ -38,14 +38,14 @@ class Exports(nn.Module):
         """Turn ``forward`` into an ONNX program. Needs the packages onnx and onnxscript.
 
         Args:
-            file_path: the file, or an open one; None writes none.
-            input_sample: what to call ``forward`` with: a tensor, a tuple of arguments, or a dict of keywords; by
+            file_path: The file, or an open one; None writes none.
+            input_sample: What to call ``forward`` with: a tensor, a tuple of arguments, or a dict of keywords; by
                 default ``example_input_array``.
-            kwargs: for ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` leaves the batch's size open.
+            kwargs: For ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` leaves the batch's size open.
 
         Raises:
-            ModuleNotFoundError: names what to install.
-            ValueError: if there is no input, the model is sharded, or the program's outputs are of other shapes.
+            ModuleNotFoundError: Names what to install.
+            ValueError: If there is no input, the model is sharded, or the program's outputs are of other shapes.
         """
         require("to_onnx", "onnx", "onnxscript", extra="onnx")
         if kwargs.pop("dynamo", True) is not True:
@@ -70,12 +70,12 @@ class Exports(nn.Module):
         """Turn ``forward`` into a graph of torch operations, by ``torch.export``.
 
         Args:
-            file_path: the ``.pt2`` file, which ``torch.export.load(file).module()`` makes a module of; or None.
-            input_sample: see `to_onnx`.
-            kwargs: for ``torch.export.export``: ``dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}``.
+            file_path: The ``.pt2`` file, which ``torch.export.load(file).module()`` makes a module of; or None.
+            input_sample: See `to_onnx`.
+            kwargs: For ``torch.export.export``: ``dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}``.
 
         Raises:
-            ValueError: if there is no input, the model is sharded, or the program's outputs are of other shapes.
+            ValueError: If there is no input, the model is sharded, or the program's outputs are of other shapes.
         """
         if file_path is not None and Path(file_path).suffix != ".pt2":
             raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, by which torch knows such a file.")
@@ -98,7 +98,7 @@ class Exports(nn.Module):
         Tied ones are written once, and the header says so. `load_weights` takes it.
 
         Raises:
-            ValueError: if the model is sharded.
+            ValueError: If the model is sharded.
         """
         _refuse_shards(self, "to_safetensors")
         if not is_url(file_path):
@@ -118,17 +118,17 @@ class Exports(nn.Module):
         """Turn ``forward`` into TorchScript, which torch has deprecated; `to_torch_export` has taken its place.
 
         Args:
-            file_path: the file, which ``torch.jit.load`` reads; or None.
+            file_path: The file, which ``torch.jit.load`` reads; or None.
             method: ``"script"`` compiles the source of ``forward``, ``"trace"`` records one call.
-            example_inputs: for ``"trace"``, what to call ``forward`` with: a tensor, a tuple of arguments, or a dict of
+            example_inputs: For ``"trace"``, what to call ``forward`` with: a tensor, a tuple of arguments, or a dict of
                 keywords; by default ``example_input_array``.
-            kwargs: for ``torch.jit.script`` or ``torch.jit.trace``.
+            kwargs: For ``torch.jit.script`` or ``torch.jit.trace``.
 
         Returns:
             The module in evaluation mode.
 
         Raises:
-            ValueError: for another method, if a trace has no input, or the model is sharded.
+            ValueError: For another method, if a trace has no input, or the model is sharded.
         """
         warn(
             "to_torchscript: TorchScript is deprecated in torch, and gets no fixes. Use to_torch_export, whose file "
@@ -152,7 +152,7 @@ class Exports(nn.Module):
         """Not there: it is another package's.
 
         Raises:
-            NotImplementedError: always; names what to use.
+            NotImplementedError: Always; names what to use.
         """
         raise NotImplementedError(
             "to_tensorrt is NVIDIA's to do: torch_tensorrt.dynamo.compile takes what to_torch_export returns."

@@ -12,10 +12,10 @@ class HookedWeights:
     """A state dict that is offered to checkpoint hooks, and what they made of it.
 
     Args:
-        weights: tensors, and what else modules keep in their state, by name.
+        weights: Tensors, and what else modules keep in their state, by name.
 
     Attributes:
-        offered: the dict for ``checkpoint["state_dict"]``.
+        offered: The dict for ``checkpoint["state_dict"]``.
     """
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
@@ -26,10 +26,10 @@ class HookedWeights:
         """Return the weights as the hooks left them; None if nothing was dropped, added, replaced or changed in place.
 
         Args:
-            checkpoint: the dict that the hooks got.
+            checkpoint: The dict that the hooks got.
 
         Raises:
-            ValueError: if no state dict is there any more.
+            ValueError: If no state dict is there any more.
         """
         weights = checkpoint.get("state_dict")
         if not isinstance(weights, Mapping):

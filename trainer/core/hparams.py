@@ -47,15 +47,15 @@ class HyperparametersMixin:
         warning that names it.
 
         Args:
-            args: names of arguments to keep (all by default), or one dict, namespace, dataclass or configuration of
+            args: Names of arguments to keep (all by default), or one dict, namespace, dataclass or configuration of
                 OmegaConf to keep instead.
-            ignore: names to leave out.
-            frame: whose arguments; the caller's by default.
-            logger: whether loggers get them.
+            ignore: Names to leave out.
+            frame: Whose arguments; the caller's by default.
+            logger: Whether loggers get them.
 
         Raises:
-            TypeError: for something that holds no hyperparameters by name.
-            ValueError: for the name of an argument that does not exist, or outside of ``__init__``.
+            TypeError: For something that holds no hyperparameters by name.
+            ValueError: For the name of an argument that does not exist, or outside of ``__init__``.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
@@ -139,7 +139,7 @@ def _classify(whole: Any) -> tuple[str, str]:
     """What the one object that holds all hyperparameters is, as a record names it.
 
     Raises:
-        TypeError: if it holds none by name.
+        TypeError: If it holds none by name.
     """
     kind = type(whole)
     if dataclasses.is_dataclass(whole) and not isinstance(whole, type):

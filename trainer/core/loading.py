@@ -125,11 +125,11 @@ def load_checkpoint(
     """Return a checkpoint as the dict that Lightning keeps in its file, in place of ``torch.load(path)``.
 
     Args:
-        checkpoint_path: a checkpoint of ours, such as ``trainer.checkpoint_callback.best_model_path``, or any other
+        checkpoint_path: A checkpoint of ours, such as ``trainer.checkpoint_callback.best_model_path``, or any other
             source of weights that `load_weights` takes.
-        map_location: the device for the weights (default: the CPU).
-        weights_only: accepted for the signature of ``torch.load``; code in a file never runs.
-        sha256: the digest of a file, compared before anything in it is looked at.
+        map_location: The device for the weights (default: the CPU).
+        weights_only: Accepted for the signature of ``torch.load``; code in a file never runs.
+        sha256: The digest of a file, compared before anything in it is looked at.
 
     Returns:
         ``state_dict``, the weights by the names they have in the task; ``epoch``, ``global_step``,
@@ -163,12 +163,12 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
     """Return the arguments to build a task with: those that its checkpoint holds, the given ones for the rest.
 
     Args:
-        cls: the task's class.
-        source: the checkpoint.
-        given: arguments by name.
+        cls: The task's class.
+        source: The checkpoint.
+        given: Arguments by name.
 
     Raises:
-        TypeError: names an argument that neither has.
+        TypeError: Names an argument that neither has.
     """
     with open_source(source) as opened_source:
         saved, document = opened_source.checkpoint, {}
@@ -284,7 +284,7 @@ def _merge_arguments(
     """The arguments of ``__init__``: what was saved, as far as it takes that, and what is given.
 
     Raises:
-        TypeError: names an argument that neither has.
+        TypeError: Names an argument that neither has.
     """
     saved: dict[str, Any] = {}
     for name in (*_OLD_NAMES, "hyper_parameters"):
@@ -367,7 +367,7 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
     """Read hyperparameters from the ``hparams.yaml`` or ``.csv`` that loggers write. Only data comes out of it.
 
     Raises:
-        ValueError: it is no such file, is longer than one, or names types.
+        ValueError: It is no such file, is longer than one, or names types.
     """
     path = Path(path)
     ending = path.suffix.lower()

@@ -22,10 +22,10 @@ class Argument:
     """One argument of a constructor.
 
     Attributes:
-        name: its name.
-        type: its annotation; ``Any`` where there is none, or none that can be understood.
-        default: its default; `REQUIRED` where it has none.
-        several: whether it is ``*args``, given as a list.
+        name: Its name.
+        type: Its annotation; ``Any`` where there is none, or none that can be understood.
+        default: Its default; `REQUIRED` where it has none.
+        several: Whether it is ``*args``, given as a list.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Signature:
     """What can be given to something that is called.
 
     Attributes:
-        arguments: by name, in order.
-        open: whether it takes other names too, and does with them what nobody knows.
-        positional: those that may be passed by position, as those before ``*args`` must be.
-        by_place_only: how many of them must be in any case.
+        arguments: By name, in order.
+        open: Whether it takes other names too, and does with them what nobody knows.
+        positional: Those that may be passed by position, as those before ``*args`` must be.
+        by_place_only: How many of them must be in any case.
     """
 
     arguments: dict[str, Argument]
@@ -148,9 +148,9 @@ class _ForwardedArguments:
     """What a constructor gives ``super().__init__`` itself, beside its ``**kwargs``.
 
     Attributes:
-        keywords: by name.
-        by_place: how many by position.
-        variadic: whether its ``*args`` go there, too.
+        keywords: By name.
+        by_place: How many by position.
+        variadic: Whether its ``*args`` go there, too.
     """
 
     keywords: set[str]

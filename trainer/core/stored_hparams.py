@@ -60,8 +60,8 @@ class Stored:
     """Hyperparameters in the form in which they are stored.
 
     Attributes:
-        values: by name, what `codec.encode` accepts; of a mapping that can be stored in part, that part.
-        left_out: by name, the place and type of what is missing in it.
+        values: By name, what `codec.encode` accepts; of a mapping that can be stored in part, that part.
+        left_out: By name, the place and type of what is missing in it.
     """
 
     values: dict[str, Any]
@@ -72,8 +72,8 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
     """Return the stored form of hyperparameters.
 
     Args:
-        hparams: by name, as the user passed them.
-        defaults: the constructor's defaults. One that can't be stored is not missed: the constructor has it.
+        hparams: By name, as the user passed them.
+        defaults: The constructor's defaults. One that can't be stored is not missed: the constructor has it.
     """
     flattener = _Flattener()
     values = flattener.mapping(hparams, ())
@@ -287,14 +287,14 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
     """Rebuild an argument from its stored form. Nothing is imported; only classes that ``annotation`` names are called.
 
     Args:
-        value: its stored form.
-        annotation: the constructor's annotation of the argument.
-        default: the constructor's default, whose class counts as named by the annotation.
-        home: the module of the constructor's class, where enums of a script are looked for.
-        from_text: whether the data came from a file that knows text only, so that the annotation says what it means.
+        value: Its stored form.
+        annotation: The constructor's annotation of the argument.
+        default: The constructor's default, whose class counts as named by the annotation.
+        home: The module of the constructor's class, where enums of a script are looked for.
+        from_text: Whether the data came from a file that knows text only, so that the annotation says what it means.
 
     Raises:
-        CannotRebuild: if the class of an object in it is not known.
+        CannotRebuild: If the class of an object in it is not known.
     """
     allowed = [*_iterate_classes(annotation)]
     if isinstance(default, enum.Enum) or _is_dataclass(default):

@@ -34,9 +34,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
     The names are the ones Lightning's users know. A task knows nothing of processes.
 
     Attributes:
-        automatic_optimization: whether the Trainer runs backward and the optimizer.
-        strict_loading: whether checkpoints must hold exactly this task's weights.
-        example_input_array: an input for graph logging and export, if you like.
+        automatic_optimization: Whether the Trainer runs backward and the optimizer.
+        strict_loading: Whether checkpoints must hold exactly this task's weights.
+        example_input_array: An input for graph logging and export, if you like.
     """
 
     automatic_optimization: bool = True
@@ -136,10 +136,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Step an optimizer; by default at once. To leave a step out, don't call ``optimizer.step``.
 
         Args:
-            epoch: epochs completed.
-            batch_idx: the group's last micro-batch.
-            optimizer: the one to step, with its gradients in place, agreed on and clipped.
-            optimizer_closure: returns the step's loss. An optimizer that needs a closure (L-BFGS) gets one that
+            epoch: Epochs completed.
+            batch_idx: The group's last micro-batch.
+            optimizer: The one to step, with its gradients in place, agreed on and clipped.
+            optimizer_closure: Returns the step's loss. An optimizer that needs a closure (L-BFGS) gets one that
                 computes loss and gradients anew.
         """
         optimizer.step(closure=optimizer_closure)
@@ -177,23 +177,23 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Log one number. Costs next to nothing: it is reduced and read later, in bulk, over all processes.
 
         Args:
-            name: the name to log under.
-            value: a number, a tensor with one element, or a ``torchmetrics.Metric``.
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers (default yes).
-            on_step: log the value of single steps (default: in training batches).
-            on_epoch: log the epoch's value (default: everywhere else).
-            reduce_fx: how an epoch's values, and the processes', become one: ``"mean"``, ``"sum"``, ``"min"``,
+            name: The name to log under.
+            value: A number, a tensor with one element, or a ``torchmetrics.Metric``.
+            prog_bar: Show it in the progress bar.
+            logger: Send it to the loggers (default yes).
+            on_step: Log the value of single steps (default: in training batches).
+            on_epoch: Log the epoch's value (default: everywhere else).
+            reduce_fx: How an epoch's values, and the processes', become one: ``"mean"``, ``"sum"``, ``"min"``,
                 ``"max"``.
-            enable_graph: accepted for Lightning's signature; values are always detached.
-            sync_dist, sync_dist_group: accepted for Lightning's signature; values are always of all processes.
-            add_dataloader_idx: add ``/dataloader_idx_N`` to the name where there are several evaluation loaders.
-            batch_size: what the value weighs in an epoch's mean (default: the samples the loader put into the batch).
-            metric_attribute: accepted for Lightning's signature; metrics are not restored by attribute.
-            rank_zero_only: accepted for Lightning's signature; log the same names on every process.
+            enable_graph: Accepted for Lightning's signature; values are always detached.
+            sync_dist, sync_dist_group: Accepted for Lightning's signature; values are always of all processes.
+            add_dataloader_idx: Add ``/dataloader_idx_N`` to the name where there are several evaluation loaders.
+            batch_size: What the value weighs in an epoch's mean (default: the samples the loader put into the batch).
+            metric_attribute: Accepted for Lightning's signature; metrics are not restored by attribute.
+            rank_zero_only: Accepted for Lightning's signature; log the same names on every process.
 
         Raises:
-            TypeError, ValueError: for a value that is no number, with its shape or type.
+            TypeError, ValueError: For a value that is no number, with its shape or type.
         """
         if is_dynamo_compiling():  # in a step that the user has compiled: called between two graphs
             log_arguments = (name, value, prog_bar, logger, on_step, on_epoch, reduce_fx)
@@ -226,14 +226,14 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Stack every process's tensors along a new first dimension, if there is more than one process.
 
         Args:
-            data: tensors or numbers, nested in dicts, lists and tuples as you like. Shapes must be the same on all
+            data: Tensors or numbers, nested in dicts, lists and tuples as you like. Shapes must be the same on all
                 processes; ``self.trainer.accelerator.gather`` concatenates batches of different sizes.
-            group: a process group of torch's to gather from (default: all processes).
-            sync_grads: let gradients flow back to the process that each tensor came from; see `Accelerator.gather` for
+            group: A process group of torch's to gather from (default: all processes).
+            sync_grads: Let gradients flow back to the process that each tensor came from; see `Accelerator.gather` for
                 their scale. If False, several processes get the result without gradients.
 
         Raises:
-            ValueError: on every process, if their shapes differ.
+            ValueError: On every process, if their shapes differ.
         """
         world = self.trainer.accelerator.world
         if group is not None and world.size > 1:
@@ -258,10 +258,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
         Args:
             loss: 0-d tensor, the mean over the batch's samples; on several processes it is weighed by their number.
-            kwargs: for ``Tensor.backward``.
+            kwargs: For ``Tensor.backward``.
 
         Raises:
-            RuntimeError: elsewhere.
+            RuntimeError: Elsewhere.
         """
         if self.trainer.steps is None:
             raise RuntimeError("manual_backward belongs into training_step; no fit is running.")
@@ -318,18 +318,18 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Build the task from the hyperparameters in a checkpoint, and load its weights. No code in it is ever run.
 
         Args:
-            checkpoint_path: a checkpoint of ours; a Lightning ``.ckpt``, whose ``hyper_parameters`` become arguments
+            checkpoint_path: A checkpoint of ours; a Lightning ``.ckpt``, whose ``hyper_parameters`` become arguments
                 as far as ``__init__`` takes them; any other source of weights that `load_weights` takes; or the URL of
                 a file, with ``sha256``.
-            map_location: the device to put the task on (default: the CPU).
-            hparams_file: the ``hparams.yaml`` or ``.csv`` of a logger, in place of the saved hyperparameters.
-            strict: whether the weights must match exactly (default: the task's ``strict_loading``).
-            weights_only: accepted for Lightning's signature; code in a file never runs.
-            sha256: the digest of the file, compared before anything in it is looked at.
-            kwargs: arguments of ``__init__``, in place of the saved ones.
+            map_location: The device to put the task on (default: the CPU).
+            hparams_file: The ``hparams.yaml`` or ``.csv`` of a logger, in place of the saved hyperparameters.
+            strict: Whether the weights must match exactly (default: the task's ``strict_loading``).
+            weights_only: Accepted for Lightning's signature; code in a file never runs.
+            sha256: The digest of the file, compared before anything in it is looked at.
+            kwargs: Arguments of ``__init__``, in place of the saved ones.
 
         Raises:
-            ValueError: if it is no checkpoint, is damaged or harmful, or the weights are another model's.
+            ValueError: If it is no checkpoint, is damaged or harmful, or the weights are another model's.
         """
         from .loading import build, warn_of_code
 
@@ -351,7 +351,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """The Trainer that runs this task.
 
         Raises:
-            RuntimeError: if there is none.
+            RuntimeError: If there is none.
         """
         if self._trainer is None:
             raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer: that happens in fit and its kin.")

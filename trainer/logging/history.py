@@ -27,9 +27,9 @@ class Curve:
     long run's curve is coarser, not longer, so that memory and checkpoints stay small. The loggers get every value.
 
     Attributes:
-        steps: optimizer steps that were taken, of each point.
-        values: the number at each of them.
-        last: the newest step and value, whether it is among the points or not; None before the first.
+        steps: Optimizer steps that were taken, of each point.
+        values: The number at each of them.
+        last: The newest step and value, whether it is among the points or not; None before the first.
     """
 
     def __init__(self) -> None:
@@ -92,15 +92,15 @@ class History(Mapping[str, Curve]):
     are those of this process.
 
     Args:
-        cursor: knows how many seconds this process has waited for batches so far.
+        cursor: Knows how many seconds this process has waited for batches so far.
 
     Attributes:
-        rates: each optimizer's learning rate, every ``log_every_n_steps``: the one the next step is taken with. Named
+        rates: Each optimizer's learning rate, every ``log_every_n_steps``: the one the next step is taken with. Named
             as `LearningRateMonitor` names them.
-        throughput: samples per second of training, validation and checkpoints left out; of all processes.
-        spent: seconds by what they were spent on: ``"setup"``, ``"training"``, ``"validation"``, ``"checkpoints"``,
+        throughput: Samples per second of training, validation and checkpoints left out; of all processes.
+        spent: Seconds by what they were spent on: ``"setup"``, ``"training"``, ``"validation"``, ``"checkpoints"``,
             ``"test"``, ``"predict"``.
-        waits: how many of those this process waited for batches. An accelerator may still have been busy meanwhile.
+        waits: How many of those this process waited for batches. An accelerator may still have been busy meanwhile.
     """
 
     def __init__(self, cursor: Cursor) -> None:
@@ -197,12 +197,12 @@ class History(Mapping[str, Curve]):
         A notebook displays the figure as the cell's value, once: there pyplot, which would display it too, forgets it.
 
         Args:
-            names: which; all, by default, with the learning rates.
-            show: open a window.
+            names: Which; all, by default, with the learning rates.
+            show: Open a window.
 
         Raises:
-            KeyError: for what was not logged.
-            ModuleNotFoundError: if matplotlib is not installed.
+            KeyError: For what was not logged.
+            ModuleNotFoundError: If matplotlib is not installed.
         """
         try:
             import matplotlib.pyplot as plt

@@ -48,20 +48,20 @@ class Logbook:
     """Turns what was logged into numbers, over all processes, and passes them on.
 
     Args:
-        world: all processes.
-        data_world: those to reduce over.
-        loggers: who gets the numbers, on rank zero. One that fails is left out from then on, with a warning: a side
+        world: All processes.
+        data_world: Those to reduce over.
+        loggers: Who gets the numbers, on rank zero. One that fails is left out from then on, with a warning: a side
             service does not end a training run.
-        history: who gets them too, on all processes.
+        history: Who gets them too, on all processes.
 
     Attributes:
-        callback_values: by name, the newest agreed value of everything logged.
-        bar_values: the same, of what the progress bar shows.
-        logged_values: the same, of what is for the loggers.
-        evaluated: batches of each validation loader that were worked through within ``fit``.
-        newest: the names that the epoch or evaluation that ended last has logged.
-        watch: what the newest validation within ``fit`` measured, and when.
-        folder: the run's, once it was made because no logger has one.
+        callback_values: By name, the newest agreed value of everything logged.
+        bar_values: The same, of what the progress bar shows.
+        logged_values: The same, of what is for the loggers.
+        evaluated: Batches of each validation loader that were worked through within ``fit``.
+        newest: The names that the epoch or evaluation that ended last has logged.
+        watch: What the newest validation within ``fit`` measured, and when.
+        folder: The run's, once it was made because no logger has one.
     """
 
     def __init__(self, world: World, data_world: World, loggers: list[Logger], history: History) -> None:
@@ -116,10 +116,10 @@ class Logbook:
         steps done are in the row.
 
         Args:
-            metrics: what the evaluation has logged.
-            counts: batches of each loader.
-            step: optimizer steps done.
-            keep_counting: go on counting from evaluation to evaluation, as in ``fit``.
+            metrics: What the evaluation has logged.
+            counts: Batches of each loader.
+            step: Optimizer steps done.
+            keep_counting: Go on counting from evaluation to evaluation, as in ``fit``.
         """
         before = self.evaluated if keep_counting else []
         before = before + [0] * (len(counts) - len(before))
@@ -141,8 +141,8 @@ class Logbook:
         """Agree on the epoch's last step values, for those who read them later. All processes must call it.
 
         Args:
-            metrics: what training has logged.
-            newer: names that a validation has logged since, which stay as they are.
+            metrics: What training has logged.
+            newer: Names that a validation has logged since, which stay as they are.
         """
         for entry, value in metrics.step_values(self.data_world):
             name = entry.label("step")
@@ -221,7 +221,7 @@ class Logbook:
         """Tell the loggers what is about to be trained: hyperparameters, and the graph for those that want it.
 
         Raises:
-            ValueError: for a hyperparameter of which the task and the data module say different things.
+            ValueError: For a hyperparameter of which the task and the data module say different things.
         """
         merged: dict[str, Any] = {}
         for owner in (task, datamodule) if hyperparameters and self.loggers else ():

@@ -30,15 +30,15 @@ class Steps:
     """Takes optimizer steps, each from a group of micro-batches.
 
     Args:
-        trainer: whose flags, accelerator and progress are used.
-        task: the user's task.
-        model: the task as the accelerator prepared it.
-        hooks: who wants to be called.
-        schedules: whose schedulers by step are stepped.
-        wants_to_stop: whether this process wants to end the run.
+        trainer: Whose flags, accelerator and progress are used.
+        task: The user's task.
+        model: The task as the accelerator prepared it.
+        hooks: Who wants to be called.
+        schedules: Whose schedulers by step are stepped.
+        wants_to_stop: Whether this process wants to end the run.
 
     Attributes:
-        skip_rest: a hook asked to end the epoch.
+        skip_rest: A hook asked to end the epoch.
     """
 
     def __init__(
@@ -171,11 +171,11 @@ class Steps:
         vote travels in them, which costs nothing in any other step.
 
         Args:
-            batches: those of the group that are left.
-            index: the micro-batch for which a hook returned -1.
+            batches: Those of the group that are left.
+            index: The micro-batch for which a hook returned -1.
 
         Raises:
-            ValueError: if some rank stays; on every rank.
+            ValueError: If some rank stays; on every rank.
         """
         accumulation, cursor, agreement = self.accumulation, self.cursor, self.agreement
         agreement.leave_vote = True
@@ -206,7 +206,7 @@ class Steps:
         """As `_leave_together`, by an exchange of its own, where the group's collectives can't carry a vote.
 
         Raises:
-            ValueError: if some ranks leave and others stay; on every rank.
+            ValueError: If some ranks leave and others stay; on every rank.
         """
         leaves = int(self.accelerator.world.all_reduce(torch.tensor(int(self.skip_rest), device="cpu")))
         if 0 < leaves < self.accelerator.num_processes:
@@ -216,10 +216,10 @@ class Steps:
         """Some ranks leave the epoch and others stay.
 
         Args:
-            index: the micro-batch for which this rank's hook returned -1, if it did.
+            index: The micro-batch for which this rank's hook returned -1, if it did.
 
         Raises:
-            ValueError: names the ranks and their micro-batches, as far as they are known.
+            ValueError: Names the ranks and their micro-batches, as far as they are known.
         """
         world = self.accelerator.world
         # Where votes are read one step late, the others are elsewhere by now.
@@ -242,7 +242,7 @@ class Steps:
         """What ``manual_backward`` does.
 
         Raises:
-            RuntimeError: where the loop calls backward itself.
+            RuntimeError: Where the loop calls backward itself.
         """
         raise RuntimeError(
             "manual_backward is for a task with self.automatic_optimization = False (set it in __init__); here the "
@@ -281,11 +281,11 @@ class Steps:
         """A loss or a gradient is not finite on some process; every process comes here in the same step.
 
         Args:
-            optimizer: the one that is about to step, where the task steps its optimizers itself.
-            batch: the step's last micro-batch.
+            optimizer: The one that is about to step, where the task steps its optimizers itself.
+            batch: The step's last micro-batch.
 
         Raises:
-            ValueError: where the flag says ``"raise"``; names the step, the samples, and the ranks or the parameter.
+            ValueError: Where the flag says ``"raise"``; names the step, the samples, and the ranks or the parameter.
         """
         step, epoch, last = self.agreement.place
         found = self.describe_not_finite(last, batch)
@@ -303,8 +303,8 @@ class Steps:
         """Leave out a step.
 
         Args:
-            losses: a loss is not finite, rather than a gradient alone.
-            optimizer: see `refuse`.
+            losses: A loss is not finite, rather than a gradient alone.
+            optimizer: See `refuse`.
         """
         self.progress.skipped += 1
         if self.optimizer is not None:
@@ -314,8 +314,8 @@ class Steps:
         """Say what is not finite, and forget it. All ranks must call it.
 
         Args:
-            last: the number of the step's last micro-batch.
-            batch: see `refuse`.
+            last: The number of the step's last micro-batch.
+            batch: See `refuse`.
         """
         agreement = self.agreement
         first = last - max(0, agreement.micro_batches - 1)

@@ -25,13 +25,13 @@ class Sources:
     """The loaders of one stage. Each kind is asked for once, when it is first needed.
 
     Args:
-        task: the user's task.
-        datamodule: the user's data module, or None.
-        passed_loaders: by kind (``"train"``, ``"val"``, ``"test"``, ``"predict"``), what was passed to the entry point.
-        accelerator: prepares the loaders.
-        limits: by kind, the checked ``limit_*_batches``.
-        shard: whether to share each loader out over the processes.
-        fixed_order: training and validation read the same batches in each epoch, and shuffle nothing.
+        task: The user's task.
+        datamodule: The user's data module, or None.
+        passed_loaders: By kind (``"train"``, ``"val"``, ``"test"``, ``"predict"``), what was passed to the entry point.
+        accelerator: Prepares the loaders.
+        limits: By kind, the checked ``limit_*_batches``.
+        shard: Whether to share each loader out over the processes.
+        fixed_order: Training and validation read the same batches in each epoch, and shuffle nothing.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Sources:
         """Ask the hooks anew for the training and validation loaders, as of now; what was passed is kept.
 
         Args:
-            epoch: the one that comes.
+            epoch: The one that comes.
         """
         self._epoch = epoch
         for loader in self.hook_loaders:
@@ -133,9 +133,9 @@ class Sources:
         """The same for copies of the task and the data module, of which nothing was asked yet.
 
         Args:
-            task: the copy.
-            datamodule: the copy.
-            watch: called with each kind and what is about to be prepared of it.
+            task: The copy.
+            datamodule: The copy.
+            watch: Called with each kind and what is about to be prepared of it.
         """
         other = copy.copy(self)
         other.task, other.datamodule, other._watch = task, datamodule, watch

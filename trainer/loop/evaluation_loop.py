@@ -37,8 +37,8 @@ class Evaluation:
     """The result of an evaluation.
 
     Attributes:
-        metrics: per loader, the logged values.
-        predictions: per loader, what ``predict_step`` returned for each batch (of this process).
+        metrics: Per loader, the logged values.
+        predictions: Per loader, what ``predict_step`` returned for each batch (of this process).
     """
 
     metrics: list[dict[str, float]]
@@ -49,13 +49,13 @@ class EvaluationLoop:
     """One run through evaluation loaders, in evaluation mode and without gradients.
 
     Args:
-        trainer: whose flags and processes are used.
-        task: the user's task.
-        hooks: dispatch table of the overridden hooks.
-        loaders: the prepared loaders.
+        trainer: Whose flags and processes are used.
+        task: The user's task.
+        hooks: Dispatch table of the overridden hooks.
+        loaders: The prepared loaders.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
-        within_fit: a validation inside training: no inference mode, whose tensors could not be trained on later.
-        keep_predictions: collect what ``predict_step`` returns.
+        within_fit: A validation inside training: no inference mode, whose tensors could not be trained on later.
+        keep_predictions: Collect what ``predict_step`` returns.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class EvaluationLoop:
         """Evaluate on all loaders. All processes must call it.
 
         Raises:
-            ValueError: if a loader yields no batch on any process, unless within ``fit``; or if there are several
+            ValueError: If a loader yields no batch on any process, unless within ``fit``; or if there are several
                 loaders, and a step or a hook has no place for ``dataloader_idx``.
-            Preempted: a signal ended the run; within ``fit`` it is saved as it was before the validation.
-            KeyboardInterrupt: likewise.
+            Preempted: A signal ended the run; within ``fit`` it is saved as it was before the validation.
+            KeyboardInterrupt: Likewise.
         """
         if self.within_fit and not self.trainer.sanity_checking:
             self._before = BeforeValidation(self.trainer, self.task)
@@ -250,7 +250,7 @@ def step_arguments(step: Callable[..., Any], loaders: int) -> int:
     """Return how many of (batch, batch_idx, dataloader_idx) a step takes.
 
     Raises:
-        ValueError: if there are several loaders and it has no place for ``dataloader_idx``.
+        ValueError: If there are several loaders and it has no place for ``dataloader_idx``.
     """
     count = count_positional(step)
     if loaders > 1 and count < 3:

@@ -64,13 +64,13 @@ class FitLoop:
     """Trains a task; built once per ``fit``, when everything is prepared.
 
     Args:
-        trainer: whose flags, accelerator, progress and loggers are used.
-        task: the user's task.
-        model: the task as the accelerator prepared it.
-        hooks: who wants to be called.
-        loader: the prepared training loader.
-        schedulers: the task's schedulers.
-        validate: runs a validation.
+        trainer: Whose flags, accelerator, progress and loggers are used.
+        task: The user's task.
+        model: The task as the accelerator prepared it.
+        hooks: Who wants to be called.
+        loader: The prepared training loader.
+        schedulers: The task's schedulers.
+        validate: Runs a validation.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class FitLoop:
         """Train until one of the limits is reached, or someone wants to stop.
 
         Args:
-            random_state: what to draw from, of a run that is resumed; else whatever the process has.
+            random_state: What to draw from, of a run that is resumed; else whatever the process has.
         """
         trainer, progress = self.trainer, self.progress
         self.started = time.monotonic() - progress.seconds

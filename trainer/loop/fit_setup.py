@@ -30,8 +30,8 @@ class Fit:
     """The training of a task: everything before the first step, then the loop.
 
     Args:
-        trainer: the Trainer that trains.
-        schedule: see `Accelerator.load_state`.
+        trainer: The Trainer that trains.
+        schedule: See `Accelerator.load_state`.
     """
 
     task: TaskModule
@@ -45,7 +45,7 @@ class Fit:
         """Prepare everything, restore the checkpoint to resume from, if any, and train.
 
         Args:
-            task, hooks, sources: those of the stage.
+            task, hooks, sources: Those of the stage.
         """
         self.task, self.hooks, self.sources = task, hooks, sources
         trainer = self.trainer
@@ -81,7 +81,7 @@ class Fit:
         """Do all that comes before the sanity check.
 
         Args:
-            reloads: the epoch begins with new loaders, which start from their beginning.
+            reloads: The epoch begins with new loaders, which start from their beginning.
 
         Returns:
             The wrapped model, and the random state to continue with.
@@ -275,8 +275,8 @@ def validate(trainer: Trainer, steps: int = -1) -> None:
     """Validate within ``fit``.
 
     Args:
-        trainer: whose task and loaders are used.
-        steps: batches of each loader; -1 for all.
+        trainer: Whose task and loaders are used.
+        steps: Batches of each loader; -1 for all.
     """
     assert trainer.task is not None
     assert trainer.hooks is not None

@@ -26,7 +26,7 @@ class Hooks:
     Callbacks come first, as given; then the task; then the callbacks that act on what the others logged.
 
     Attributes:
-        without_loader_index: by name, the hooks of evaluation batches that take no ``dataloader_idx``.
+        without_loader_index: By name, the hooks of evaluation batches that take no ``dataloader_idx``.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
@@ -53,9 +53,9 @@ class Hooks:
         """Return a hook that takes ``dataloader_idx``, which users leave out where there is one loader.
 
         Args:
-            hook: the method of a callback or a task.
-            name: the hook's name.
-            bound: how many arguments come before the batch's: a callback's trainer and task.
+            hook: The method of a callback or a task.
+            name: The hook's name.
+            bound: How many arguments come before the batch's: a callback's trainer and task.
         """
         if name not in _EVALUATION_BATCH or count_positional(hook) != bound + _EVALUATION_BATCH[name] - 1:
             return hook
@@ -66,7 +66,7 @@ class Hooks:
         """Check that the batch hooks of a stage can tell several loaders apart.
 
         Raises:
-            ValueError: if there are several loaders and a hook takes no ``dataloader_idx``.
+            ValueError: If there are several loaders and a hook takes no ``dataloader_idx``.
         """
         for name in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
             if loaders > 1 and (hook := self.without_loader_index.get(name)) is not None:
@@ -113,7 +113,7 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
     """Warn of methods that look like hooks and are never called.
 
     Raises:
-        ValueError: for one that Lightning calls or refuses.
+        ValueError: For one that Lightning calls or refuses.
     """
     kind = type(owner)
     for name in dir(kind):

@@ -15,12 +15,12 @@ class Schedules:
     """Steps schedulers after optimizer steps, or at epochs' ends.
 
     Args:
-        trainer: whose logged values a plateau scheduler looks at.
-        task: whose ``lr_scheduler_step`` is called, if it has one of its own.
-        configs: the schedulers.
+        trainer: Whose logged values a plateau scheduler looks at.
+        task: Whose ``lr_scheduler_step`` is called, if it has one of its own.
+        configs: The schedulers.
 
     Attributes:
-        by_step: those that are due after optimizer steps.
+        by_step: Those that are due after optimizer steps.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, configs: list[SchedulerConfig]) -> None:

@@ -17,8 +17,8 @@ def save_and_leave(trainer: Trainer) -> NoReturn:
     Ctrl-C saves where ``save_on_exception`` asks for that; every other signal by the first callback that can.
 
     Raises:
-        Preempted: for every signal but Ctrl-C.
-        KeyboardInterrupt: for Ctrl-C.
+        Preempted: For every signal but Ctrl-C.
+        KeyboardInterrupt: For Ctrl-C.
     """
     caught = trainer.preemption.agree()
     assert caught is not None
@@ -43,8 +43,8 @@ def leave_now(trainer: Trainer) -> NoReturn:
     """End a stage that has nothing to save. All ranks must call it.
 
     Raises:
-        Preempted: for every signal but Ctrl-C.
-        KeyboardInterrupt: for Ctrl-C.
+        Preempted: For every signal but Ctrl-C.
+        KeyboardInterrupt: For Ctrl-C.
     """
     caught = trainer.preemption.agree()
     assert caught is not None

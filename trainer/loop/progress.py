@@ -25,16 +25,16 @@ class Progress:
     The loop sets ``phase`` within an epoch itself, as a method for it would be one more call in each step.
 
     Attributes:
-        epoch: epochs completed.
-        step: optimizer steps that really happened.
-        batch: micro-batches of the current epoch, of this process.
-        batches: micro-batches of all epochs, of this process.
-        samples: samples trained on, over all processes.
-        validated: what ``batches`` was at the newest validation, or when one would have been due.
-        skipped: optimizer steps that a float16 overflow or a non-finite loss prevented.
-        seconds: time spent in training, for ``max_time``.
-        loaded: the epoch in which the loaders were asked for last.
-        phase: see `Phase`.
+        epoch: Epochs completed.
+        step: Optimizer steps that really happened.
+        batch: Micro-batches of the current epoch, of this process.
+        batches: Micro-batches of all epochs, of this process.
+        samples: Samples trained on, over all processes.
+        validated: What ``batches`` was at the newest validation, or when one would have been due.
+        skipped: Optimizer steps that a float16 overflow or a non-finite loss prevented.
+        seconds: Time spent in training, for ``max_time``.
+        loaded: The epoch in which the loaders were asked for last.
+        phase: See `Phase`.
     """
 
     epoch: int = 0

@@ -26,7 +26,7 @@ class RunSummary:
     """What ``fit`` is about to do, and where its results are, in words.
 
     Args:
-        trainer: the Trainer that is described.
+        trainer: The Trainer that is described.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -143,7 +143,7 @@ class RunSummary:
         """Announce what was compiled since ``fit`` began, and where its results are: logs, report, checkpoint, metrics.
 
         Args:
-            since: when it began, as ``time.time()``.
+            since: When it began, as ``time.time()``.
         """
         trainer = self.trainer
         if not trainer.is_global_zero:

@@ -35,15 +35,15 @@ class Stage:
     """One stage: its task, its data, and whether it failed.
 
     Args:
-        trainer: the Trainer that runs it.
+        trainer: The Trainer that runs it.
         name: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        task: the user's task; None for the one of the last stage.
-        loaders: the loaders that were passed, by kind; the first may be a data module.
-        datamodule: a data module in place of loaders.
-        ckpt_path: the checkpoint to restore, a path or a word.
+        task: The user's task; None for the one of the last stage.
+        loaders: The loaders that were passed, by kind; the first may be a data module.
+        datamodule: A data module in place of loaders.
+        ckpt_path: The checkpoint to restore, a path or a word.
 
     Raises:
-        ValueError: within another stage, for loaders beside a data module, or without a task.
+        ValueError: Within another stage, for loaders beside a data module, or without a task.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Stage:
         """Set the stage up, run it, and tear it down whatever happened.
 
         Args:
-            work: what the stage does; None ends it after the searches that precede it.
+            work: What the stage does; None ends it after the searches that precede it.
         """
         trainer, task = self.trainer, self.task
         trainer.stage = trainer.latest_stage = self.name
@@ -224,7 +224,7 @@ def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule
     """Return the task of the last stage and, if a ``ModelCheckpoint`` has one, its best checkpoint.
 
     Raises:
-        ValueError: if there was no stage yet.
+        ValueError: If there was no stage yet.
     """
     if trainer.task is None:
         raise ValueError(f"{stage} needs a model: pass one, or call fit first.")

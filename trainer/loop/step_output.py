@@ -15,11 +15,11 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
     """The loss in what ``training_step`` returned, where that is no tensor, and the weight reported with it.
 
     Args:
-        output: what it returned.
+        output: What it returned.
         may_skip: None is a micro-batch without gradients, as in Lightning, and is warned of.
 
     Raises:
-        ValueError, TypeError: names what was returned and what may be.
+        ValueError, TypeError: Names what was returned and what may be.
     """
     if isinstance(output, Mapping):
         loss = output.get("loss")

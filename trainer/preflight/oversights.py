@@ -73,11 +73,11 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
     validation's, and that the sanity check did not log, is a warning only.
 
     Args:
-        trainer: whose callbacks and schedulers are looked at.
-        logged: what the sanity check logged; None without one.
+        trainer: Whose callbacks and schedulers are looked at.
+        logged: What the sanity check logged; None without one.
 
     Raises:
-        ValueError: where nothing is ever logged, and the monitor has to be.
+        ValueError: Where nothing is ever logged, and the monitor has to be.
     """
     monitors = list(_iterate_monitors(trainer))
     if trainer.barebones:

@@ -46,10 +46,10 @@ def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: 
     """Return what the ranks compare as a stage begins, by the names that users know.
 
     Args:
-        trainer: whose flags are meant.
+        trainer: Whose flags are meant.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        task: what runs.
-        ckpt_path: as it was given. Rank zero finds the checkpoint, so its place may be written in any way.
+        task: What runs.
+        ckpt_path: As it was given. Rank zero finds the checkpoint, so its place may be written in any way.
     """
     accelerator = trainer.accelerator
     return {
@@ -71,7 +71,7 @@ def check_optimizers_match(
     """See that ``configure_optimizers`` returned the same on every rank. One exchange; all ranks must call it.
 
     Raises:
-        ValueError: on every rank, with what differs: replicas would become different models without a word.
+        ValueError: On every rank, with what differs: replicas would become different models without a word.
     """
     if world.size == 1:
         return

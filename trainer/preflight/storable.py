@@ -27,9 +27,9 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
     an optimizer keeps for its parameters, which it makes in its first step.
 
     Raises:
-        TypeError: on all processes, for a state that is not data. It names whose it is, the place in it, the type and
+        TypeError: On all processes, for a state that is not data. It names whose it is, the place in it, the type and
             what to do.
-        ValueError: for a state without an end.
+        ValueError: For a state without an end.
     """
     if not any(callback.saves for callback in trainer.checkpoint_callbacks):
         return

@@ -34,9 +34,9 @@ class Profiled:
     """The replacements of one stage.
 
     Args:
-        trainer: whose stage is measured.
-        hooks: the stage's; those of later ones are not touched.
-        stage: its name.
+        trainer: Whose stage is measured.
+        hooks: The stage's; those of later ones are not touched.
+        stage: Its name.
     """
 
     def __init__(self, trainer: Trainer, hooks: Hooks, stage: str) -> None:

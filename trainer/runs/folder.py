@@ -45,10 +45,10 @@ class RunFolder:
         lock              who works on it; see `RunLock`
 
     Attributes:
-        path: the folder, or its URL, the same on all processes. What is written to a URL is uploaded beside the
+        path: The folder, or its URL, the same on all processes. What is written to a URL is uploaded beside the
             training.
-        lock: held until `release`, or until the process ends; None on other processes than rank zero.
-        trial: the run's number among the trials of a sweep, the same on all processes; None if it is no trial.
+        lock: Held until `release`, or until the process ends; None on other processes than rank zero.
+        trial: The run's number among the trials of a sweep, the same on all processes; None if it is no trial.
     """
 
     def __init__(self, path: AnyPath, lock: RunLock | RemoteLock | None, facts: dict[str, Any]) -> None:
@@ -69,14 +69,14 @@ class RunFolder:
         """Take the next free number below ``directory/name``. Many jobs may do so at once.
 
         Args:
-            directory: above all runs, or a URL such as ``s3://bucket/runs``; made if it is not there.
-            name: what runs that belong together have in common; the name of a folder.
-            settings: the Trainer's flags, whose ``accelerator``, ``devices`` and ``num_nodes`` say which processes the
+            directory: Above all runs, or a URL such as ``s3://bucket/runs``; made if it is not there.
+            name: What runs that belong together have in common; the name of a folder.
+            settings: The Trainer's flags, whose ``accelerator``, ``devices`` and ``num_nodes`` say which processes the
                 job has; those that are missing are started, as a Trainer would. Call it where they may run it too.
 
         Raises:
-            ValueError: the name can't be that of a folder.
-            OSError: the folder can't be made; the text says where.
+            ValueError: The name can't be that of a folder.
+            OSError: The folder can't be made; the text says where.
         """
         check_name(name)
         world = _open_world(settings)
@@ -96,12 +96,12 @@ class RunFolder:
         A run that is waiting, see `prepare`, is begun like a new one.
 
         Args:
-            path: the folder.
-            settings: see `create`.
+            path: The folder.
+            settings: See `create`.
 
         Raises:
-            ValueError: it is not a run's folder, or another job holds it.
-            OSError: it can't be written to.
+            ValueError: It is not a run's folder, or another job holds it.
+            OSError: It can't be written to.
         """
         world = _open_world(settings)
         lock: RunLock | RemoteLock | None = None
@@ -131,12 +131,12 @@ class RunFolder:
         Only one process may do so at a time. What a killed one has left half done is written anew.
 
         Args:
-            path: the folder; its name is the run's number.
-            config: the run's configuration, as YAML.
-            facts: what is known of the run, by name, as `record` takes it.
+            path: The folder; its name is the run's number.
+            config: The run's configuration, as YAML.
+            facts: What is known of the run, by name, as `record` takes it.
 
         Raises:
-            OSError: the folder can't be written.
+            OSError: The folder can't be written.
         """
         path.mkdir(parents=True, exist_ok=True)
         named = {"format": 1, "name": path.parent.name, "number": int(path.name), "began": time.time()}
@@ -182,7 +182,7 @@ class RunFolder:
         keeps the newest checkpoint, the first one keeps a ``last.ckpt`` too, unless it has ``save_last=False``.
 
         Args:
-            settings: the flags so far.
+            settings: The flags so far.
 
         Raises:
             ValueError: ``default_root_dir`` names another place, or a callback writes into another run's folder.
@@ -257,9 +257,9 @@ class RunFolder:
         """Note how the run stands.
 
         Args:
-            facts: what has changed, by name: ``state``, ``steps``, ``best``, ... Values are plain. Of other processes
+            facts: What has changed, by name: ``state``, ``steps``, ``best``, ... Values are plain. Of other processes
                 than rank zero an error alone is noted.
-            charts: steps and values of the curves of each chart, by name; None where they have not changed.
+            charts: Steps and values of the curves of each chart, by name; None where they have not changed.
         """
         state = facts.get("state", "running")
         if state.startswith("failed"):
@@ -289,7 +289,7 @@ class RunFolder:
 
         Args:
             state: ``"finished"``, ``"interrupted"`` or ``"failed: <Error>"``.
-            facts: further facts to note, as `record` takes them.
+            facts: Further facts to note, as `record` takes them.
         """
         try:
             self.record({"ended": self._facts.get("ended") or time.time(), **facts, "state": state})

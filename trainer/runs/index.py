@@ -46,13 +46,13 @@ class Run:
     """A run as its folder shows it.
 
     Attributes:
-        path: the folder.
-        name: what it has in common with others.
-        number: tells it from those; 0 where the folder's name is no number, as that of a copy.
+        path: The folder.
+        name: What it has in common with others.
+        number: Tells it from those; 0 where the folder's name is no number, as that of a copy.
         state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` where the record
             says that it runs, but nobody holds the lock; ``"waiting"``; ``"pruned"``; ``"unreadable"``.
-        facts: the record, as far as its values are of the right kinds.
-        problem: why the record can't be read, "" if it can.
+        facts: The record, as far as its values are of the right kinds.
+        problem: Why the record can't be read, "" if it can.
     """
 
     path: AnyPath
@@ -115,7 +115,7 @@ def read(path: str | AnyPath) -> Run:
     """A run's folder.
 
     Raises:
-        ValueError: it is none.
+        ValueError: It is none.
     """
     path = absolute(path)
     if not path.is_dir():
@@ -150,7 +150,7 @@ def find(directory: AnyPath) -> list[Run]:
     """The runs below a directory or URL, ``<name>/<number>`` in it, or ``<number>``; those that began first come first.
 
     Raises:
-        ValueError: there is no such directory, or it can't be read.
+        ValueError: There is no such directory, or it can't be read.
     """
     try:
         names = _list_names(directory)
@@ -188,13 +188,13 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
     """The path that a command means by a run: the one resolver of all commands.
 
     Args:
-        reference: a number, a name and number (``"digits/3"``), or a path: of a run's folder, or something in it, such
+        reference: A number, a name and number (``"digits/3"``), or a path: of a run's folder, or something in it, such
             as a checkpoint. None for the newest run.
-        directory: where runs are kept.
-        name: consider runs of this name only.
+        directory: Where runs are kept.
+        name: Consider runs of this name only.
 
     Raises:
-        ValueError: nothing is meant by it, or several runs are.
+        ValueError: Nothing is meant by it, or several runs are.
     """
     is_number = reference is not None and reference.isascii() and reference.isdigit()
     if reference is not None and not is_number:
@@ -232,7 +232,7 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
     """The curves of each chart by name: steps and values, and how many values are not among them as not finite.
 
     Raises:
-        ValueError: the file is there and can't be read.
+        ValueError: The file is there and can't be read.
     """
     if not lexists(run.path / CURVES):
         return {}
@@ -259,7 +259,7 @@ def environment(run: Run) -> dict[str, str]:
     """Versions, revision and hardware, as they were noted when the run began.
 
     Raises:
-        ValueError: the file is there and can't be read.
+        ValueError: The file is there and can't be read.
     """
     if not lexists(run.path / ENVIRONMENT):
         return {}
@@ -274,7 +274,7 @@ def config(run: Run) -> str:
     """The configuration's text; "" without one.
 
     Raises:
-        ValueError: the file is there and can't be read.
+        ValueError: The file is there and can't be read.
     """
     if not lexists(run.path / CONFIG):
         return ""
@@ -288,7 +288,7 @@ def _read_text(path: AnyPath) -> str:
     """A file's text.
 
     Raises:
-        ValueError: it is missing, no plain file, too large, or no text.
+        ValueError: It is missing, no plain file, too large, or no text.
     """
     if isinstance(path, RemotePath):
         try:

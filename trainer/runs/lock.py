@@ -37,12 +37,12 @@ class Holder:
     """Who holds a lock.
 
     Attributes:
-        host: its machine.
-        pid: its process.
-        since: when it took the lock, in seconds since 1970.
-        place: the machine since it was started, and its space of process ids: a container has one of its own.
-        began: when the system started the process, which tells it from a later one of the same number.
-        token: no two are alike.
+        host: Its machine.
+        pid: Its process.
+        since: When it took the lock, in seconds since 1970.
+        place: The machine since it was started, and its space of process ids: a container has one of its own.
+        began: When the system started the process, which tells it from a later one of the same number.
+        token: No two are alike.
         by: ``"system"`` for a lock that the system keeps, ``"beat"`` for one that lives by signs of life.
     """
 
@@ -107,14 +107,14 @@ class RunLock:
     machine for itself (Lustre's ``localflock``, NFS with ``local_lock``) does not keep two machines apart.
 
     Args:
-        folder: what is locked; the lock is a file in it.
+        folder: What is locked; the lock is a file in it.
 
     Attributes:
-        holder: what the file says of this process.
+        holder: What the file says of this process.
 
     Raises:
-        ValueError: another job holds it; the text says which.
-        OSError: the file can't be written.
+        ValueError: Another job holds it; the text says which.
+        OSError: The file can't be written.
     """
 
     def __init__(self, folder: Path) -> None:

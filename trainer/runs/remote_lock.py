@@ -21,14 +21,14 @@ class RemoteLock:
     that is gone is not as strict: of two that try within a second one fails, as both look again who has written last.
 
     Args:
-        folder: what is locked.
+        folder: What is locked.
 
     Attributes:
-        holder: what the object says of this process.
+        holder: What the object says of this process.
 
     Raises:
-        ValueError: another job holds it; the text says which.
-        OSError: the store refused.
+        ValueError: Another job holds it; the text says which.
+        OSError: The store refused.
     """
 
     def __init__(self, folder: RemotePath) -> None:

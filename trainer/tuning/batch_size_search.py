@@ -23,8 +23,8 @@ class BatchSizeSearch:
     """Search for the largest batch that fits on all processes.
 
     Args:
-        trainer: whose stage is about to begin.
-        finder: what is searched for, and how; gets the result.
+        trainer: Whose stage is about to begin.
+        finder: What is searched for, and how; gets the result.
     """
 
     def __init__(self, trainer: Trainer, finder: BatchSizeFinder) -> None:
@@ -36,8 +36,8 @@ class BatchSizeSearch:
         """Find the size, and set it.
 
         Raises:
-            ValueError: for an attribute that nothing has or uses, or for loaders that can't be made anew.
-            MemoryError: if no size that was tried fits.
+            ValueError: For an attribute that nothing has or uses, or for loaders that can't be made anew.
+            MemoryError: If no size that was tried fits.
         """
         trainer, finder, kind = self.trainer, self.finder, KIND_OF_STAGE[str(self.trainer.stage)]
         name = finder.batch_arg_name

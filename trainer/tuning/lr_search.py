@@ -22,8 +22,8 @@ class LRSearch:
     """Search for a learning rate: steps with rates that rise, until the loss diverges.
 
     Args:
-        trainer: whose ``fit`` is about to begin.
-        finder: what is searched for, and how; gets the result.
+        trainer: Whose ``fit`` is about to begin.
+        finder: What is searched for, and how; gets the result.
     """
 
     def __init__(self, trainer: Trainer, finder: LearningRateFinder) -> None:
@@ -34,7 +34,7 @@ class LRSearch:
         """Find a learning rate, and set it.
 
         Raises:
-            ValueError: for an attribute that nothing has, or a task that steps its optimizers itself.
+            ValueError: For an attribute that nothing has, or a task that steps its optimizers itself.
         """
         trainer, finder = self.trainer, self.finder
         name, task = self._choose_attribute_name(), trainer.task
@@ -114,7 +114,7 @@ class _RisingRate:
         """Set the rates of a step.
 
         Raises:
-            ValueError: if there is no optimizer.
+            ValueError: If there is no optimizer.
         """
         optimizers = self._inner.optimizers
         if not optimizers:

@@ -37,11 +37,11 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
     prepared yet.
 
     Args:
-        trainer: whose stage is about to begin.
-        settings: attributes that the copies of task and data module get, wherever they have them.
+        trainer: Whose stage is about to begin.
+        settings: Attributes that the copies of task and data module get, wherever they have them.
 
     Raises:
-        ValueError: if the task can't be copied, or a loader can be read only once.
+        ValueError: If the task can't be copied, or a loader can be read only once.
     """
     accelerator = trainer.accelerator
     scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()

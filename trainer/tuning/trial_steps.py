@@ -21,10 +21,10 @@ def take_trial_steps(
     """Take ``count`` optimizer steps, over as many epochs as that needs; yields the number of each when it is done.
 
     Args:
-        inner: the Trainer of a `rehearsal`.
-        count: how many.
-        callbacks: who follows them.
-        before_step: called with the number of each step before it is taken; the optimizers exist by then.
+        inner: The Trainer of a `rehearsal`.
+        count: How many.
+        callbacks: Who follows them.
+        before_step: Called with the number of each step before it is taken; the optimizers exist by then.
     """
     task = inner.task
     assert task is not None

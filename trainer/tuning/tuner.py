@@ -18,7 +18,7 @@ class Tuner:
     """Finds a learning rate or a batch size for a task, as the callbacks `LearningRateFinder` and `BatchSizeFinder` do.
 
     Args:
-        trainer: whose settings, processes and precision are used.
+        trainer: Whose settings, processes and precision are used.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -43,19 +43,19 @@ class Tuner:
         """Search for a learning rate; see `LearningRateFinder`.
 
         Args:
-            model: the task.
-            train_dataloaders: the training loader, or a data module.
-            val_dataloaders: the validation loader, or several.
-            dataloaders: not for ``fit``.
-            datamodule: instead of loaders.
+            model: The task.
+            train_dataloaders: The training loader, or a data module.
+            val_dataloaders: The validation loader, or several.
+            dataloaders: Not for ``fit``.
+            datamodule: Instead of loaders.
             method: ``"fit"``, which alone has a learning rate.
-            min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name: see `LearningRateFinder`.
+            min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name: See `LearningRateFinder`.
 
         Returns:
             What was found; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: if the Trainer has a `LearningRateFinder` already, or for arguments that do not fit.
+            ValueError: If the Trainer has a `LearningRateFinder` already, or for arguments that do not fit.
         """
         if method != "fit":
             raise ValueError(f"lr_find(method={method!r}): only 'fit' has a learning rate.")
@@ -85,20 +85,20 @@ class Tuner:
         """Search for the largest batch that fits into memory; see `BatchSizeFinder`.
 
         Args:
-            model: the task.
-            train_dataloaders: a data module. Loaders can't be made anew, and are an error.
-            val_dataloaders: the validation loader, or several.
-            dataloaders: a data module, of another ``method`` than ``"fit"``.
-            datamodule: where loaders come from that are not the task's.
+            model: The task.
+            train_dataloaders: A data module. Loaders can't be made anew, and are an error.
+            val_dataloaders: The validation loader, or several.
+            dataloaders: A data module, of another ``method`` than ``"fit"``.
+            datamodule: Where loaders come from that are not the task's.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, keep_global_batch: see
+            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, keep_global_batch: See
                 `BatchSizeFinder`.
 
         Returns:
             The size; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: if the Trainer has a `BatchSizeFinder` already, or for arguments that do not fit.
+            ValueError: If the Trainer has a `BatchSizeFinder` already, or for arguments that do not fit.
         """
         choose("method", method, KIND_OF_STAGE)
         finder = BatchSizeFinder(
