@@ -80,138 +80,366 @@ class Callback:
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """A stage (``fit``, ``validate``, ``test``, ``predict``) begins."""
+        """Prepare for a stage. Runs on every process.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """A stage is over, by success or failure."""
+        """Clean up after a stage, whether it succeeded or failed.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Model and optimizers are in place."""
+        """Run once model and optimizers are in place.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Training is over."""
+        """Run after training.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Something raised, on this process at least. No collectives here: the others may not come."""
+        """React to an exception on this process. Call no collectives: other ranks may not reach them.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            exception: The exception.
+        """
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The few validation batches before training begin."""
+        """Run before the sanity check, the validation batches that precede training.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The few validation batches before training are over."""
+        """Run after the sanity check.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The first epoch is about to begin."""
+        """Run before the first epoch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The last epoch is over."""
+        """Run after the last epoch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """An epoch begins."""
+        """Run before each epoch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """An epoch is over, its validation and its schedulers too."""
+        """Run after each epoch, including its validation and its schedulers' steps.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """A micro-batch is on the device."""
+        """Run before each micro-batch, which is on the device.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            batch: The batch.
+            batch_idx: Index of the batch.
+        """
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A micro-batch is done; after its group's last one, the optimizer has stepped."""
+        """Run after each micro-batch; after the last one of a group, the optimizer has stepped.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+        """
 
     def on_before_backward(self, trainer: Trainer, pl_module: TaskModule, loss: Any) -> None:
-        """The loss is known, its gradient not yet."""
+        """Run after the loss is computed and before its backward pass.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            loss: The loss, scaled for accumulation and the gradient scaler.
+        """
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Gradients of this micro-batch are added."""
+        """Run after the gradients of a micro-batch are accumulated.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """The group's gradient is complete and unscaled, but not clipped."""
+        """Run once the group's gradients are complete and unscaled, before they are clipped.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            optimizer: The optimizer.
+        """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """The optimizer has stepped; its gradients are about to be dropped."""
+        """Run after the optimizer step, before its gradients are reset.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            optimizer: The optimizer.
+        """
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """An optimizer step is wholly over: validated if due, schedulers stepped. The place to save from."""
+        """Run after each optimizer step, including a due validation and the schedulers' steps.
+
+        Checkpoints are saved here.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Validation begins."""
+        """Run before the validation.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Validation is over, its values are in ``trainer.callback_metrics``."""
+        """Run after the validation, with its values in ``trainer.callback_metrics``.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The validation loaders are about to be run through."""
+        """Run before the first batch of the validation dataloaders.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The validation loaders have been run through; the last place to log a value of this validation."""
+        """Run after the last batch of the validation dataloaders.
+
+        The last place to log a value of this validation.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A validation batch is on the device."""
+        """Run before each validation batch, which is on the device.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A validation batch is done."""
+        """Run after each validation batch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Testing begins."""
+        """Run before the test.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Testing is over."""
+        """Run after the test.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The test loaders are about to be run through."""
+        """Run before the first batch of the test dataloaders.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The test loaders have been run through."""
+        """Run after the last batch of the test dataloaders.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A test batch is on the device."""
+        """Run before each test batch, which is on the device.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A test batch is done."""
+        """Run after each test batch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prediction begins."""
+        """Run before the prediction.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prediction is over."""
+        """Run after the prediction.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The predict loaders are about to be run through."""
+        """Run before the first batch of the predict dataloaders.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The predict loaders have been run through."""
+        """Run after the last batch of the predict dataloaders.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A predict batch is on the device."""
+        """Run before each predict batch, which is on the device.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A predict batch is done."""
+        """Run after each predict batch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being made; add plain data or tensors under names of your own."""
+        """Add plain data or tensors to a checkpoint, under user-defined names.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            checkpoint: Entries of the checkpoint, by name.
+        """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being restored; take back what `on_save_checkpoint` added."""
+        """Restore what `on_save_checkpoint` added to a checkpoint.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            checkpoint: Entries of the checkpoint, by name.
+        """
 
 
 HOOKS: tuple[str, ...] = tuple(
