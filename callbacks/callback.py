@@ -1,4 +1,4 @@
-"""What happens around the loop: the base class of every callback, and the one list of hooks."""
+"""Base class of every callback, and the list of hooks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,32 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the hooks you need; the others cost nothing.
+    """Base class of callbacks. Override the hooks you need; the others have no overhead.
 
-    ``trainer/loop/fit_loop.py`` begins with the order of the hooks. Of one hook's name, those are called first whose
-    ``after_task`` is 0, in the order given; then the task's own; then the others, which act on what those logged, by
-    their ``after_task``. The same on every process.
+    ``trainer/loop/fit_loop.py`` begins with the order of the hooks. For one hook, callbacks with ``after_task`` 0 run
+    first, in the order of the list; then the task's own hook; then the other callbacks in the order of their
+    ``after_task``, because they use the values that those logged. The order is the same on every process.
 
     Attributes:
-        after_task: 0 to be called before the task's own hook; 1 after it, to decide (`EarlyStopping`, `Timer`); 2 to
-            keep what was decided (`ModelCheckpoint`); 3 to show it (`TQDMProgressBar`).
-        searches: Whether it tries something out before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
-        exchanges: Whether its hooks call collectives, so that every rank must have one (`ModelCheckpoint`). It is
-            compared when a stage begins; without it a callback may be on some ranks only.
+        after_task: 0 runs before the task's own hook; 1 after it, to decide (`EarlyStopping`, `Timer`); 2 to save the
+            outcome (`ModelCheckpoint`); 3 to display it (`TQDMProgressBar`). Default: 0.
+        searches: Whether it runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`). Default:
+            False.
+        exchanges: Whether its hooks call collectives, so that every rank must have one (`ModelCheckpoint`). This is
+            compared when a stage begins; other callbacks may be on some ranks only. Default: False.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class StepCounter(tl.Callback):
+        ...     steps = 0
+        ...     def on_step_end(self, trainer, pl_module):
+        ...         self.steps += 1
+        >>> counter = StepCounter()
+        >>> trainer = tl.Trainer(max_steps=3, accelerator="cpu", devices=1, barebones=True, callbacks=counter)
+        >>> trainer.fit(BoringModel())
+        >>> counter.steps
+        3
     """
 
     after_task: int = 0
@@ -32,50 +46,80 @@ class Callback:
     _task: TaskModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log one number, as the task's own ``log`` does, with the same arguments and in the same hooks.
+        """Log one value, with the arguments of `TaskModule.log` and in the same hooks.
+
+        Args:
+            name: The name to log under.
+            value: A number, a tensor with one element, or a ``torchmetrics.Metric``.
+            args: Further arguments of `TaskModule.log`.
+            kwargs: Further arguments of `TaskModule.log`.
 
         Raises:
-            RuntimeError: Outside of a stage.
+            RuntimeError: If no stage is running.
         """
         self._get_attached_task().log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """`log` every item with the same arguments."""
+        """Log every item with the same arguments.
+
+        Args:
+            dictionary: Values by name.
+            kwargs: Keyword arguments of `log`.
+
+        Raises:
+            RuntimeError: If no stage is running.
+        """
         self._get_attached_task().log_dict(dictionary, **kwargs)
 
     def _get_attached_task(self) -> TaskModule:
+        """Return the task of the running stage."""
         if self._task is None:
-            raise RuntimeError(f"{type(self).__name__}.log needs a running stage: call it in a hook.")
+            raise RuntimeError(f"{type(self).__name__}.log was called outside of a stage. Call it in a hook.")
         return self._task
 
     @property
     def state_key(self) -> str:
-        """The name this callback's state is saved under, and found by when a run goes on.
+        """Name under which the callback's state is saved and restored.
 
-        By default the class's name. Two callbacks with a state and one name are an error, as one would be lost: put
-        into it what tells yours apart, such as an argument.
+        The default is the name of the class. Two callbacks with a state and the same name are an error, because one
+        state would be lost: add what distinguishes yours, such as an argument.
         """
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save in a checkpoint: plain data and tensors."""
+        """Return the state to save in a checkpoint: plain data and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The saved state.
+        """
 
     def added_layout(self) -> dict[str, Any]:
-        """What shows how the tensors that `on_save_checkpoint` adds lie on the processes; see there for the names."""
+        """Return tensors with the sharding of those that `on_save_checkpoint` adds, under the same names."""
         return {}
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """A signal ends the run within a validation: undo what ``on_validation_start`` did to the model.
+        """Undo changes of ``on_validation_start`` to the model, because a signal ends the run within a validation.
 
-        ``on_validation_end`` is not called then. Called on all ranks.
+        ``on_validation_end`` does not run in this case. Runs on all ranks.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
         """
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The run could not be saved from within the validation, which continues: do it again."""
+        """Redo the changes that `leave_validation` undid.
+
+        The run could not be saved within the validation, so the validation continues.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     # -- the run -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Print the table of `ModelSummary` with the package ``rich``."""
+"""`RichModelSummary`: the table of `ModelSummary`, drawn by the package ``rich``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from .model_summary import ModelSummary
 
 
 class RichModelSummary(ModelSummary):
-    """Table of the model's modules, drawn by the package ``rich``.
+    """Callback that prints the table of the model's modules with the package ``rich``.
 
     Args:
-        max_depth: See `ModelSummary`.
-        header_style: Rich's style of the table's head.
+        max_depth: See `ModelSummary`. Default: 1.
+        header_style: Rich's style of the header. Default: ``"bold magenta"``.
 
     Raises:
-        ModuleNotFoundError: Without the package.
+        ModuleNotFoundError: If the package is not installed.
+
+    Example:
+        >>> from treadle.callbacks import RichModelSummary
+        >>> RichModelSummary(max_depth=2, header_style="bold").max_depth
+        2
     """
 
     def __init__(self, max_depth: int = 1, header_style: str = "bold magenta") -> None:
@@ -26,7 +31,11 @@ class RichModelSummary(ModelSummary):
         self.header_style = header_style
 
     def show(self, summary: Summary) -> None:
-        """Print it on standard error."""
+        """Print the table on standard error.
+
+        Args:
+            summary: The table.
+        """
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text

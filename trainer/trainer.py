@@ -495,7 +495,9 @@ class Trainer(LightningAliases):
         Args:
             filepath: Path of the checkpoint, a directory.
             weights_only: Save the task's weights and hyperparameters only. Default: False.
-            trainable_only, blocking, also: See `Accelerator.save_state`.
+            trainable_only: See `Accelerator.save_state`. Default: False.
+            blocking: See `Accelerator.save_state`. Default: True.
+            also: See `Accelerator.save_state`.
 
         Raises:
             ValueError: If no stage has run, so there is no task to save.

@@ -1,4 +1,4 @@
-"""What a GPU could do at best: dense operations per second, by number format, from the vendors' data sheets."""
+"""Peak performance of GPUs: dense operations per second by dtype, from the vendors' data sheets."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _OTHER = {"d", "laptop", "max", "mig", "mobile", "super", "ti"}
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
-    """Operations per second that a device could do at best; None where that is not known.
+    """Return the peak number of operations per second of a device; None if it is unknown.
 
     Args:
         device: The device.
-        dtype: The number format that is computed in, or ``"tf32"``, which float32 means too where torch may use it.
+        dtype: The dtype of the computation, or ``"tf32"``, which float32 also stands for if torch may use it.
     """
     if device.type != "cuda":
         return None
@@ -65,7 +65,12 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
 
 
 def look_up_peak_flops(name: str, dtype: torch.dtype | str) -> float | None:
-    """As `get_available_flops`, by the name that the driver gives a device, such as ``"NVIDIA H100 80GB HBM3"``."""
+    """Return the peak number of operations per second of a GPU by name; None if it is unknown.
+
+    Args:
+        name: The driver's name of the device, such as ``"NVIDIA H100 80GB HBM3"``.
+        dtype: See `get_available_flops`.
+    """
     words = re.findall("[a-z0-9]+", name.lower())
     text = f" {' '.join(words)} "
     chip = max((chip for chip in _PEAKS if f" {chip} " in text), key=len, default="")

@@ -1,4 +1,4 @@
-"""A page about the run, in its folder."""
+"""`RunReport`: a page about the run, in its folder."""
 
 from __future__ import annotations
 
@@ -21,24 +21,45 @@ if TYPE_CHECKING:
 
 
 class RunReport(BestEffortCallback):
-    """Write ``report.html`` into the run's folder: one file that any browser opens, without a server or a network.
+    """Callback that writes ``report.html`` into the run's folder: one file for any browser, without server or network.
 
-    It shows the error that ended it, if one did, the curves of `trainer.history`, learning rates, throughput, where the
-    time went, what was decided, checkpoints, the hyperparameters of the task and data module that were trained, the
-    flags that were set and the defaults of the others, the environment, and the profile if there is one. Rank zero
-    writes it once training has begun: when a stage ends, however it ends, and when an epoch or a validation ends, so
-    that the page of a run that is under way, or was killed, is there too.
+    The page shows the error that ended the run, if any, the curves of `trainer.history`, learning rates, throughput,
+    the time spent by activity, the announced settings, checkpoints, the hyperparameters of the trained task and data
+    module, the flags that were set and the defaults of the others, the environment, and the profile if there is one.
+    Rank zero writes it once training has begun: at the end of each stage, failed ones included, and at the end of
+    epochs and validations, so the page also exists for a run that is running or was killed.
 
     Args:
-        dirpath: The folder, or its URL. Default: the run's, as for `ModelCheckpoint`.
-        filename: The file's name.
-        every_seconds: Seconds between two writes, at least, while a run is under way.
+        dirpath: The folder, or its URL. Default: the run's folder, as for `ModelCheckpoint`.
+        filename: Name of the file. Default: ``"report.html"``.
+        every_seconds: Minimum number of seconds between two writes during a run. Default: 60.0.
 
     Attributes:
-        path: What was written last, None before.
+        path: The file that was written last; None before the first.
 
     Raises:
-        ValueError: For an interval below 0.
+        ValueError: If the interval is negative.
+
+    Example:
+        >>> import os, tempfile
+        >>> import treadle as tl
+        >>> from treadle.callbacks import RunReport
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> report = RunReport()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report.dirpath = folder
+        ...     trainer = tl.Trainer(
+        ...         max_steps=1,
+        ...         accelerator="cpu",
+        ...         devices=1,
+        ...         logger=False,
+        ...         enable_checkpointing=False,
+        ...         enable_progress_bar=False,
+        ...         callbacks=report,
+        ...     )
+        ...     trainer.fit(BoringModel())
+        ...     os.listdir(folder)
+        ['report.html']
     """
 
     after_task = 3  # what others did at the same time is in it
@@ -58,7 +79,7 @@ class RunReport(BestEffortCallback):
         self._hyperparameters: dict[str, dict[str, str]] = {}  # of fit: later stages may have another task or data
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """A new fit, a new page; another stage adds to it."""
+        """Reset the page for a new fit; another stage adds to it."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._begun = False
@@ -66,7 +87,7 @@ class RunReport(BestEffortCallback):
             self._endings, self._failures = {}, []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """From here on there is something to show."""
+        """Enable the page, and collect the hyperparameters."""
         self._begun = True
         self._hyperparameters = {
             "Hyperparameters": _collect_hyperparameters(pl_module),
@@ -76,15 +97,15 @@ class RunReport(BestEffortCallback):
         self._written = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write, if that is long ago."""
+        """Write the page if it is due."""
         self._write_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write, if that is long ago."""
+        """Write the page if it is due."""
         self._write_if_due(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Keep the error."""
+        """Keep the error for the page."""
         from ...engine.preemption import Preempted
 
         interrupted = trainer.interrupted or isinstance(exception, Preempted)
@@ -98,17 +119,19 @@ class RunReport(BestEffortCallback):
             self._failures.append(Failure(str(trainer.stage), message, format_user_frames(exception), trace))
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Write how it ended."""
+        """Write the page with the outcome of the stage."""
         if self._begun and trainer.is_global_zero:
             self._endings.setdefault(stage, (describe_ending(trainer, stage), True))
             state, well = zip(*self._endings.values(), strict=True)
             self._safely(self._write, trainer, ", ".join(state), all(well))
 
     def _write_if_due(self, trainer: Trainer) -> None:
+        """Write the page if it is due."""
         if self._begun and trainer.is_global_zero and time.monotonic() - self._written >= self.every_seconds:
             self._safely(self._write, trainer, "under way", None)
 
     def _write(self, trainer: Trainer, state: str, ended_well: bool | None) -> None:
+        """Write the page, in one rename."""
         place = as_path(self.dirpath or trainer.logbook.directory(trainer.default_root_dir))
         folder = local_folder(place)
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,12 +147,12 @@ class RunReport(BestEffortCallback):
         self.path, self._written = place / self.filename, time.monotonic()
 
     def page(self, trainer: Trainer, state: str, ended_well: bool | None) -> Page:
-        """What the page shows; override it to add to it.
+        """Return the content of the page. Override it to add content.
 
         Args:
-            trainer: Whose run it is about.
-            state: How it stands, in a word.
-            ended_well: Whether that is good; None while it is under way.
+            trainer: The Trainer that runs the stage.
+            state: State of the run as text.
+            ended_well: Whether the run succeeded; None while it is running.
         """
         # A page is written long after the import, which need not wait for what draws it.
         from ...engine import environment
@@ -164,7 +187,12 @@ class RunReport(BestEffortCallback):
 
 
 def describe_ending(trainer: Trainer, stage: str) -> str:
-    """How a stage ended, without an error."""
+    """Return how a stage without an error ended.
+
+    Args:
+        trainer: The Trainer.
+        stage: The stage.
+    """
     if stage != "fit":
         return f"{stage} done"
     early = (callback for callback in trainer.early_stopping_callbacks if callback.stopping_reason_message)
@@ -172,7 +200,7 @@ def describe_ending(trainer: Trainer, stage: str) -> str:
 
 
 def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
-    """A few numbers. Times are those of this process, so the rate is of what came after so many samples and seconds."""
+    """Return a few numbers by name. The rate counts what this process trained after the given samples and seconds."""
     from .html import format_duration, format_number
 
     progress, history = trainer.progress, trainer.history
@@ -192,7 +220,14 @@ def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str
 
 
 def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """What was logged, then the learning rates and the throughput."""
+    """Return the curves of logged values, learning rates and throughput.
+
+    Args:
+        trainer: The Trainer.
+
+    Returns:
+        Steps and values by chart and by name.
+    """
     from .html import group_names
 
     history = trainer.history
@@ -210,7 +245,11 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def find_best(trainer: Trainer) -> dict[str, Any] | None:
-    """The best value that a callback watches for, a `ModelCheckpoint` before an `EarlyStopping`; None without one."""
+    """Return the best value of a monitoring callback, `ModelCheckpoint` before `EarlyStopping`; None without one.
+
+    Args:
+        trainer: The Trainer.
+    """
     for saved in trainer.checkpoint_callbacks:
         if saved.monitor and saved.best_model_score is not None:
             best = {"metric": saved.monitor, "mode": saved.mode, "value": float(saved.best_model_score)}
@@ -222,7 +261,11 @@ def find_best(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def format_user_frames(error: BaseException) -> str:
-    """Where an error happened in code that is neither ours nor torch's, as in a traceback; "" where that is nowhere."""
+    """Return the traceback of an error in the user's own code, without Treadle's and torch's frames; "" if empty.
+
+    Args:
+        error: The error.
+    """
     root_cause = error
     while root_cause.__cause__ is not None:  # the first cause tells more than what was raised from it
         root_cause = root_cause.__cause__
@@ -238,8 +281,8 @@ def format_user_frames(error: BaseException) -> str:
 
 
 def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
-    """Where they are."""
-    rows = {} if trainer.ckpt_path is None else {"went on from": str(trainer.ckpt_path)}
+    """Return the paths of the checkpoints by role."""
+    rows = {} if trainer.ckpt_path is None else {"resumed from": str(trainer.ckpt_path)}
     for saved in trainer.checkpoint_callbacks:
         best = f"best {saved.monitor}" if saved.monitor else "newest"
         for name, path in ((best, saved.best_model_path), ("last", saved.last_model_path)):
@@ -249,7 +292,7 @@ def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
 
 
 def _collect_hyperparameters(owner: Any) -> dict[str, str]:
-    """Those that loggers may have: ``save_hyperparameters(logger=False)`` keeps them from files for people."""
+    """Return the hyperparameters for files, without those of ``save_hyperparameters(logger=False)``."""
     if owner is None or not owner.log_hyperparameters:
         return {}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}
@@ -257,7 +300,7 @@ def _collect_hyperparameters(owner: Any) -> dict[str, str]:
 
 
 def _flatten_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Nested settings, one line each; what is long is cut."""
+    """Return nested settings with one line for each, truncated if long."""
     lines: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:

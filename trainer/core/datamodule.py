@@ -167,7 +167,9 @@ class DataModule(HyperparametersMixin, TransferHooks):
 
         Args:
             train_dataset: A dataset, or several in lists, tuples and dicts.
-            val_dataset, test_dataset, predict_dataset: The same for the other stages.
+            val_dataset: The same for validation.
+            test_dataset: The same for testing.
+            predict_dataset: The same for prediction.
             batch_size: Batch size of each dataloader. Also passed to ``__init__`` if it has an argument of this name.
                 Default: 1.
             num_workers: Worker processes of each dataloader. Also passed to ``__init__`` if it has an argument of this

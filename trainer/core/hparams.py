@@ -158,7 +158,7 @@ def _classify(whole: Any) -> tuple[str, str]:
 
 
 def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
-    """A copy that later changes of what was passed do not reach. What is not data, or ``shared``, is not copied."""
+    """Return a copy that later changes of the original do not affect; ``shared`` types and non-data are not copied."""
     if is_config(values):
         return copy.deepcopy(values)
     snapshot = AttributeDict()

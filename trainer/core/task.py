@@ -352,11 +352,12 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Run the backward pass in the run's precision, in ``training_step`` with ``automatic_optimization=False``.
 
         Args:
-            loss: 0-d tensor, the mean over the batch's samples; on several processes it is weighed by their number.
-            kwargs: For ``Tensor.backward``.
+            loss: 0-d tensor, the mean over the batch's samples. With several processes it is weighted by their number.
+            args: Positional arguments of ``Tensor.backward``.
+            kwargs: Keyword arguments of ``Tensor.backward``.
 
         Raises:
-            RuntimeError: Elsewhere.
+            RuntimeError: If no ``fit`` is running.
         """
         if self.trainer.steps is None:
             raise RuntimeError("manual_backward was called, but no fit is running. Call it in training_step.")
@@ -433,18 +434,22 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Build the task from the hyperparameters in a checkpoint and load its weights. No code in it is run.
 
         Args:
-            checkpoint_path: A checkpoint of ours; a Lightning ``.ckpt``, whose ``hyper_parameters`` become arguments
-                as far as ``__init__`` takes them; any other source of weights that `load_weights` takes; or the URL of
-                a file, with ``sha256``.
-            map_location: The device to put the task on (default: the CPU).
-            hparams_file: The ``hparams.yaml`` or ``.csv`` of a logger, in place of the saved hyperparameters.
-            strict: Whether the weights must match exactly (default: the task's ``strict_loading``).
+            checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``, whose ``hyper_parameters`` are passed to
+                ``__init__`` if it has arguments of these names; any other source of weights that `load_weights`
+                accepts; or the URL of a file, with ``sha256``.
+            map_location: The device of the task. Default: the CPU.
+            hparams_file: The ``hparams.yaml`` or ``.csv`` of a logger, which replaces the saved hyperparameters.
+            strict: Whether the weights must match exactly. Default: the task's ``strict_loading``.
             weights_only: Accepted for Lightning's signature; code in a file never runs.
-            sha256: The digest of the file, compared before anything in it is looked at.
-            kwargs: Arguments of ``__init__``, in place of the saved ones.
+            sha256: The digest of the file, compared before the file is parsed.
+            kwargs: Arguments of ``__init__``, which override the saved ones.
+
+        Returns:
+            The task with the loaded weights.
 
         Raises:
-            ValueError: If it is no checkpoint, is damaged or harmful, or the weights are another model's.
+            ValueError: If the path is not a checkpoint, the checkpoint is damaged or harmful, or the weights belong to
+                another model.
         """
         from .loading import build, warn_of_code
 
@@ -551,7 +556,13 @@ def task_modules(task: TaskModule) -> list[TaskModule]:
 
 
 def has_own(owner: object, name: str, base: type) -> bool:
-    """Return whether ``owner`` overrides a method of ``base``, in its class or on itself. None counts as no method."""
+    """Return whether ``owner`` overrides a method of ``base``, in its class or on itself. None counts as no method.
+
+    Args:
+        owner: The task, data module or other object.
+        name: Name of the method.
+        base: The class that defines the default.
+    """
     method = getattr(owner, name)
     return method is not None and getattr(method, "__func__", method) is not getattr(base, name)
 
