@@ -117,7 +117,7 @@ def test_what_is_refused(tmp_path):
     class Other(treadle.TaskModule):
         training_step = configure_optimizers = lambda *_: None
 
-    with pytest.raises(ValueError, match="a module named backbone"):
+    with pytest.raises(ValueError, match="no module named backbone"):
         trainer(tmp_path, BackboneFinetuning()).fit(Other(), loader())
     with pytest.raises(ValueError, match="the frozen backbone"):
         fit(tmp_path, BackboneFinetuning(), task=Task(filtered=False))

@@ -298,7 +298,7 @@ def test_where_nothing_can_be_suggested():
         found.add(found.rate(k), float(k))
     with pytest.warns(UserWarning, match="of 12 points 1 are left"):
         assert found.suggestion() is None
-    with pytest.warns(UserWarning, match="the loss falls at none from"):
+    with pytest.warns(UserWarning, match="the loss does not fall at any rate from"):
         assert found.suggestion(0, 0) is None
     with pytest.raises(ValueError, match="skip_end=-1"):
         found.suggestion(0, -1)
@@ -611,7 +611,7 @@ def locked_task():
             Task,
             lambda: [BatchSizeFinder(keep_global_batch=True), GradientAccumulationScheduler({1: 2})],
             None,
-            "both say how many batches a step takes",
+            "both set the number of batches per step",
             id="accumulation",
         ),
     ],
@@ -629,7 +629,7 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
     [
         (lambda: LearningRateFinder(mode="exponentiel"), "Did you mean 'exponential'"),
         (lambda: LearningRateFinder(min_lr=0.0), "more than 0"),
-        (lambda: LearningRateFinder(min_lr=1.0, max_lr=0.1), "the smaller one"),
+        (lambda: LearningRateFinder(min_lr=1.0, max_lr=0.1), "min_lr must be smaller than max_lr"),
         (lambda: LearningRateFinder(num_training_steps=1), "num_training_steps=1"),
         (lambda: LearningRateFinder(early_stop_threshold=0.5), "more than 1"),
         (lambda: BatchSizeFinder(mode="pover"), "Did you mean 'power'"),

@@ -225,7 +225,7 @@ class HalfWay(Task):
 
 
 def test_nothing_is_saved_of_half_a_step(tmp_path):
-    with pytest.warns(UserWarning, match="nothing is saved: the error came between"), pytest.raises(RuntimeError):
+    with pytest.warns(UserWarning, match="the run is not saved: the error came between"), pytest.raises(RuntimeError):
         made(tmp_path, saver(tmp_path)).fit(HalfWay(), *loaders())
     assert list((tmp_path / "c").iterdir()) == []
 
@@ -244,7 +244,7 @@ class Averages(Callback):
 
 
 def test_weights_that_are_only_for_a_validation_are_not_saved(tmp_path):
-    with pytest.warns(UserWarning, match="nothing is saved: .* put other weights"), pytest.raises(RuntimeError):
+    with pytest.warns(UserWarning, match="the run is not saved: .* put other weights"), pytest.raises(RuntimeError):
         made(tmp_path, Averages(), Fails("validation", 2), saver(tmp_path)).fit(Task(), *loaders())
     assert list((tmp_path / "c").iterdir()) == []
     with pytest.raises(RuntimeError):

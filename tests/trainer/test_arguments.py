@@ -185,7 +185,7 @@ def test_callbacks_log_as_the_task_does():
     own.fit(Task(), loader())
     assert [row["of_a_batch"] for row in logger.rows if "of_a_batch" in row] == [3.0, 7.0]
     assert own.callback_metrics["of_an_epoch"] == 3.0
-    with pytest.raises(RuntimeError, match=r"Logs.log needs a running stage"):
+    with pytest.raises(RuntimeError, match=r"Logs.log was called outside of a stage"):
         logs.log("late", 1.0)
 
 

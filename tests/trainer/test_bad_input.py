@@ -250,14 +250,14 @@ def of(make):
         (lambda t: ([], []), ValueError, ["empty"]),
         (of(lambda o: ([], [steps(o)])), ValueError, ["optimizers, is empty"]),
         (of(lambda o: (o, steps(o))), TypeError, ["StepLR", "two lists (optimizers, schedulers)"]),
-        (of(lambda o: ([o], [steps(o)], [1])), TypeError, ["list where an optimizer stands"]),
+        (of(lambda o: ([o], [steps(o)], [1])), TypeError, ["list in place of an optimizer"]),
         (lambda t: [adam(t), adam(t)], ValueError, ["2 optimizers", "groups of one"]),
         (lambda t: {"lr_scheduler": 1}, ValueError, ["without 'optimizer'"]),
         (lambda t: {"optimizer": None}, TypeError, ["NoneType"]),
         (of(lambda o: {"optimizer": o, "lr_schedular": 1}), ValueError, ["'lr_schedular'", "mean 'lr_scheduler'"]),
         (of(lambda o: {"optimizer": o, "lr_scheduler": "cosine"}), TypeError, ["step()", "'cosine'"]),
         (of(lambda o: {"optimizer": o, "lr_scheduler": [steps(o)]}), TypeError, ["step()"]),
-        (of(lambda o: {"optimizer": o, "lr_scheduler": {"interval": "step"}}), ValueError, ["no 'scheduler'"]),
+        (of(lambda o: {"optimizer": o, "lr_scheduler": {"interval": "step"}}), ValueError, ["without 'scheduler'"]),
         (scheduled(intervall="step"), ValueError, ["'intervall'", "Did you mean 'interval'"]),
         (scheduled(interval="batch"), ValueError, ["interval='batch'", "epoch, step"]),
         (scheduled(frequency=0), ValueError, ["frequency=0", "at least 1"]),
@@ -421,12 +421,12 @@ def test_what_is_logged():
 
 
 def test_what_is_logged_too_late_or_nowhere():
-    with pytest.warns(UserWarning, match=r"self.log\('x'\) does nothing here"):
+    with pytest.warns(UserWarning, match=r"self.log\('x'\) has no effect here"):
         Plain().log("x", 1)
     for hook in ("on_fit_start", "on_validation_end", "on_train_end", "on_fit_end", "setup"):
         task = type("Late", (Validated,), {hook: lambda self, *stage: self.log("late", 1.0)})()
         run = trainer(num_sanity_val_steps=0)
-        with pytest.warns(UserWarning, match=r"self.log\('late'\) does nothing here"):
+        with pytest.warns(UserWarning, match=r"self.log\('late'\) has no effect here"):
             run.fit(task, loader(), loader())
         assert "late" not in run.callback_metrics
 
@@ -522,7 +522,7 @@ def test_what_save_hyperparameters_takes():
             super().__init__()
             self.save_hyperparameters()
 
-    with says(TypeError, "save_hyperparameters", "one object that holds them all"):
+    with says(TypeError, "save_hyperparameters", "one object that holds all of them"):
         Holding(nn.Linear(1, 1)).save_hyperparameters({"a": 1}, {"b": 2})
 
 

@@ -214,7 +214,7 @@ def test_evaluation(here, capsys):
     for more, folder in (([], "predictions"), (bar, "predictions-v1")):
         capsys.readouterr()
         assert main([*line, *more]) == 0
-        assert f"the predictions are in {folder};" in capsys.readouterr().err
+        assert f"predictions saved in {folder};" in capsys.readouterr().err
         assert torch.equal(torch.cat(list(treadle.read_predictions(here / folder))), expected)
     assert main([*line, "trainer.callbacks+=cli_samples.Takes"]) == 0
     assert not (here / "predictions-v2").exists()

@@ -465,7 +465,7 @@ def test_a_lightning_checkpoint_becomes_a_task(elsewhere, tmp_path):
         assert Task.load_from_checkpoint(path, given=7, map_location="cpu").arguments["given"] == 7
         with pytest.raises(ValueError, match="another model"):
             Task.load_from_checkpoint(path, width=6)
-        with pytest.warns(UserWarning, match="weights_only=False is not needed"):
+        with pytest.warns(UserWarning, match="weights_only=False has no effect"):
             Task.load_from_checkpoint(path, weights_only=False)
         with pytest.raises(TypeError, match="map_location"):
             Task.load_from_checkpoint(path, map_location=lambda storage, location: storage)

@@ -107,7 +107,7 @@ def test_no_validation_that_is_asked_for_is_not_warned_of():
 
 
 def test_a_monitor_that_never_comes(tmp_path):
-    words = "'val_loss' was never logged.*no validation. Of its validation loaders at least one is empty"
+    words = "'val_loss' was never logged.*no validation. At least one of its validation dataloaders is empty"
     with pytest.raises(ValueError, match=f"ModelCheckpoint's monitor {words}"):
         fit(loader(0), enable_checkpointing=None, callbacks=ModelCheckpoint(tmp_path, monitor="val_loss"))
     with pytest.raises(ValueError, match=words):

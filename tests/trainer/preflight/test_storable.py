@@ -211,7 +211,7 @@ def test_hyperparameters(tmp_path, seed):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made(tmp_path, ModelCheckpoint(tmp_path / "c")).fit(task, loader())
-    named = [str(w.message) for w in caught if "checkpoints can't hold setting" in str(w.message)]
+    named = [str(w.message) for w in caught if "checkpoints cannot store setting" in str(w.message)]
     refused = refusal(lambda: encode(setting))  # of all that is generated, only enum members are stored nevertheless
     assert len(named) == (refused != "" and "Colour" not in refused)
     with warnings.catch_warnings(record=True) as caught:
@@ -284,7 +284,7 @@ class Late(Task):
 
 
 def test_a_hyperparameter_that_was_added_later_is_dropped_too(tmp_path):
-    with pytest.warns(UserWarning, match=r"Late\.hparams: checkpoints can't hold late \(object\)\. Pass late=\.\.\."):
+    with pytest.warns(UserWarning, match=r"Late\.hparams: checkpoints cannot store late \(object\)\. Pass late=\.\.\."):
         made(tmp_path, ModelCheckpoint(tmp_path / "c")).fit(Late(), loader())
     again = Late.load_from_checkpoint(tmp_path / "c" / "epoch=0-step=2.ckpt")
     assert (again.hparams.setting, again.hparams.other) == (None, 1)

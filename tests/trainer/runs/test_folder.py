@@ -648,7 +648,7 @@ def test_a_record_that_can_not_be_written_ends_no_run(tmp_path):
     folder = RunFolder.create(tmp_path)
     (folder.path / "run.json").unlink()
     (folder.path / "run.json").mkdir()
-    with pytest.warns(UserWarning, match=r"RunRecord failed and is off|how the run ended could not be written"):
+    with pytest.warns(UserWarning, match=r"RunRecord failed and is disabled|how the run ended could not be written"):
         with folder:
             trainer = fit(folder)
     assert trainer.global_step == 16
