@@ -91,7 +91,7 @@ def test_several_loaders_and_a_taken_folder(tmp_path):
     second = predict(tmp_path, DataLoader(Numbers(1)))
     assert [first.name, second.name] == ["out", "out-v1"]
     assert [len(list(treadle.read_predictions(first, loader))) for loader in (0, 1)] == [3, 2]
-    with pytest.raises(ValueError, match="dataloader_idx=2 has no predictions in .* Available: 0, 1"):
+    with pytest.raises(ValueError, match=r"dataloader_idx=2 has no predictions in .* Available: 0, 1"):
         treadle.read_predictions(first, 2)
 
 
