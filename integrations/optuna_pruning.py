@@ -37,27 +37,35 @@ class PruningCallback(Callback):
     Example:
         >>> import optuna
         >>> import torch
-        >>> from torch.utils.data import DataLoader
         >>> import treadle as tl
+        >>> from treadle.compat.demos.boring_classes import BoringModel
         >>> from treadle.integrations import PruningCallback
-        >>> class Line(tl.TaskModule):
+        >>> class Model(BoringModel):
         ...     def __init__(self, lr):
         ...         super().__init__()
-        ...         self.lr, self.net = lr, torch.nn.Linear(1, 1)
-        ...     def training_step(self, batch, batch_idx):
-        ...         return self.net(batch).square().mean()
-        ...     def validation_step(self, batch, batch_idx):
-        ...         self.log("val_loss", self.net(batch).square().mean())
+        ...         self.lr = lr
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=self.lr)
+        ...     def on_validation_epoch_end(self):
+        ...         self.log("val_norm", self.layer.weight.norm())
         >>> def objective(trial):
-        ...     task = Line(trial.suggest_float("lr", 1e-3, 1e-1, log=True))
-        ...     flags = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        ...     trainer = tl.Trainer(callbacks=[PruningCallback(trial, "val_loss")], **flags)
-        ...     trainer.fit(task, DataLoader(torch.ones(8, 1)), DataLoader(torch.ones(8, 1)))
-        ...     return trainer.callback_metrics["val_loss"].item()
+        ...     trainer = tl.Trainer(
+        ...         max_epochs=2,
+        ...         limit_train_batches=2,
+        ...         limit_val_batches=1,
+        ...         accelerator="cpu",
+        ...         devices=1,
+        ...         logger=False,
+        ...         enable_checkpointing=False,
+        ...         enable_progress_bar=False,
+        ...         callbacks=PruningCallback(trial, "val_norm"),
+        ...     )
+        ...     trainer.fit(Model(trial.suggest_float("lr", 1e-3, 1e-1, log=True)))
+        ...     return trainer.callback_metrics["val_norm"].item()
         >>> study = optuna.create_study(pruner=optuna.pruners.MedianPruner())
         >>> study.optimize(objective, n_trials=3)
+        >>> len(study.trials)
+        3
     """
 
     after_task = 3  # the checkpoint of the same epoch is saved before the error is raised

@@ -121,7 +121,7 @@ def test_what_is_refused(tmp_path):
         trainer(tmp_path, BackboneFinetuning()).fit(Other(), loader())
     with pytest.raises(ValueError, match="the frozen backbone"):
         fit(tmp_path, BackboneFinetuning(), task=Task(filtered=False))
-    with pytest.raises(ValueError, match="sharded"):
+    with pytest.raises(ValueError, match="because sharding"):
         fit(tmp_path, Stages(), strategy="fsdp")
     with pytest.raises(NotImplementedError, match="freeze_before_training"):
         fit(tmp_path, BaseFinetuning())

@@ -45,7 +45,7 @@ def test_rates_by_hand():
         "flops_per_sec": 600.0,
         "device-mfu": 0.3,
     }
-    with pytest.raises(ValueError, match=r"time=6.0 must be more than 6.0"):
+    with pytest.raises(ValueError, match=r"time=6.0 must exceed the last total, 6.0"):
         meter.update(time=6.0, batches=8, samples=31, lengths=300)
     with pytest.raises(ValueError, match="Always pass the same"):
         meter.update(time=7.0, batches=8, samples=31)

@@ -207,7 +207,7 @@ def test_functions_as_a_callback(tmp_path):
     )
     fit(tmp_path, made, max_epochs=1)
     assert seen == ["fit", 1, 2, 3, 4, 5]
-    with pytest.raises(TypeError, match=r"no hook 'on_train_epoch_ends'. Did you mean 'on_train_epoch_end'"):
+    with pytest.raises(TypeError, match=r"'on_train_epoch_ends' is not a hook. Did you mean 'on_train_epoch_end'"):
         LambdaCallback(on_train_epoch_ends=print)
     with pytest.raises(TypeError, match="must be a function"):
         LambdaCallback(on_fit_end=3)

@@ -128,7 +128,7 @@ def test_what_failed_or_is_damaged_is_not_read(tmp_path):
         list(treadle.read_predictions(folder))
     index["loaders"]["0"]["ranks"] = []
     (folder / "predictions.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="0 of 4 batches are there"):
+    with pytest.raises(ValueError, match="only 0 of 4 batches"):
         list(treadle.read_predictions(folder))
 
 

@@ -183,7 +183,7 @@ def test_a_spike_is_saved_in_the_runs_folder(tmp_path):
             enable_model_summary=False,
             log_every_n_steps=1,
         )
-        with pytest.warns(UserWarning, match="loss leapt"):
+        with pytest.warns(UserWarning, match="loss spiked"):
             trainer.fit(Leaps(), DataLoader(TensorDataset(torch.ones(80, 2)), batch_size=2))
         assert os.listdir(tmp_path / "treadle_logs" / f"version_{number}" / "spikes") != []
     assert os.listdir(tmp_path) == ["treadle_logs"]
