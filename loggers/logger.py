@@ -46,6 +46,7 @@ class NullExperiment:
         pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> NullExperiment:
+        """Return the object itself."""
         return self
 
     def __getitem__(self, key: Any) -> NullExperiment:

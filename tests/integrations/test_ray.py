@@ -194,9 +194,7 @@ def test_outside_of_ray_the_callbacks_name_where_they_belong():
     assert lines[0].startswith("RuntimeError RayTrainReportCallback was created outside of a Ray Train worker")
     assert lines[1].startswith("RuntimeError this is not a worker of Ray Train")
     assert lines[2].startswith("ValueError on='validation_ends' must be one of 'validation_end'")
-    assert lines[3].startswith("RuntimeError TuneReportCheckpointCallback was used outside of a Ray Tune trial"), (
-        done.stderr
-    )
+    assert lines[3].startswith("RuntimeError TuneReportCheckpointCallback was used outside of"), done.stderr
 
 
 @pytest.mark.parametrize("name", ["RayTrainReportCallback", "TuneReportCheckpointCallback"])

@@ -267,7 +267,7 @@ def of(make):
         (
             lambda t: {"optimizer": adam(t), "lr_scheduler": steps(adam(t))},
             ValueError,
-            ["StepLR", "whose optimizer it did not return"],
+            ["StepLR", "did not return"],
         ),
         (lambda t: adam(nn.Linear(2, 2)), ValueError, ["none of Odd's parameters", "self.parameters()"]),
     ],

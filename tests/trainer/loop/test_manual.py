@@ -179,7 +179,7 @@ def test_hooks():
         ({"gradient_clip_val": 1.0}, r"gradient_clip_val\) has no effect .* self.clip_gradients"),
         (
             {"accumulate_grad_batches": 2},
-            r"accumulate_grad_batches\) has no effect .* decide in training_step after which",
+            r"accumulate_grad_batches\) has no effect .* step every so many batches",
         ),
         ({"strategy": FSDP()}, "strategy='fsdp' can't run .* Use 'ddp', or DDP"),
     ],
