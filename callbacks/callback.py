@@ -245,7 +245,7 @@ class Callback:
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            loss: The loss, scaled for accumulation and the gradient scaler.
+            loss: The loss that ``training_step`` returned, unscaled.
         """
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:

@@ -181,7 +181,7 @@ def check_version(version: int | str | None) -> int | str | None:
             f"version={version!r} must be a number, a directory name or None, not a {type(version).__name__}."
         )
     if isinstance(version, int) and version < 0:
-        raise ValueError(f"version={version} must be at least 0. Pass None for the next free number.")
+        raise ValueError(f"version={version} is negative. Pass a number of at least 0, or None for the next free one.")
     return version
 
 

@@ -29,12 +29,14 @@ def as_number(name: str, value: Any) -> float:
             number = value.item()
         except (RuntimeError, ValueError):
             raise ValueError(
-                f"metric {name!r} has shape {tuple(value.shape)}, but must be one number. Reduce it first, for example "
-                "with .mean()."
+                f"metric {name!r} holds {tuple(value.shape)} values, but must be one number. Reduce it first, for "
+                "example with .mean()."
             ) from None
     if isinstance(number, numbers.Real):
         return int(number) if isinstance(number, numbers.Integral) else float(number)
-    raise TypeError(f"metric {name!r} is {value!r} ({type(value).__name__}), but must be a number. Pass float(value).")
+    raise TypeError(
+        f"metric {name!r} is {value!r} ({type(value).__name__}), but must be one number. Pass float(value)."
+    )
 
 
 def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | dict[str, float]]:
@@ -53,7 +55,7 @@ def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float 
     result: dict[str, float | dict[str, float]] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f"metric name {name!r} must be a non-empty string. Pass str(name).")
+            raise TypeError(f"metric name {name!r} must be a string that is not empty. Pass str(name).")
         if isinstance(value, Mapping):
             result[prefix + name] = {str(key): as_number(f"{name}/{key}", inner) for key, inner in value.items()}
         else:
@@ -138,5 +140,5 @@ def check_step(step: Any) -> int:
     except TypeError:
         raise TypeError(f"step={step!r} must be an integer. Pass int(step).") from None
     if step < 0:
-        raise ValueError(f"step={step} must be at least 0.")
+        raise ValueError(f"step={step} is negative. Pass a step of at least 0.")
     return int(step)

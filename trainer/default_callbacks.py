@@ -1,4 +1,4 @@
-"""The callbacks and loggers a Trainer has when it is told nothing, or told True."""
+"""Default callbacks and loggers of a Trainer."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def choose_callbacks(
     in_folder: bool,
     collects_garbage: bool = False,
 ) -> list[Callback]:
-    """The callbacks given, and a default of each kind that is wanted and missing.
+    """Return the requested callbacks, with a default of each kind that is enabled and missing.
 
     Args:
-        requested: One, several or none.
-        checkpointing: Whether a `ModelCheckpoint` is wanted (default yes).
-        progress_bar: Whether a `TQDMProgressBar` is wanted (default yes).
-        model_summary: Whether a `ModelSummary` is wanted (default yes).
-        report: Whether a `RunReport` is wanted (default: if the run is ``in_folder``).
+        requested: One callback, several or None.
+        checkpointing: Whether to add a `ModelCheckpoint`. Default: True.
+        progress_bar: Whether to add a `TQDMProgressBar`. Default: True.
+        model_summary: Whether to add a `ModelSummary`. Default: True.
+        report: Whether to add a `RunReport`. Default: the value of ``in_folder``.
         in_folder: Whether a logger has a folder for the run.
-        collects_garbage: Whether a `GarbageCollection` is wanted, where several processes would wait for each other's.
+        collects_garbage: Whether to add a `GarbageCollection`, because several processes would wait for each other's.
 
     Raises:
-        TypeError: For something that is no callback.
-        ValueError: If a callback was given that a flag forbids.
+        TypeError: If an object is not a callback.
+        ValueError: If a flag disables a callback that was passed.
     """
     callbacks = as_callbacks("callbacks", requested)
     defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
@@ -63,7 +63,7 @@ def choose_callbacks(
         present = [c for c in callbacks if isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint)]
         # Nothing is saved in the run's folder by one whose checkpoints somebody else keeps.
         if enabled is False and any(not getattr(callback, "keeper", "") for callback in present):
-            raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks; drop one of them.")
+            raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks. Remove one of them.")
         if not present and enabled is not False and (enabled or in_folder or kind is not RunReport):
             callbacks.append(default())
     if collects_garbage and not any(isinstance(callback, GarbageCollection) for callback in callbacks):
@@ -72,44 +72,53 @@ def choose_callbacks(
 
 
 def set_aside(callbacks: list[Callback]) -> list[Callback]:
-    """Remove the callbacks that save or stop from ``callbacks``, as ``fast_dev_run`` does; return them."""
+    """Remove the callbacks that save or stop, as ``fast_dev_run`` requires, and return them.
+
+    Args:
+        callbacks: The callbacks, changed in place.
+    """
     removed: list[Callback] = [c for c in callbacks if isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
     callbacks[:] = [c for c in callbacks if not any(c is other for other in removed)]
     return removed
 
 
 def as_callbacks(label: str, value: Any) -> list[Callback]:
-    """One callback, several or none, as a list.
+    """Return one callback, several or none as a list.
+
+    Args:
+        label: Name of the argument, for messages.
+        value: A callback, several, or None.
 
     Raises:
-        TypeError: For something that is no callback.
-        ValueError: For one that is there twice.
+        TypeError: If an object is not a callback.
+        ValueError: If an object is listed twice.
     """
     if value is not None and not isinstance(value, Callback) and not _is_several(value):
         raise TypeError(f"{label} must be a treadle.Callback or several of them, not {value!r}.")
     callbacks = [] if value is None else [value] if isinstance(value, Callback) else list(value)
     for number, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
-            hint = ": put () behind it" if isinstance(callback, type) else ""
-            raise TypeError(f"{label} must be treadle.Callback objects, not {callback!r}{hint}.")
+            hint = " Instantiate it with ()." if isinstance(callback, type) else ""
+            raise TypeError(f"{label} must be treadle.Callback objects, not {callback!r}.{hint}")
         if any(callback is previous for previous in callbacks[:number]):
             raise ValueError(
-                f"{label} has the same {type(callback).__name__} object twice; every hook would run twice."
+                f"{label} has the same {type(callback).__name__} object twice, so every hook would run twice. Remove "
+                "one."
             )
     return callbacks
 
 
 def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
-    """The loggers given; TensorBoard under ``root`` for True or None, none for False.
+    """Return the requested loggers; TensorBoard below ``root`` for True or None, none for False.
 
     Args:
         requested: A bool, None, a `Logger`, or several.
-        root: The directory for a default logger.
-        silent: Put one that keeps nothing in their place.
+        root: Directory of a default logger.
+        silent: Replace the loggers by one that stores nothing.
 
     Raises:
-        TypeError: For something that is no logger.
-        ValueError: For one that is there twice.
+        TypeError: If an object is not a logger.
+        ValueError: If an object is listed twice.
     """
     if requested is False:
         return []
@@ -122,10 +131,12 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
         if not isinstance(logger, Logger):
             raise TypeError(f"logger must be True, False, a treadle.loggers.Logger or several of them, not {logger!r}.")
         if any(logger is previous for previous in loggers[:number]):
-            raise ValueError(f"logger has the same {type(logger).__name__} object twice; it would get each row twice.")
+            raise ValueError(
+                f"logger has the same {type(logger).__name__} object twice, so it would get each row twice. Remove one."
+            )
     return loggers
 
 
 def _is_several(value: Any) -> bool:
-    """Whether it is a list or the like, such as OmegaConf's. A class, a text or a dict is no list of objects."""
+    """Return whether a value is an iterable of objects, such as a list or OmegaConf's; not a class, text or dict."""
     return isinstance(value, Iterable) and not isinstance(value, type | str | Mapping)

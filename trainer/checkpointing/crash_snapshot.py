@@ -1,4 +1,4 @@
-"""The last completed optimizer step, remembered so that it can be saved when the next one fails."""
+"""The last completed optimizer step, kept so that it can be saved when the next one fails."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 
 
 class LastStep:
-    """Keeps what moves between two optimizer steps, and puts it with what does not into a checkpoint.
+    """Copy of everything that changes between two optimizer steps, and the checkpoint of that step.
 
-    Parameters and the optimizer's tensors stay as the last step left them until the next one takes place, so nothing of
-    theirs is copied. Random states, the loaders' positions, buffers (batch norm's), counters, schedules, the states of
-    callbacks and what was logged move on, and are copied after every step.
+    Parameters and the optimizer's tensors stay as the last step left them until the next one, so they are not copied.
+    RNG states, the dataloaders' positions, buffers (batch norm's), counters, schedules, the states of callbacks and
+    logged values change in between and are copied after every step.
 
-    It is asked on one process alone, on the way out of an error, where the others may be gone: nothing is exchanged.
+    After an error the checkpoint is saved on one process alone, without collectives, because other ranks may have
+    ended.
 
     Args:
-        trainer: Whose run it is.
+        trainer: The running Trainer.
         task: The user's task.
     """
 
@@ -57,7 +58,11 @@ class LastStep:
         self._handles = [optimizer.register_step_pre_hook(self._mark_moving) for optimizer in trainer.optimizers]
 
     def attach(self, hooks: Hooks) -> None:
-        """Be told of every completed step: as the last one, and before anyone begins an epoch or a validation."""
+        """Add the hooks that record every completed step: last in it, and before an epoch or a validation begins.
+
+        Args:
+            hooks: Dispatch table of the run.
+        """
         vars(hooks).update(
             on_step_end=(*hooks.on_step_end, self.note),
             on_train_epoch_start=(self.note, *hooks.on_train_epoch_start),
@@ -65,25 +70,26 @@ class LastStep:
         )
 
     def close(self) -> None:
-        """Let go of the optimizers, which a user may keep for another run."""
+        """Release the optimizers, which a user may keep for another run."""
         for handle in self._handles:
             handle.remove()
 
     def _mark_moving(self, *_: Any) -> None:
+        """Record that the next optimizer step has begun."""
         self._moving = True
 
     def changed(self) -> None:
-        """A callback makes the model or the optimizer another than the last step left, until the next one is noted."""
+        """Record that a callback changed the model or the optimizer after the last step. The next step resets this."""
         self._changed = True
 
     def _note_validation_start(self) -> None:
-        """The step itself is over, and its validation is still to come: a run that goes on from here does it."""
+        """Record the step before its validation, which a run that resumes from here repeats."""
         if not self._trainer.sanity_checking:
             self.note()
             self._sums = sum_parameters(self._task)  # some callbacks validate with other weights, such as averaged ones
 
     def note(self) -> None:
-        """Remember the run as it is: a step is complete."""
+        """Record the run after a complete step."""
         # Asked on every process: a user's object may exchange something to know it.
         registered = self._collect_registered()
         if self._alone is None:
@@ -114,6 +120,7 @@ class LastStep:
         self._moving, self._changed, self._sums = False, False, None
 
     def _collect_registered(self) -> dict[str, Any]:
+        """Return the states of callbacks, logged values and registered objects."""
         trainer = self._trainer
         callback_states = copy.deepcopy(collect_callback_states(trainer.callbacks))
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=callback_states, added={}), "metrics": {}}
@@ -126,47 +133,52 @@ class LastStep:
         return states
 
     def amend(self, callback: Callback, **values: Any) -> None:
-        """Say what has changed in a callback's state since."""
+        """Update a callback's recorded state.
+
+        Args:
+            callback: The callback.
+            values: The changed entries by name.
+        """
         if self._state:
             self._state["shared"]["registered"]["callbacks"]["callbacks"][callback.state_key] |= values
 
     @property
     def step(self) -> int:
-        """The optimizer steps that were complete."""
+        """Number of optimizer steps at the recorded step."""
         return self._state["progress"].step if self._state else 0
 
     @property
     def counts(self) -> dict[str, int]:
-        """``epoch`` and ``step``, for names."""
+        """Values of ``epoch`` and ``step`` for names."""
         return {"epoch": self._state["progress"].epoch, "step": self.step}
 
     @property
     def lost(self) -> str:
-        """Why it can't be saved any more; "" if it can."""
+        """Reason for which the step can no longer be saved; "" if it can."""
         trainer = self._trainer
         if trainer.preemption.abandoned:
             return "a second Ctrl-C came before the step was complete"
         if self._changed:
-            return "the error came after a callback had changed the model or its optimizer, and before the next step"
+            return "the error came after a callback had changed the model or its optimizer and before the next step"
         if self._moving and trainer.progress.step_is_unfinished and trainer.world_size == 1:
             self.note()  # the step is over, but for its end; with others one may have to wait for them here
         if self._moving:
             return "the error came between the optimizer's next step and its end"
         if self._sums is not None and not all(map(torch.equal, self._sums, sum_parameters(self._task))):
-            return "the error came in a validation, for which something has put other weights into the model"
+            return "the error came in a validation, during which the model had other weights"
         return ""
 
     def save(self, path: AnyPath, weights_only: bool, trainable_only: bool) -> None:
-        """Write a checkpoint as of that step, on rank zero. Exchanges nothing.
+        """Write a checkpoint of the recorded step, on rank zero without collectives.
 
         Args:
-            path: Where it is to stand.
-            weights_only: Leave out what only resuming needs.
+            path: Path of the checkpoint.
+            weights_only: Leave out what only a resume needs.
             trainable_only: Leave out frozen weights.
 
         Raises:
             ValueError: If a weight is not finite.
-            OSError: The disk refused.
+            OSError: If the checkpoint cannot be written.
         """
         trainer, task, state = self._trainer, self._task, self._state
         accelerator = trainer.accelerator
@@ -209,30 +221,37 @@ class LastStep:
 
 
 def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, with tensors copied."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
 
 
 def _copy_position(loader: Loader) -> dict[str, Any]:
+    """Return a copy of a dataloader's position."""
     return _copy_state(loader.state_dict())
 
 
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a dataloader's state, which user code may change in place."""
     if "loaders" in state:
         return {**state, "loaders": list(map(_copy_state, state["loaders"]))}
     return {**state, "source": copy.deepcopy(state["source"])}  # a user's own state may be changed in place
 
 
 def explain_need_of_others(trainer: Trainer) -> str:
-    """Return why rank zero does not have all that is to be saved; "" if it does."""
+    """Return why rank zero alone cannot save the run; "" if it can.
+
+    Args:
+        trainer: The Trainer.
+    """
     strategy = trainer.accelerator.strategy
     if strategy.sharded:
-        return f"with strategy={strategy.name!r} each process holds only a part of the model"
+        return f"with strategy={strategy.name!r} each process holds only a shard of the model"
     if any(strategy.keeps_apart(optimizer) for optimizer in trainer.optimizers):
-        return "each process holds only a part of the optimizer's state"
+        return "each process holds only a shard of the optimizer state"
     if getattr(strategy, "local_steps", None) is not None:
-        return "between two exchanges each process trains a model of its own"
+        return "between two synchronizations each process trains its own model"
     if trainer.accelerator.checkpointer.save_hooks:
-        return "a hook of register_save_state_pre_hook may have to exchange something"
+        return "a hook of register_save_state_pre_hook may call collectives"
     return ""

@@ -103,7 +103,7 @@ class TaskHooks:
         """Run after the loss is computed and before its backward pass.
 
         Args:
-            loss: The loss, scaled for accumulation and the gradient scaler.
+            loss: The loss that ``training_step`` returned, unscaled.
         """
 
     def on_after_backward(self) -> None:

@@ -266,8 +266,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             reduce_fx: Reduction over the batches of an epoch and over processes: ``"mean"``, ``"sum"``, ``"min"`` or
                 ``"max"``.
             enable_graph: Accepted for Lightning's signature; values are always detached.
-            sync_dist, sync_dist_group: Accepted for Lightning's signature; values are always reduced over all
-                processes.
+            sync_dist: Accepted for Lightning's signature; values are always reduced over all processes.
+            sync_dist_group: Accepted for Lightning's signature.
             add_dataloader_idx: Append ``/dataloader_idx_N`` to the name if there are several evaluation dataloaders.
                 Default: True.
             batch_size: Weight of the value in the mean of an epoch. Default: the number of samples in the batch.

@@ -1,4 +1,4 @@
-"""The names of the files in a run's folder, for those who write them and those who read them."""
+"""Names of the files in a run's folder, for writers and readers."""
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"

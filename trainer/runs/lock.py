@@ -1,4 +1,4 @@
-"""One job per run folder: a lock that ends when the job that holds it does, however it does."""
+"""Lock of a run folder for one job, which ends when the job ends, in whatever way."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock.
+    """Holder of a lock.
 
     Attributes:
-        host: Its machine.
-        pid: Its process.
+        host: Name of its machine.
+        pid: Its process ID.
         since: When it took the lock, in seconds since 1970.
-        place: The machine since it was started, and its space of process ids: a container has one of its own.
-        began: When the system started the process, which tells it from a later one of the same number.
-        token: No two are alike.
-        by: ``"system"`` for a lock that the system keeps, ``"beat"`` for one that lives by signs of life.
+        place: ID of the machine's current boot, and its PID namespace: a container has its own.
+        began: When the system started the process, which distinguishes it from a later one with the same PID.
+        token: A unique ID.
+        by: ``"system"`` for a lock that the system keeps, ``"beat"`` for one that is kept by heartbeats.
     """
 
     host: str
@@ -60,13 +60,17 @@ class Holder:
 
     @classmethod
     def from_current_process(cls, by: str) -> Holder:
-        """This process."""
+        """Return this process as a holder."""
         pid = os.getpid()
         began = "" if sys.platform == "win32" else read_start_time(pid) or ""
         return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)
 
     def is_alive(self, file: AnyPath) -> bool:
-        """Whether it goes on, as far as can be told from here: exactly in its own place, elsewhere by its signs."""
+        """Return whether the process is alive: known exactly in the same place, elsewhere by its heartbeats.
+
+        Args:
+            file: The lock's file.
+        """
         if self.place == _describe_place() and sys.platform != "win32":  # which has no harmless way to ask
             return read_start_time(self.pid) in ("", self.began)
         if self.by == "system":
@@ -78,7 +82,11 @@ class Holder:
 
 
 def holder(folder: AnyPath) -> Holder | None:
-    """Who holds the lock of a folder now; None if nobody does."""
+    """Return the current holder of a folder's lock; None if it is free.
+
+    Args:
+        folder: The folder.
+    """
     file = folder / LOCK
     occupant = read_holder(file)
     if occupant is None or occupant.by == "beat" or fcntl is None or isinstance(file, RemotePath):
@@ -99,22 +107,22 @@ def holder(folder: AnyPath) -> Holder | None:
 
 
 class RunLock:
-    """The lock of a folder, held from the construction on.
+    """Lock of a folder, held from its construction on.
 
-    Where the file system keeps locks (`flock`; Linux carries it over NFS too) the system lets go of it with the
-    process, however that ends. Elsewhere a thread gives a sign of life every `BEAT` seconds: in the same place a holder
-    that is gone is known at once, from other machines after `SILENCE` seconds. A file system whose locks count on each
-    machine for itself (Lustre's ``localflock``, NFS with ``local_lock``) does not keep two machines apart.
+    If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock with the
+    process, however that ends. Otherwise a thread updates the file every `BEAT` seconds: a dead holder is detected at
+    once in the same place, and after `SILENCE` seconds from other machines. A file system whose locks are valid on one
+    machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not separate two machines.
 
     Args:
-        folder: What is locked; the lock is a file in it.
+        folder: The folder to lock; the lock is a file in it.
 
     Attributes:
-        holder: What the file says of this process.
+        holder: This process, as written to the file.
 
     Raises:
-        ValueError: Another job holds it; the text says which.
-        OSError: The file can't be written.
+        ValueError: If another job holds the lock; the message names it.
+        OSError: If the file cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,7 +136,7 @@ class RunLock:
             self._take_by_beat()
 
     def release(self) -> None:
-        """Let go; nothing happens if that was done, or in a process forked since."""
+        """Release the lock; does nothing if it is released, or in a forked process."""
         if self.holder.pid != os.getpid() or self._ended.is_set():
             return
         self._ended.set()
@@ -138,6 +146,7 @@ class RunLock:
         self._close()
 
     def _close(self) -> None:
+        """Close the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -145,7 +154,7 @@ class RunLock:
     # -- kept by the system --------------------------------------------------------------------------------------
 
     def _take_from_system(self) -> bool:
-        """Whether the file system keeps locks."""
+        """Take the lock, and return whether the file system has locks."""
         # Not through a link: a folder from elsewhere could have the file of someone else emptied here.
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
@@ -184,6 +193,7 @@ class RunLock:
     # -- kept by signs of life -----------------------------------------------------------------------------------
 
     def _take_by_beat(self) -> None:
+        """Take the lock by the creation of its file, and start the heartbeat."""
         part = self.folder / f".{LOCK}-{self.holder.token}"
         part.write_bytes(encode_holder(self.holder))
         try:
@@ -196,7 +206,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def _take_over(self, part: Path) -> None:
-        """Put ``part`` in the place of a lock that nobody holds. Of several jobs that try, one succeeds."""
+        """Replace a lock that no process holds by ``part``. Of several jobs that try, one succeeds."""
         before = read_holder(self.file)
         if before is not None and before.is_alive(self.file):
             raise make_in_use_error(self.folder, self.file, before)
@@ -205,7 +215,7 @@ class RunLock:
             os.mkdir(mark)
         except FileExistsError:
             raise ValueError(
-                f"{self.folder}: another job is taking it over just now; if there is none, delete {mark}."
+                f"{self.folder} is being taken over by another job. If there is no such job, delete {mark}."
             ) from None
         try:
             if (latest := read_holder(self.file)) != before:
@@ -215,27 +225,43 @@ class RunLock:
             os.rmdir(mark)
 
     def _beat(self) -> None:
+        """Update the file at intervals."""
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
                 os.utime(self.file)
 
 
 def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, certain: bool = False) -> ValueError:
-    """Return the error; where that process may be gone for all that is known here, with what helps."""
+    """Return the error for a folder in use, with advice if that process may be dead.
+
+    Args:
+        folder: The folder.
+        file: The lock's file.
+        occupant: The holder, or None.
+        certain: Whether the process is known to be alive. Default: False.
+    """
     occupant_text = "another job" if occupant is None else str(occupant)
     hint = ""
     if not certain and occupant is not None and occupant.place != _describe_place():
-        hint = f" If that process is gone, which can't be seen from here, delete {file}."
-    return ValueError(f"{folder} is in use by {occupant_text}. Wait for it, or begin a new run.{hint}")
+        hint = f" If that process has ended, which cannot be checked from this machine, delete {file}."
+    return ValueError(f"{folder} is in use by {occupant_text}. Wait for it, or start a new run.{hint}")
 
 
 def encode_holder(holder: Holder) -> bytes:
-    """Return the content of a lock."""
+    """Return the content of a lock's file.
+
+    Args:
+        holder: The holder.
+    """
     return json.dumps(asdict(holder)).encode()
 
 
 def read_holder(file: AnyPath) -> Holder | None:
-    """Who the file says; None if it is empty, missing or of someone else's making."""
+    """Return the holder in a lock's file; None if it is empty, missing or not a lock's.
+
+    Args:
+        file: The file.
+    """
     try:
         document = json.loads(_read_start(file))
         values = {field.name: document[field.name] for field in fields(Holder)}
@@ -248,6 +274,7 @@ def read_holder(file: AnyPath) -> Holder | None:
 
 
 def _read_start(file: AnyPath, most: int = 65536) -> bytes:
+    """Return the beginning of a file."""
     if isinstance(file, RemotePath):
         return file.read_bytes(most)
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would make us wait for ever
@@ -258,7 +285,7 @@ def _read_start(file: AnyPath, most: int = 65536) -> bytes:
 
 
 def _describe_place() -> str:
-    """This machine since it was started, and its space of process ids."""
+    """Return an ID of the machine's current boot and its PID namespace."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())

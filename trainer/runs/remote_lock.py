@@ -1,4 +1,4 @@
-"""One job per run folder in an object store: an object that says who holds it, written anew while that job lives."""
+"""Lock of a run folder in an object store for one job: an object with its holder, rewritten while that job lives."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ _SETTLING = 1.0  # seconds in which another job that takes over at the same time
 
 
 class RemoteLock:
-    """The lock of a run's folder in an object store, held from the construction on.
+    """Lock of a run's folder in an object store, held from its construction on.
 
-    A store creates an object for one job only, so two that begin a run at once never share it. To take over from a job
-    that is gone is not as strict: of two that try within a second one fails, as both look again who has written last.
+    A store creates an object for one job only, so two jobs that begin a run at once never share it. A takeover from a
+    dead job is less strict: of two jobs that try within a second one fails, because both check again which one wrote
+    last.
 
     Args:
-        folder: What is locked.
+        folder: The folder to lock.
 
     Attributes:
-        holder: What the object says of this process.
+        holder: This process, as written to the object.
 
     Raises:
-        ValueError: Another job holds it; the text says which.
-        OSError: The store refused.
+        ValueError: If another job holds the lock; the message names it.
+        OSError: If the store rejects the object.
     """
 
     def __init__(self, folder: RemotePath) -> None:
