@@ -28,7 +28,7 @@ def check_limit(name: str, value: Limit) -> int | float:
     Raises:
         ValueError, TypeError: If the value is invalid; the message states flag, value and rule.
     """
-    rule = "it must be an int of at least 0 (batches), or a float from 0.0 to 1.0 (a fraction of the epoch)"
+    rule = "it must be a whole number of batches of at least 0, or a fraction of the epoch from 0.0 to 1.0"
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -54,7 +54,9 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
     if limit == 1.0:
         return None
     if total is None and limit > 0:
-        raise ValueError(f"{name}={limit} is a fraction, but the dataloader has no length. Pass an int of batches.")
+        raise ValueError(
+            f"{name}={limit} is a fraction, but the dataloader has no length. Pass a whole number of batches."
+        )
     count = int((total or 0) * limit)
     if limit > 0 and total and not count:
         raise ValueError(f"{name}={limit} of {total} batches is less than one. Pass at least {1 / total:.3g}.")
@@ -162,7 +164,7 @@ def check_epochs(name: str, value: int | None, interval: int | float | None) -> 
         return None
     raise ValueError(
         f"{name}=None counts batches across epochs, but val_check_interval={interval} is a fraction of one. Set "
-        "val_check_interval to an int of batches."
+        "val_check_interval to a whole number of batches."
     )
 
 

@@ -120,7 +120,7 @@ FLAGS = [
     ({"callbacks": 5}, TypeError, "callbacks", "5"),
     ({"callbacks": "bar"}, TypeError, "callbacks", "'bar'"),
     ({"callbacks": EarlyStopping}, TypeError, "callbacks", "EarlyStopping"),
-    ({"callbacks": [EarlyStopping]}, TypeError, "callbacks", "put () behind it"),
+    ({"callbacks": [EarlyStopping]}, TypeError, "callbacks", "Instantiate it with ()"),
     ({"callbacks": [treadle.Callback()] * 2}, ValueError, "same Callback object twice"),
     ({"enable_checkpointing": False, "callbacks": ModelCheckpoint()}, ValueError, "enable_checkpointing=False"),
     ({"enable_progress_bar": False, "callbacks": TQDMProgressBar()}, ValueError, "enable_progress_bar=False"),
@@ -148,15 +148,15 @@ def test_a_loader_that_yields_nothing():
     batch = [torch.ones(2, 2)]
     for source, flags, words in [
         (DataLoader(Nothing()), {}, ["Nothing", "empty"]),
-        (loader(3, 8, drop_last=True), {}, ["3 samples", "drop_last=True", "lower batch_size"]),
-        (iter([]), {}, ["run through again"]),
-        (iter([batch, batch]), {"max_epochs": 2}, ["run through again"]),  # exhausted in the first epoch
+        (loader(3, 8, drop_last=True), {}, ["3 samples", "drop_last=True", "Lower batch_size"]),
+        (iter([]), {}, ["iterated again"]),
+        (iter([batch, batch]), {"max_epochs": 2}, ["iterated again"]),  # exhausted in the first epoch
         (DataLoader(Dry()), {}, ["yielded no batch"]),
         ([], {}, ["yielded no batch"]),
         (loader(), {"limit_train_batches": 0}, ["limit_*_batches"]),
         (loader(), {"limit_train_batches": 0.01}, ["limit_train_batches=0.01", "3 batches", "at least"]),
         (iter([batch]), {"limit_train_batches": 0.5}, ["limit_train_batches=0.5", "no length"]),
-        (None, {}, ["training loader", "train_dataloader"]),
+        (None, {}, ["training dataloader", "train_dataloader"]),
     ]:
         with says(ValueError, *words):
             trainer(**flags).fit(Plain(), source)
@@ -319,9 +319,9 @@ def test_missing_steps():
             getattr(trainer(), stage)(Plain(), loader())
     with pytest.warns(UserWarning, match="Plain has no validation_step"):
         trainer().fit(Plain(), loader(), loader())
-    with pytest.warns(UserWarning, match="no validation loader"):
+    with pytest.warns(UserWarning, match="no validation dataloader"):
         trainer().fit(Validated(), loader())
-    with pytest.warns(UserWarning, match="no validation loader"):
+    with pytest.warns(UserWarning, match="no validation dataloader"):
         trainer().fit(Validated(), loader(), [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -341,7 +341,7 @@ def test_the_wrong_kind_of_task():
 
     for task, error, words in [
         (nn.Linear(2, 1), TypeError, ["TaskModule", "Linear"]),
-        (Plain, TypeError, ["Plain", "put () behind it"]),
+        (Plain, TypeError, ["Plain", "Instantiate it with ()"]),
         (Forgot(), TypeError, ["Forgot.__init__", "super().__init__()"]),
     ]:
         with says(error, *words):
@@ -369,11 +369,11 @@ def test_loaders_and_data_modules():
     data = treadle.DataModule.from_datasets(TensorDataset(torch.ones(4, 2)), batch_size=2)
     for arguments in [{"train_dataloaders": loader(), "datamodule": data}, {"val_dataloaders": loader()}]:
         first = () if "datamodule" in arguments else (data,)
-        with says(ValueError, "not both"):
+        with says(ValueError, "Pass only one of them"):
             trainer().fit(Plain(), *first, **arguments)
     with says(TypeError, "datamodule", "DataModule", "DataLoader"):
         trainer().fit(Plain(), datamodule=loader())
-    with says(ValueError, "training loader"):
+    with says(ValueError, "training dataloader"):
         trainer().fit(Plain(), datamodule=treadle.DataModule())
 
 
@@ -477,7 +477,7 @@ def test_checkpoints_of_something_else(tmp_path):
     with says(ValueError, "another model"):
         Sized.load_from_checkpoint(tmp_path / "run", width=4)
     run.validate(Validated(), loader(), verbose=False)
-    with pytest.warns(UserWarning, match="no run can go on from this checkpoint"):
+    with pytest.warns(UserWarning, match="no run can resume from this checkpoint"):
         run.save_checkpoint(tmp_path / "late")
     # A damaged file is found before it is loaded.
     weights = tmp_path / "run" / "model.safetensors"

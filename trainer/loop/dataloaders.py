@@ -115,7 +115,7 @@ class Sources:
         for loader in self.empty("val"):
             position = f" {loaders.index(loader)} (of {len(loaders)})" if len(loaders) > 1 else ""
             reason = explain_empty(loader, self._accelerator.num_processes)
-            warn(f"validation dataloader{position} is empty, so it is not validated. {reason}")
+            warn(f"validation dataloader{position} is empty, so nothing is validated on it. {reason}")
 
     @property
     def hook_loaders(self) -> list[Loader]:

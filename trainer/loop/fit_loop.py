@@ -296,7 +296,7 @@ class FitLoop:
         if total is None:
             raise ValueError(
                 f"val_check_interval={interval} is a fraction of an epoch, but the training dataloader has no length. "
-                "Pass an int of batches, or 1.0 for the end of the epoch."
+                "Pass a whole number of batches, or 1.0 for the end of the epoch."
             )
         return max(1, int(total * interval))
 

@@ -87,7 +87,7 @@ class BatchSizeSearch:
         assert task is not None
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(
-                f"{name}={size!r} must be an int of at least 1, because keep_global_batch=True preserves it. Set it."
+                f"{name}={size!r} must be a whole number of at least 1, which keep_global_batch=True preserves. Set it."
             )
         if not task.automatic_optimization:
             raise ValueError(

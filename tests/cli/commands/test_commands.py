@@ -103,7 +103,7 @@ def test_every_command_takes_every_spelling_of_a_run(here, capsys):
         assert main(["validate", "--from-run", said, "trainer.enable_progress_bar=false"]) == 0
     for command in (["runs", "show", "1"], ["fit", "--from-run", "1"]):
         assert main(command) == 2
-        assert "1 is the number of one/1, two/1: give the name too." in capsys.readouterr().err
+        assert "1 is the number of several runs: one/1, two/1. Add the name." in capsys.readouterr().err
     assert main(["fit", "--from-run", "2", "ckpt_path=last", "trainer.max_epochs=2"]) == 0
     assert sorted(str(path.relative_to(here)) for path in here.glob("runs/*/*")) == [
         "runs/one/1",
@@ -248,7 +248,7 @@ def test_an_interrupt_says_how_to_go_on(here, capsys):
     said = capsys.readouterr().err
     first, newest, resume = said.splitlines()[-3:]
     assert first == "interrupted in fit, epoch 0, after optimizer step 2, in batch 2"
-    assert newest.startswith(f"newest checkpoint: {here / 'runs' / 'default' / '2' / 'checkpoints'}")
+    assert newest.startswith(f"latest checkpoint: {here / 'runs' / 'default' / '2' / 'checkpoints'}")
     assert newest.endswith(", of optimizer step 2")
     assert resume == "to resume: treadle fit --from-run runs/default/2 ckpt_path=auto"
 
@@ -306,7 +306,7 @@ def test_print_config_runs_nothing(here, capsys):
             ["trainer.callbacks.0: EarlyStopping", "'up'"],
         ),
         (["run.name=a/b"], ["command line: run: name='a/b'"]),
-        (["run.dir=/dev/null/runs"], ["command line: run: can't make a run's folder"]),
+        (["run.dir=/dev/null/runs"], ["command line: run: cannot create a run's folder"]),
         (["trainer.devices=0"], ["command line: trainer.devices: devices=0"]),
         (["trainer.default_root_dir=x"], ["trainer.default_root_dir", "its folder"]),
         (["model.lrr=1", "seed=x"], ["treadle fit: 2 problems\n  command line: model.lrr", "\n  command line: seed"]),

@@ -176,7 +176,9 @@ class ReadsOptimizers(Captioner):
 
 
 def test_other_keys_are_an_error(tmp_path):
-    with pytest.raises(KeyError, match="'optimizer_states': the hooks get what hooks have added, 'state_dict'"):
+    with pytest.raises(
+        KeyError, match="'optimizer_states': hooks get only the entries that hooks have added, 'state_dict'"
+    ):
         fitted(ReadsOptimizers(), tmp_path / "c")
 
 

@@ -64,9 +64,9 @@ def test_overfitting_reads_one_order(kind, expected):
     if kind == "in order":
         own.fit(task, loader, DataLoader(data(6), 2))
     else:
-        with pytest.warns(UserWarning, match="the train loader would shuffle") as caught:
+        with pytest.warns(UserWarning, match="overfit_batches disables shuffling of the train dataloader") as caught:
             own.fit(task, loader, DataLoader(data(6), 2, shuffle=True))
-        assert len([w for w in caught if "would shuffle" in str(w.message)]) == 2  # training's, validation's
+        assert len([w for w in caught if "disables shuffling" in str(w.message)]) == 2  # training's, validation's
     assert task.seen == task.seen[:2] * 3
     assert expected is None or task.seen[:2] == expected
     assert task.evaluated == [[0, 1], [2, 3]] * 3

@@ -80,7 +80,7 @@ def test_within_fit_there_is_no_validation(empty):
 def test_a_share_of_nothing():
     _, seen, said = fit(loader(0), limit_val_batches=0.5)
     assert seen == []
-    assert any("dataset (TensorDataset) is empty: give it samples" in text for text in said)
+    assert any("dataset (TensorDataset) is empty. Add samples" in text for text in said)
 
 
 def test_a_stream_that_is_empty_is_known_when_it_ends():
@@ -95,7 +95,7 @@ def test_a_stream_that_is_empty_is_known_when_it_ends():
 def test_one_of_several_is_empty():
     trainer, seen, said = fit([loader(4), loader(0), loader(2)], num_sanity_val_steps=0)
     assert seen == ["start", 0, 0, 2, "end"] * 2
-    assert [text for text in said if "empty" in text and "validation loader 1 (of 3)" in text]
+    assert [text for text in said if "empty" in text and "validation dataloader 1 (of 3)" in text]
     assert len([text for text in said if "empty" in text]) == 1
     assert "val_loss/dataloader_idx_2" in trainer.callback_metrics
 
@@ -129,7 +129,7 @@ class Later(Task):
 def test_loaders_that_are_asked_anew():
     task = Later()
     trainer = treadle.Trainer(**QUIET, max_epochs=4, reload_dataloaders_every_n_epochs=1, enable_checkpointing=False)
-    with pytest.warns(UserWarning, match="validation loader is empty"):
+    with pytest.warns(UserWarning, match="validation dataloader is empty"):
         trainer.fit(task)
     assert task.seen == ["start", 0, 0, "end"] * 2
 
@@ -157,7 +157,7 @@ def test_none_disables_the_tasks_own_loader():
     task = Task()
     task.train_dataloader = lambda: loader(8)
     task.val_dataloader = None
-    with pytest.warns(UserWarning, match="no validation loader"):
+    with pytest.warns(UserWarning, match="no validation dataloader"):
         treadle.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False).fit(task)
     assert task.seen == []
     assert task.trainer.global_step == 4

@@ -189,7 +189,7 @@ def test_a_callbacks_and_a_data_modules_state(tmp_path, seed):
     holds = Holds(states[0])
     text = refusal(lambda: made(tmp_path, holds, kept).fit(Task(), datamodule=Data(states[1])))
     if text:
-        assert "can't go into a checkpoint" in text
+        assert "cannot be saved in a checkpoint" in text
         assert "Holds" in text or "Data" in text
         assert (holds.steps, list((tmp_path / "c").glob("*"))) == (0, [])
         return
