@@ -160,7 +160,7 @@ def test_a_loader_that_yields_nothing():
     ]:
         with says(ValueError, *words):
             trainer(**flags).fit(Plain(), source)
-    with says(ValueError, "validate loader", "empty"):
+    with says(ValueError, "validate dataloader", "empty"):
         trainer().validate(Validated(), DataLoader(Nothing()))
     with says(ValueError, "validate has no dataloader"):
         trainer().validate(Validated())
@@ -315,7 +315,7 @@ def test_missing_steps():
         ("test", "test_step"),
         ("predict", "predict_step or a forward"),
     ]:
-        with says(ValueError, f"{stage} needs", words, "Plain has none"):
+        with says(ValueError, f"which {stage} needs", words, "Plain has n"):
             getattr(trainer(), stage)(Plain(), loader())
     with pytest.warns(UserWarning, match="Plain has no validation_step"):
         trainer().fit(Plain(), loader(), loader())
@@ -442,7 +442,7 @@ def test_checkpoints_that_are_none(tmp_path):
     (tmp_path / "hostile" / "manifest.json").write_text('{"format": 1, "files": {"../x": {}}}')
     for path, words in [
         ("nowhere", ["nowhere", "does not exist"]),
-        ("file.ckpt", ["file.ckpt", "a directory"]),
+        ("file.ckpt", ["file.ckpt", "are directories"]),
         ("empty", ["manifest.json is missing"]),
         ("hostile", ["manifest.json is damaged"]),
     ]:

@@ -256,8 +256,8 @@ def check_step(task: TaskModule, stage: str) -> None:
         return
     if stage == "predict" and type(task).forward is not nn.Module.forward:
         return
-    needs = "a predict_step or a forward" if stage == "predict" else f"a {name}"
-    raise ValueError(f"{type(task).__name__} needs {needs} for {stage}. Define it.")
+    missing = "neither predict_step nor forward" if stage == "predict" else f"no {name}"
+    raise ValueError(f"{type(task).__name__} has {missing}, which {stage} needs. Define it.")
 
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:

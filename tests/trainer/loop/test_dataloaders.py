@@ -258,7 +258,7 @@ def test_lightnings_checkpoint(tmp_path):
         "Numbers": {"loaded": True},
     }
     torch.save(content, tmp_path / "theirs.ckpt")
-    with pytest.warns(UserWarning, match="takes no gone"):
+    with pytest.warns(UserWarning, match="the saved gone is ignored"):
         module = Numbers.load_from_checkpoint(tmp_path / "theirs.ckpt", map_location="cpu")
     assert dict(module.hparams) == {"count": 8, "batch_size": 4}
     assert module.loaded

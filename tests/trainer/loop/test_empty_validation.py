@@ -73,7 +73,7 @@ def test_within_fit_there_is_no_validation(empty):
     assert [text for text in said if "validat" in text] == [text for text in said if "empty" in text or val == []]
     assert len([text for text in said if "nothing is validated" in text]) == 1
     if val != []:
-        with pytest.raises(ValueError, match="the validate loader yielded no batch"):
+        with pytest.raises(ValueError, match="the validate dataloader yielded no batch"):
             trainer.validate(Task(), val)
 
 
@@ -87,8 +87,8 @@ def test_a_stream_that_is_empty_is_known_when_it_ends():
     trainer, seen, said = fit(DataLoader(Dry()))
     assert trainer.global_step == 8
     assert set(seen) == {"start", "end"}
-    assert any("the validate loader yielded no batch" in text for text in said)
-    with pytest.raises(ValueError, match="the validate loader yielded no batch"):
+    assert any("the validate dataloader yielded no batch" in text for text in said)
+    with pytest.raises(ValueError, match="the validate dataloader yielded no batch"):
         trainer.validate(Task(), DataLoader(Dry()))
 
 
@@ -179,5 +179,5 @@ def test_none_disables_the_step():
     with pytest.warns(UserWarning, match="no validation_step"):
         trainer.fit(task, loader(8), loader(2))
     assert task.seen == []
-    with pytest.raises(ValueError, match="validate needs a validation_step"):
+    with pytest.raises(ValueError, match="no validation_step, which validate needs"):
         trainer.validate(task, loader(2))
