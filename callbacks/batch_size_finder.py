@@ -159,5 +159,9 @@ class BatchSizeFinder(Callback):
         return {"batch_size": self.optimal_batch_size, "accumulate": self.accumulate}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result."""
+        """Restore the result.
+
+        Args:
+            state_dict: The saved state.
+        """
         self.optimal_batch_size, self.accumulate = state_dict["batch_size"], state_dict["accumulate"]

@@ -376,7 +376,11 @@ class BackboneFinetuning(BaseFinetuning):
         super().on_fit_start(trainer, pl_module)
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
-        """Freeze the backbone."""
+        """Freeze the backbone.
+
+        Args:
+            pl_module: The task.
+        """
         backbone: nn.Module = pl_module.backbone  # type: ignore[assignment]
         self.freeze(backbone, train_bn=self.train_bn)
         norms = 0 if self.train_bn else sum(map(_is_norm, backbone.modules()))
@@ -384,7 +388,13 @@ class BackboneFinetuning(BaseFinetuning):
             announce(f"train_bn=False: {norms} BatchNorm layers of the backbone stay frozen for the whole run")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the backbone, or raise its learning rate."""
+        """Unfreeze the backbone, or raise its learning rate.
+
+        Args:
+            pl_module: The task.
+            epoch: Index of the epoch.
+            optimizer: The optimizer.
+        """
         rate = float(optimizer.param_groups[0]["lr"])
         if epoch == self.unfreeze_backbone_at_epoch:
             first = self.backbone_initial_lr

@@ -259,7 +259,11 @@ class LearningRateFinder(Callback):
         return {**settings, "num_training": finder.num_training, "results": finder.results}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result."""
+        """Restore the result.
+
+        Args:
+            state_dict: The saved state.
+        """
         state = dict(state_dict)
         results = state.pop("results")
         self.optimal_lr = _LRFinder(**state)

@@ -87,7 +87,17 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Add one batch, and write a file if enough are collected."""
+        """Add one batch, and write a file if enough are collected. See `BasePredictionWriter.write_on_batch_end`.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            prediction: The result of ``predict_step``.
+            batch_indices: Indices of the batch's samples in the dataset; None for a stream.
+            batch: The batch.
+            batch_idx: Index of the batch on this process.
+            dataloader_idx: Index of the dataloader.
+        """
         if prediction is None:
             return
         shards = self._shards.get(dataloader_idx)

@@ -129,11 +129,11 @@ class WeightAveraging(Averaging):
         self._end()
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the trained weights back."""
+        """Put the trained weights back. See `Callback.leave_validation`."""
         self._end()
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages into the model."""
+        """Put the averages into the model. See `Callback.return_to_validation`."""
         self._begin(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:

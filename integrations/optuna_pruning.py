@@ -159,4 +159,4 @@ class PruningCallback(Callback):
 
 
 PyTorchLightningPruningCallback = PruningCallback
-"""The name that Optuna gives it."""
+"""Optuna's name of the callback."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 IGNORED = -100
-"""The label that transformers' losses leave out."""
+"""Label that transformers' losses ignore."""
 
 
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")

@@ -11,7 +11,7 @@ from typing import Any
 from ..common.rank_zero import rank_zero_only
 
 EVALUATED_AT = "evaluation/global_step"
-"""In rows of an evaluation's single batches, whose step counts batches: the optimizer steps done."""
+"""Name of the number of optimizer steps in rows of an evaluation's single batches, whose step counts batches."""
 
 Params = Mapping[str, Any] | argparse.Namespace | None
 

@@ -15,7 +15,7 @@ from ._services import ServiceLogger, check_options
 from .values import flatten
 
 STORAGES = {"async": "cloud", "sync": "cloud", "offline": "local", "debug": "disabled"}
-"""Neptune's modes, and GoodSeed's words for where the data goes."""
+"""GoodSeed's storage for each of Neptune's modes."""
 
 
 class NeptuneLogger(ServiceLogger):

@@ -204,7 +204,7 @@ def set_matmul_precision(precision: str | None) -> None:
 
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")
-"""Of the products of float32 matrices; `torch.set_float32_matmul_precision` says what each is."""
+"""Precisions of float32 matrix products; see `torch.set_float32_matmul_precision`."""
 
 _ABSENT = {
     "model_registry": "it belongs to one vendor; pass a path as ckpt_path of fit",
@@ -230,7 +230,7 @@ _ABSENT = {
     "move_metrics_to_cpu": "logged values cost no device memory",
     "multiple_trainloader_mode": "pass a CombinedLoader(loaders, mode)",
 }
-"""Lightning's flags, of today or once, that are deliberately absent, and what to do instead."""
+"""Current and former flags of Lightning that are deliberately absent, with their replacements."""
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
 
 KEYS: tuple[str, str] = ("weight_averaging", "stochastic_weight_averaging")
-"""Where the callbacks' states are among what a checkpoint's hooks have added."""
+"""Names of the averaging callbacks' states among the entries that hooks add to a checkpoint."""
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
-"""Changes averages in place, given the current values and how many went into the averages before."""
+"""Function that updates averages in place, from the current values and the number of earlier updates."""
 
 
 def lerp(share: float) -> Average:

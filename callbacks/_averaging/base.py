@@ -21,10 +21,10 @@ class Averaging(Callback):
     exchanges = True
 
     _key: str
-    """The name, among `averages.KEYS`, that the averages are saved under."""
+    """Name under which the averages are saved, one of `KEYS`."""
 
     _position: tuple[str, ...] = ("latest_epoch",)
-    """What is saved beside them: attributes, without the underscore."""
+    """Names of further saved attributes, without the underscore."""
 
     def __init__(self) -> None:
         self._averages: Averages | None = None

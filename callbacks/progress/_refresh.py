@@ -55,7 +55,7 @@ class DrawnBar(ProgressBar):
 
     @property
     def leave(self) -> bool:
-        """Whether each epoch's bar stays on the screen."""
+        """Flag that leaves each epoch's bar on the screen."""
         return self._leave
 
     @property
@@ -318,7 +318,11 @@ class _Pace:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal."""
+    """Return whether a stream is a terminal.
+
+    Args:
+        stream: The stream, or None.
+    """
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError, OSError):  # there is none, or it is closed

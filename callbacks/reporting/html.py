@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 Points = tuple[Sequence[int], Sequence[float]]
 
 LARGEST = 1e300
-"""Numbers beyond are not drawn: the ends of an axis would not be finite."""
+"""Largest number that is drawn: beyond it, the ends of an axis would not be finite."""
 _SMALLEST = 1e-300  # less than that between an axis's ends is nothing, as it can't be divided
 
 _WIDTH, _HEIGHT = 560, 240
@@ -175,19 +175,35 @@ class Chart:
             self.first, self.last = self.first - 1, self.last + 1
 
     def x(self, step: float) -> float:
-        """Return the horizontal position of a step."""
+        """Return the horizontal position of a step.
+
+        Args:
+            step: The step.
+        """
         return _LEFT + self.scale_step(step) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the vertical position of a value."""
+        """Return the vertical position of a value.
+
+        Args:
+            value: The value.
+        """
         return _HEIGHT - _BOTTOM - self.scale_value(value) * (_HEIGHT - _TOP - _BOTTOM)
 
     def scale_step(self, step: float) -> float:
-        """Return the relative horizontal position of a step, from 0 to 1."""
+        """Return the relative horizontal position of a step, from 0 to 1.
+
+        Args:
+            step: The step.
+        """
         return (step - self.first) / (self.last - self.first)
 
     def scale_value(self, value: float) -> float:
-        """Return the relative height of a value, from 0 to 1."""
+        """Return the relative height of a value, from 0 to 1.
+
+        Args:
+            value: The value.
+        """
         bottom, top = self._scale(self.bottom), self._scale(self.top)
         return (self._scale(value) - bottom) / (top - bottom)
 

@@ -313,7 +313,7 @@ def test_missing_steps():
     for stage, words in [
         ("validate", "validation_step"),
         ("test", "test_step"),
-        ("predict", "predict_step or a forward"),
+        ("predict", "predict_step nor forward"),
     ]:
         with says(ValueError, f"which {stage} needs", words, "Plain has n"):
             getattr(trainer(), stage)(Plain(), loader())

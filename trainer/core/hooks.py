@@ -11,10 +11,10 @@ class TaskHooks:
     """Hooks of a task. Override those you need; the others have no overhead. `docs/hooks.md` has their order."""
 
     prepare_data_per_node: bool = True
-    """Whether ``prepare_data`` runs on one process of each machine, or on one of all."""
+    """Whether ``prepare_data`` runs on one process of each machine, or on one process in total."""
 
     allow_zero_length_dataloader_with_multiple_devices: bool = False
-    """Accepted for Lightning's users: a process without a share of the data always takes part, with weight zero."""
+    """Accepted for Lightning's users: a process without a share of the data always participates, with weight zero."""
 
     def prepare_data(self) -> None:
         """Download or build data on disk. Runs on one process per machine, before ``setup``."""

@@ -91,7 +91,7 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> AttributeDict:
-        """What `save_hyperparameters` kept: a dict whose keys are attributes, or a copy of the one ``DictConfig``."""
+        """Hyperparameters: a dict whose keys are also attributes, or a copy of the ``DictConfig`` that was passed."""
         if "_hparams" not in self.__dict__:
             self.__dict__["_hparams"] = AttributeDict()
         return self.__dict__["_hparams"]

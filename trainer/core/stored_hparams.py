@@ -86,7 +86,11 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
 
 
 def make_config(values: Any) -> Any:
-    """Return values as a ``DictConfig``, or unchanged if OmegaConf cannot hold one of them."""
+    """Return values as a ``DictConfig``, or unchanged if OmegaConf cannot hold one of them.
+
+    Args:
+        values: The values.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -132,12 +136,20 @@ def entries(config: Any) -> dict[Any, Any]:
 
 
 def class_name(kind: type) -> str:
-    """Return the name by which a record refers to a class."""
+    """Return the name by which a record refers to a class.
+
+    Args:
+        kind: The class.
+    """
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def readable(value: Any) -> Any:
-    """Return a stored value for people: records are replaced by their content."""
+    """Return a stored value for people: records are replaced by their content.
+
+    Args:
+        value: The stored value.
+    """
     if isinstance(value, Record):
         name = value.name.partition(":")[2]
         return f"{name}.{value.content}" if value.kind == "enum" else readable(value.content)
@@ -415,7 +427,14 @@ class _Rebuilder:
 
 
 def build_config(content: Any) -> Any:
-    """Return an OmegaConf configuration with this content. No text becomes a reference, because none was stored."""
+    """Return an OmegaConf configuration with this content. No text becomes a reference, because none was stored.
+
+    Args:
+        content: A dict, a list or None.
+
+    Raises:
+        CannotRebuild: If the content has another type.
+    """
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     if content is None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Module):
-    """An ``nn.Module`` with steps: write ``training_step`` and ``configure_optimizers``, then call ``Trainer.fit``.
+    """Module with steps: write ``training_step`` and ``configure_optimizers``, then call ``Trainer.fit``.
 
     The names are those of Lightning. A task needs no code for processes or devices.
 
@@ -551,7 +551,11 @@ TaskModule.__jit_ignored_attributes__ = [  # type: ignore[attr-defined]
 
 
 def task_modules(task: TaskModule) -> list[TaskModule]:
-    """Return the task itself and its nested TaskModules, at any depth."""
+    """Return the task itself and its nested TaskModules, at any depth.
+
+    Args:
+        task: The task.
+    """
     return [part for part in task.modules() if isinstance(part, TaskModule)]
 
 

@@ -4,7 +4,7 @@
     on_sanity_check_start; a few validation batches; on_sanity_check_end
     on_train_start
     for each epoch:
-        [loaders anew, where reload_dataloaders_every_n_epochs says so]
+        [dataloader hooks again, every reload_dataloaders_every_n_epochs]
         on_train_epoch_start
         for group in loader.groups():                # one group is one optimizer step
             for micro_batch in group:

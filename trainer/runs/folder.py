@@ -90,6 +90,9 @@ class RunFolder:
             settings: Flags of the Trainer. ``accelerator``, ``devices`` and ``num_nodes`` determine the processes of
                 the job; missing ones are started, as by a Trainer. Call the method where they may run it too.
 
+        Returns:
+            The folder, held by this job.
+
         Raises:
             ValueError: If the name is not valid for a folder.
             OSError: If the folder cannot be created; the message states its path.
@@ -114,6 +117,9 @@ class RunFolder:
         Args:
             path: The folder.
             settings: See `create`.
+
+        Returns:
+            The folder, held by this job.
 
         Raises:
             ValueError: If it is not a run's folder, or another job holds it.

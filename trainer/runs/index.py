@@ -23,7 +23,7 @@ _MOST_BYTES = 2**24  # of a file that is read
 _AT_ONCE = 16  # runs that are read from a store
 
 WAITING = "waiting"
-"""The state of a run whose folder is prepared and that nobody has begun."""
+"""State of a run whose folder is prepared and that has not begun."""
 
 _NUMBERS = (
     "began",

@@ -25,9 +25,12 @@ from ...strategies.processes import read_start_time
 from .file_names import LOCK
 
 BEAT = 10.0
-"""Seconds between two signs of life, where the system keeps no locks."""
+"""Seconds between two heartbeats, if the file system has no locks."""
 SILENCE = 120.0
-"""Seconds without one after which a holder on another machine counts as gone; clocks may differ by this less a beat."""
+"""Seconds without a heartbeat after which a holder on another machine counts as dead.
+
+Clocks may differ by this minus one interval.
+"""
 
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 
@@ -60,7 +63,11 @@ class Holder:
 
     @classmethod
     def from_current_process(cls, by: str) -> Holder:
-        """Return this process as a holder."""
+        """Return this process as a holder.
+
+        Args:
+            by: ``"system"`` or ``"beat"``.
+        """
         pid = os.getpid()
         began = "" if sys.platform == "win32" else read_start_time(pid) or ""
         return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)

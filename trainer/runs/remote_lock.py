@@ -49,7 +49,7 @@ class RemoteLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Let go; nothing happens if that was done, or in a process forked since."""
+        """Release the lock; does nothing if it is released, or in a forked process."""
         if self.holder.pid != os.getpid() or self._ended.is_set():
             return
         self._ended.set()
@@ -58,6 +58,7 @@ class RemoteLock:
                 self._object.unlink()
 
     def _beat(self) -> None:
+        """Rewrite the object at intervals."""
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
                 self._object.write_bytes(encode_holder(self.holder))
