@@ -144,7 +144,8 @@ class CheckpointResolver:
         """Raise a ValueError without a ModelCheckpoint."""
         if not self.trainer.checkpoint_callbacks:
             raise ValueError(
-                f"ckpt_path={self.ckpt_path!r} needs a ModelCheckpoint, which knows where to look. Pass a path instead."
+                f"ckpt_path={self.ckpt_path!r} searches the directories of ModelCheckpoints, but the Trainer has no "
+                "ModelCheckpoint. Pass a path instead."
             )
 
     # -- the last ------------------------------------------------------------------------------------------------

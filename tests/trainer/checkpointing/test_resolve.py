@@ -344,7 +344,7 @@ def test_what_is_only_for_fit_or_needs_a_callback(tmp_path, words):
     with pytest.raises(ValueError, match="'auto' is for fit only, because it may mean a fresh start"):
         made(tmp_path, each(tmp_path)).validate(Tiny(), loader(4), ckpt_path="auto")
     for word in ("last", "best", "auto"):
-        with pytest.raises(ValueError, match="needs a ModelCheckpoint"):
+        with pytest.raises(ValueError, match="has no ModelCheckpoint"):
             fit(tmp_path, ckpt_path=word)
     fit(tmp_path, each(tmp_path), ckpt_path="auto", fast_dev_run=True)
     assert [text for text in words if "fast_dev_run" in text]
