@@ -21,7 +21,7 @@ class BestEffortCallback(Callback):
     """
 
     strict: bool = False
-    _calls_itself = ""  # its name in the warning; that of the class where it is empty
+    _calls_itself = ""  # name in the warning; the class's if empty
     _broken = False
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
@@ -40,7 +40,7 @@ class BestEffortCallback(Callback):
             self._broken = True
             with contextlib.suppress(Exception):
                 self._switch_off()
-            with contextlib.suppress(Exception):  # standard error may be what is closed, or warnings be errors
+            with contextlib.suppress(Exception):  # standard error may be closed, or warnings may be errors
                 name = self._calls_itself or type(self).__name__
                 warn(f"{name} failed and is disabled: {type(error).__name__}: {error}")
             return None

@@ -56,7 +56,7 @@ class DeviceStatsMonitor(BestEffortCallback):
         if cpu_stats:
             require("DeviceStatsMonitor(cpu_stats=True)", "psutil", extra="psutil")
         self._every = 0
-        self._begun = self._ended = -1  # the steps that were logged last
+        self._begun = self._ended = -1  # the last logged steps
         self._with_cpu = False
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
@@ -75,7 +75,7 @@ class DeviceStatsMonitor(BestEffortCallback):
         should_log = trainer.is_global_zero and trainer.loggers and (self._with_cpu or not on_cpu)
         self._every = trainer.log_every_n_steps if should_log else 0
         if self._with_cpu and should_log:
-            self._safely(read_cpu_stats)  # its percentages are of the time since they were asked for last
+            self._safely(read_cpu_stats)  # percentages cover the time since the previous call
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
         """Log at the start of a step, with its first micro-batch."""

@@ -109,7 +109,7 @@ class EarlyStopping(Callback):
         at_end, above, below = check_on_train_epoch_end, stopping_threshold, divergence_threshold
         self.monitor = check_monitor(monitor)
         margin = abs(check_number("min_delta", min_delta))
-        self.min_delta = margin if mode == "max" else -margin  # signed, as subclasses in public code subtract it
+        self.min_delta = margin if mode == "max" else -margin  # signed, because subclasses in public code subtract it
         self.patience = check_int("patience", patience, 0)
         self.verbose = check_bool("verbose", verbose)
         self.mode = choose("mode", mode, MODES)
@@ -118,7 +118,7 @@ class EarlyStopping(Callback):
         self.stopping_threshold = None if above is None else check_number("stopping_threshold", above)
         self.divergence_threshold = None if below is None else check_number("divergence_threshold", below)
         self.check_on_train_epoch_end = None if at_end is None else check_bool("check_on_train_epoch_end", at_end)
-        # In the precision of what is compared with it: a rounded one is beaten by the very same value again.
+        # Not rounded: otherwise the same value would count as an improvement over its rounded copy.
         self.best_score: Tensor = torch.tensor(
             math.inf if mode == "min" else -math.inf, dtype=torch.float64, device="cpu"
         )
@@ -126,8 +126,8 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        self._decided_at: float | None = None  # the value it asked to stop at
-        self._decided_after = 0  # and the wait_count
+        self._decided_at: float | None = None  # the value at which it stopped the run
+        self._decided_after = 0  # the wait_count at which it stopped the run
 
     @property
     def state_key(self) -> str:
@@ -177,7 +177,7 @@ class EarlyStopping(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check after an epoch, if the check is due there."""
-        # An epoch that max_steps or a signal cut short is none: a resumed run checks at its real end.
+        # An epoch cut short by max_steps or a signal does not count: a resumed run checks at its real end.
         if not trainer.progress.epoch_is_over or self._should_skip_check(trainer):
             return
         if self._checks_at_epoch_end(trainer):
@@ -189,7 +189,7 @@ class EarlyStopping(Callback):
             return self.check_on_train_epoch_end
         return checks_at_epoch_end(trainer)
 
-    # Subclasses in public code call or override the methods from here on, hence Lightning's names.
+    # Subclasses in public code call or override the following methods, which therefore have Lightning's names.
     @property
     def monitor_op(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Comparison that returns whether its first argument is better: ``torch.lt`` or ``torch.gt``."""
@@ -207,7 +207,7 @@ class EarlyStopping(Callback):
         """Compare the monitored value, if it was measured since the last check, and stop the run if it is due."""
         value = read_new_value(trainer, self.monitor, "EarlyStopping", self.strict)
         if value is None:
-            return  # no check, so no failure to improve
+            return  # without a check the wait count stays
         should_stop, reason = self._evaluate_stopping_criteria(torch.tensor(value, dtype=torch.float64, device="cpu"))
         if should_stop:
             self.stopped_epoch = trainer.progress.epoch

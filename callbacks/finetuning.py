@@ -384,7 +384,7 @@ class BackboneFinetuning(BaseFinetuning):
         backbone: nn.Module = pl_module.backbone  # type: ignore[assignment]
         self.freeze(backbone, train_bn=self.train_bn)
         norms = 0 if self.train_bn else sum(map(_is_norm, backbone.modules()))
-        if norms:  # Lightning trains them all the same
+        if norms:  # Lightning trains them regardless
             announce(f"train_bn=False: {norms} BatchNorm layers of the backbone stay frozen for the whole run")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:

@@ -55,7 +55,7 @@ class GarbageCollection(Callback):
         """Collect everything, then disable Python's automatic collection."""
         self._was_on = gc.isenabled()
         gc.collect()
-        if not gc.get_freeze_count():  # else someone else's, who will undo it
+        if not gc.get_freeze_count():  # otherwise other code has frozen objects, and will unfreeze them
             self._has_frozen = True
             gc.freeze()
         gc.disable()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 MODES = ("exponential", "linear")
-_FORGET = 0.98  # how much of the running mean of the losses stays at each step
+_FORGET = 0.98  # fraction of the running mean of the losses that is kept in each step
 
 
 class _LRFinder:

@@ -96,7 +96,7 @@ class LearningRateMonitor(BestEffortCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Log the rates that are logged once per epoch."""
-        if self.logging_interval != "step" and not trainer.progress.batch:  # an epoch that is resumed has been logged
+        if self.logging_interval != "step" and not trainer.progress.batch:  # a resumed epoch was logged before
             self._safely(self._read_and_write, trainer)
 
     def _read_and_write(self, trainer: Trainer) -> None:
@@ -159,7 +159,7 @@ class LearningRateMonitor(BestEffortCallback):
         for name, value in self._rates.items():
             before, _, group = name.rpartition("/")
             if group == "pg1" and before in self.lrs and before not in self._rates:
-                self.lrs[name] = self.lrs.pop(before)  # it was the only group, until others were added
+                self.lrs[name] = self.lrs.pop(before)  # it was the only group before others were added
             self.lrs.setdefault(name, []).append(value)
         for ending, newest in (
             ("-momentum", self.last_momentum_values),
@@ -187,7 +187,7 @@ def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
     scheduled = []
     for config in trainer.lr_scheduler_configs:
         optimizer = getattr(config.scheduler, "optimizer", None)
-        if optimizer is None and len(optimizers) == 1:  # one of the user's own kind
+        if optimizer is None and len(optimizers) == 1:  # a user-defined scheduler
             optimizer = optimizers[0]
         if isinstance(optimizer, Optimizer):
             scheduled.append((optimizer, config.name, config.interval))

@@ -125,7 +125,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     after_task = 2
     exchanges = True
 
-    # How names are made; a script may set these on the class, a subclass or an instance, as in Lightning.
+    # Elements of names; a script may set them on the class, a subclass or an instance, as in Lightning.
     CHECKPOINT_JOIN_CHAR = "-"
     CHECKPOINT_EQUALS_CHAR = "="
     CHECKPOINT_NAME_LAST = "last"
@@ -190,12 +190,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.async_save = check_bool("async_save", async_save)
         self._clock = None if interval is None else AgreedInterval(interval)
         self._triggered_step = 0
-        self._save_requested = False  # a trigger has fired and nothing is saved for it yet
-        self._waiting = False  # the ranked save still waits for its value
-        self._continues = False  # the run resumes in the directory it had
+        self._save_requested = False  # a trigger has fired, and the save is pending
+        self._waiting = False  # the ranked save waits for its value
+        self._continues = False  # the run resumes in the same directory
         self._resumed_step: int | None = None
         self._before: dict[str, Any] = {}  # the record before the checkpoint that is being saved
-        self._job: Job | None = None  # the save that is under way
+        self._job: Job | None = None  # the save in the background
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -256,12 +256,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         if stage != "fit":
             return
         self._warn_of_never_called(ModelCheckpoint)
-        self._settle(trainer, wait=True)  # of a fit that Ctrl-C ended twice
+        self._settle(trainer, wait=True)  # a leftover of a fit that Ctrl-C ended twice
         self._save_requested = self._waiting = False
         if self.dirpath is None:
             root = trainer.logbook.agree_on_directory(trainer.default_root_dir)
             self.dirpath = str(absolute(root) / "checkpoints")
-        self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)  # a name with the time in it differs
+        self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)  # names with the time differ by rank
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check before the first step that saving will work, and remove what a killed run left.
@@ -288,9 +288,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
                     announce(sentence)
         self._top_k.replaced = []
         if self.save_trainable_only:
-            trainer.accelerator.checkpointer.find_frozen(world)  # as they are before anything is trained
+            trainer.accelerator.checkpointer.find_frozen(world)  # before anything is trained
         missing = [path for path in sorted(self._top_k.ranked_paths) if not as_path(path).exists()]
-        self._top_k.forget(world.broadcast(missing))  # by rank zero's disk
+        self._top_k.forget(world.broadcast(missing))  # as seen by rank zero
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Trigger a save after a validation, if it is due there."""
@@ -424,7 +424,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     def _trigger(self, step: int) -> None:
         """Trigger a save, once per optimizer step."""
-        if step != self._triggered_step:  # a step that float16 skipped is no new one
+        if step != self._triggered_step:  # a step that float16 skipped does not count
             self._triggered_step, self._save_requested = step, True
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
@@ -451,7 +451,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             return True
         if name in values:
             just_measured = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()
-            # Otherwise it is a whole epoch's, a part's (a limit ended the run within it) or an older validation's.
+            # Otherwise it is of an epoch, of part of one (a limit ended the run within it) or of an older validation.
             return just_measured or (
                 trainer.progress.epoch_is_over and name not in trainer.logbook.watch.stale(trainer)
             )
@@ -524,7 +524,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         try:
             job.finish()
         finally:
-            if job.done:  # else Ctrl-C ended the wait, and what is replaced is still needed
+            if job.done:  # otherwise Ctrl-C ended the wait, and the replaced checkpoints are still needed
                 self._job = None
                 if job.error is not None:
                     self._top_k.restore(self._before)

@@ -23,11 +23,11 @@ from .prediction_writer import BasePredictionWriter
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
-_INDEX = "predictions.json"  # written last: a folder without it is not finished
+_INDEX = "predictions.json"  # written last: a folder without it is incomplete
 _NOTE = "predictions"
 _MAX_INDEX_BYTES = 64 * 2**20
 _MEBIBYTE = 2**20
-_MAX_BATCHES = 10_000  # in one file: predictions without tensors, such as text, must not pile up either
+_MAX_BATCHES = 10_000  # per file: limits predictions without tensors, such as text, too
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -120,7 +120,7 @@ class PredictionWriter(BasePredictionWriter):
         if trainer.is_global_zero:
             _write_index(local_folder(self.folder), every)
             flush(self.folder)
-        trainer.accelerator.world.barrier()  # who reads next finds the index
+        trainer.accelerator.world.barrier()  # so that a reader on any rank finds the index
         if not any(every):
             self.folder = None
         else:
@@ -148,7 +148,7 @@ class _Shards:
         batch = {"prediction": _to_plain(move_data_to_device(prediction, "cpu")), "indices": _to_plain(indices)}
         document, tensors = encode(batch, str(number))
         self._documents.append([number, document])
-        # The loop may hand out the same memory again.
+        # The loop may reuse the memory.
         self._tensors |= {name: tensor.clone() for name, tensor in tensors.items()}
         self.count += 1
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -167,7 +167,7 @@ class _Shards:
 
 def _to_plain(value: Any) -> Any:
     """Return a prediction with mappings as dicts and dataclasses as dicts."""
-    if isinstance(value, Mapping):  # of any class, such as the outputs of transformers' models
+    if isinstance(value, Mapping):  # any mapping, such as the outputs of transformers' models
         return {key: _to_plain(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}

@@ -122,7 +122,7 @@ class BasePredictionWriter(Callback):
         """Write the batch, or collect it for the end of the epoch."""
         indices = batch_indices(_get_loaders(trainer)[dataloader_idx])
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
-            return  # a stand-in, which keeps the processes in step: its sample is another process's
+            return  # a placeholder batch, which keeps the ranks in step: its sample belongs to another process
         if self.interval.on_batch:
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval.on_epoch:

@@ -290,7 +290,7 @@ class ModelPruning(Callback):
         if _evaluate_decision(self._lottery, epoch):
             self.apply_lottery_ticket_hypothesis()
         world = trainer.accelerator.world
-        for pruned in self._pruned if world.size > 1 else ():  # each process draws numbers of its own
+        for pruned in self._pruned if world.size > 1 else ():  # random pruning differs between processes
             world.broadcast_tensor(pruned.mask)
             world.broadcast_tensor(pruned.parameter.detach())
         if self._verbose:

@@ -45,7 +45,7 @@ class RichModelSummary(ModelSummary):
         for head, _ in columns:
             table.add_column(head, justify="right" if head in summary.NUMBERS else "left", no_wrap=head == "name")
         for row in zip(*(cells for _, cells in columns), strict=True):
-            table.add_row(*map(Text, row))  # Text: rich would read a shape in brackets as markup
+            table.add_row(*map(Text, row))  # Text, because rich would interpret a shape in brackets as markup
         console = Console(file=sys.stderr)
         console.print(table)
         console.print(Text(summary.totals()))

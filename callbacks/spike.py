@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _WATCHED = ("loss", "grad_norm")
 _ACTIONS = ("warn", "stop", "save", "raise")
-_DEVIATION = 1.4826  # of a normal distribution, in median absolute deviations
+_DEVIATION = 1.4826  # standard deviation of a normal distribution in median absolute deviations
 
 
 class SpikeWatch(Callback):
@@ -94,8 +94,8 @@ class SpikeWatch(Callback):
         self.dirpath = dirpath
         self.spikes: list[tuple[int, float]] = []
         self._window_values: list[float] = []
-        self._new: list[Tensor] = []  # since the last look, on the device
-        self._sum: Tensor | None = None  # of the step's micro-batches
+        self._new: list[Tensor] = []  # values since the last check, on the device
+        self._sum: Tensor | None = None  # over the step's micro-batches
         self._parts = 0
         self._step = 0
 
@@ -144,7 +144,7 @@ class SpikeWatch(Callback):
             self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
         if not trainer.progress.in_step:  # the step's last one
             step, self._step = self._step, trainer.progress.step
-            if self._sum is not None and step != self._step:  # else float16 has left it out
+            if self._sum is not None and step != self._step:  # otherwise float16 skipped the step
                 self._new.append(self._sum if self._parts == 1 else self._sum / self._parts)
             self._forget()
 

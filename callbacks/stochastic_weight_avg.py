@@ -99,7 +99,7 @@ class StochasticWeightAveraging(Averaging):
         self.device = device
         self._average = average_equally if avg_fn is None else wrap_avg_fn(avg_fn)
         self._start = 0
-        self._initial: list[float] | None = None  # rates when it began
+        self._initial: list[float] | None = None  # rates at the start of the annealing
 
     @property
     def n_averaged(self) -> int:
@@ -138,7 +138,7 @@ class StochasticWeightAveraging(Averaging):
         if self._initial is None:
             self._initial = [float(group["lr"]) for group in groups]
             announce(f"stochastic weight averaging starts in epoch {trainer.progress.epoch}; the schedulers stop")
-        self._initial += [float(group["lr"]) for group in groups[len(self._initial) :]]  # of groups that came later
+        self._initial += [float(group["lr"]) for group in groups[len(self._initial) :]]  # of groups added later
         assert trainer.steps is not None
         trainer.steps.schedules.stop()
         share = min(1.0, past / self.annealing_epochs) if self.annealing_epochs else 1.0

@@ -83,7 +83,7 @@ class ThroughputMonitor(BestEffortCallback):
         self.available_flops = (
             None if available_flops is None else check_number("available_flops", available_flops, 1.0)
         )
-        self._before = 0.0  # seconds, of the runs that this one goes on from
+        self._before = 0.0  # seconds of the runs that this one continues
         self._lengths = 0.0  # items of one device, on average
         self._counted = 0.0  # samples of one device, where they are counted here
         self._reset()
@@ -91,8 +91,8 @@ class ThroughputMonitor(BestEffortCallback):
     def _reset(self) -> None:
         self._throughput: Throughput | None = None
         self._began = self._paused = 0.0
-        self._step = -1  # that was measured last
-        self._local_counts = [0.0, 0.0, 0.0]  # samples, items and operations of this process since then
+        self._step = -1  # of the last measurement
+        self._local_counts = [0.0, 0.0, 0.0]  # samples, items and operations of this process since that step
         self._must_count = self._has_flops = self._failed = False
         self._evaluation_began: float | None = None
         self._evaluated = 0  # samples, of all processes
@@ -166,9 +166,9 @@ class ThroughputMonitor(BestEffortCallback):
     def _count(self, trainer: Trainer, task: TaskModule, batch: Any, counts: list[Any]) -> None:
         """Add a batch to the counts; count no more after an error."""
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
-            return  # a stand-in, which keeps the processes in step
+            return  # a placeholder batch, which keeps the ranks in step
         if self._failed:
-            counts[0] = math.nan  # all processes hear of it when they measure next
+            counts[0] = math.nan  # NaN informs all processes in the next measurement
             return
         try:
             with torch.no_grad():
@@ -255,7 +255,7 @@ class ThroughputMonitor(BestEffortCallback):
             self._safely(self._write_evaluation, trainer, stage, seconds, counted)
 
     def _write_evaluation(self, trainer: Trainer, stage: str, seconds: float, counted: list[float]) -> None:
-        # Without operations: what a batch takes in training it does not take here.
+        # Without operations, because flops_per_batch is that of a training batch.
         throughput = Throughput(None, trainer.world_size, 2, self.separator)
         samples = self._evaluated / trainer.world_size if self.batch_size_fn is None else counted[0]
         none, lengths = (None, None) if self.length_fn is None else (0.0, counted[1])

@@ -63,7 +63,7 @@ class Timer(Callback):
         self._limit = None if duration is None else parse_duration("duration", duration).total_seconds()
         self.interval = Interval(choose("interval", interval, tuple(map(str, Interval))))
         self.verbose = check_bool("verbose", verbose)
-        self._before = 0.0  # seconds of training of the runs this one goes on from
+        self._before = 0.0  # seconds of training of the runs that this one continues
         self._began: dict[str, float] = {}
         self._ended: dict[str, float] = {}
 
@@ -119,10 +119,10 @@ class Timer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Start the clock, and stop the run if its time is already up."""
-        if "train" in self._ended:  # a fit after another one goes on counting
+        if "train" in self._ended:  # another fit continues the count
             self._before = self.time_elapsed()
         self._begin("train")
-        if self.interval == "step" or not trainer.progress.batch:  # else the epoch is worked off first
+        if self.interval == "step" or not trainer.progress.batch:  # otherwise a resumed epoch is completed first
             self._look(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:

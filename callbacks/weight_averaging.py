@@ -71,7 +71,7 @@ class WeightAveraging(Averaging):
         self._device = device
         self._use_buffers = check_bool("use_buffers", use_buffers)
         self._average = _choose_average(type(self).__name__, kwargs)
-        self._borrowed: Averages | None = None  # of a checkpoint that is evaluated
+        self._borrowed: Averages | None = None  # the averages of an evaluated checkpoint
         self._epoch = 0
         self._latest_step = 0
 
@@ -271,7 +271,7 @@ def _apply_averages(trainer: Trainer, averages: Averages) -> None:
     """Put the averages into the model, with rank zero's buffers on all processes."""
     averages.apply_to_model()
     world = trainer.accelerator.world
-    if world.size > 1:  # buffers go on apart on each process; all evaluate one model
+    if world.size > 1:  # buffers differ between processes, but all must evaluate the same model
         for buffer in averages.buffers:
             world.broadcast_tensor(buffer)
 

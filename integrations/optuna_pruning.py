@@ -75,7 +75,7 @@ class PruningCallback(Callback):
 
     def __init__(self, trial: BaseTrial | None, monitor: str) -> None:
         require("PruningCallback", "optuna", extra="sweep")
-        # Optuna's wrapper for several processes makes a collective of each call; what it wraps is rank zero's trial.
+        # Optuna's wrapper for several processes turns each call into a collective; it wraps rank zero's trial.
         self._trial: Any = getattr(trial, "_delegate", trial)
         self.monitor = check_monitor(monitor)
         self.pruned: str | None = None

@@ -120,9 +120,9 @@ class TransformersTask(TaskModule):
         else:
             built = model
         self.model = built if adapter is None else _add_adapter(built, adapter)
-        self.model.train()  # from_pretrained leaves it without dropout
+        self.model.train()  # from_pretrained leaves it in evaluation mode, without dropout
         if check_bool("gradient_checkpointing", gradient_checkpointing):
-            # By its name in transformers 5; in 4 it is another one.
+            # The name in transformers 5; transformers 4 has another one.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self.tokenizer = _load_tokenizer(tokenizer, model if named else None)
@@ -193,12 +193,12 @@ class TransformersTask(TaskModule):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         if self.hparams.generation is None:
             return self(inputs).logits
-        # A rank that is done must take part in the others' calls where each has parts of the model.
+        # If the model is sharded, a rank that is done must participate in the other ranks' calls.
         together = self.trainer.accelerator.strategy.sharded and self.trainer.world_size > 1
         tokens = self.model.generate(**inputs, **self.hparams.generation, synced_gpus=together)
         if self.tokenizer is None:
             raise ValueError("generation needs a tokenizer, which converts tokens to texts. Pass tokenizer.")
-        if not self.model.config.is_encoder_decoder:  # which returns the prompt too
+        if not self.model.config.is_encoder_decoder:  # decoder-only models return the prompt too
             tokens = tokens[:, inputs["input_ids"].shape[1] :]
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
@@ -280,7 +280,7 @@ class TransformersTask(TaskModule):
         """Log the loss and the metrics of a batch."""
         outputs = self(batch)
         count = self.count_targets(batch)
-        weight = None if count is None else int(count)  # one read per batch; training has none
+        weight = None if count is None else int(count)  # one synchronization per batch; training has none
         self.log(f"{stage}_loss", self._get_loss(outputs, batch, count), prog_bar=True, batch_size=weight)
         if metrics:
             self.update_metrics(metrics, outputs.logits, batch)
@@ -293,7 +293,7 @@ class TransformersTask(TaskModule):
             raise ValueError(
                 f"{type(self.model).__name__} returned no loss for a batch with {', '.join(batch)}. Add labels."
             )
-        # A batch whose labels are all left out has a mean over nothing, which is not a number.
+        # The mean of a batch whose labels are all ignored is NaN.
         return loss if count is None else torch.where(count > 0, loss, torch.zeros_like(loss))
 
     def _select_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
@@ -375,7 +375,7 @@ def _load_tokenizer(tokenizer: Any, model: Any) -> Any:
         return tokenizer
     try:
         return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):  # there is none beside it
+    except (OSError, ValueError):  # the model has no tokenizer
         return None
 
 

@@ -11,7 +11,7 @@ from ..common.validation import check_number
 from ._services import ServiceLogger
 
 REMOTE = ("aim://", "ssh://")
-FAILED = "failed"  # Aim knows only runs that go on and runs that ended, so a tag names those that failed
+FAILED = "failed"  # Aim only distinguishes running and ended runs, so a tag marks failed ones
 SUBSETS = {"subset": {"train": "train_", "val": "val_", "test": "test_"}}
 
 
@@ -143,7 +143,7 @@ class AimLogger(ServiceLogger):
             for value, start in starts.items():
                 if name.startswith(start) and name != start:
                     name, context[key] = name.removeprefix(start), value
-                    break  # what is left of the name is not taken apart once more
+                    break  # only one prefix is removed
         for key, ends in self._postfixes.items():
             for value, end in ends.items():
                 if name.endswith(end) and name != end:

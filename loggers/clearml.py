@@ -81,7 +81,7 @@ class ClearMLLogger(ServiceLogger):
         )
         check_options("clearml.Task.init", kwargs)
         self._offline = check_bool("offline", offline)
-        # Scalars and checkpoints are reported by this logger, and would be a second time by ClearML's own hooks.
+        # This logger reports scalars and checkpoints; ClearML's own hooks would report them a second time.
         own = {"auto_connect_frameworks": {"pytorch": False, "tensorboard": False}, "tags": tags}
         name = task_name or os.environ.get("CLEARML_TASK") or "training"
         self._options = {"task_name": name, **own, **kwargs}
@@ -96,9 +96,9 @@ class ClearMLLogger(ServiceLogger):
             if self._version == task.id or (self._version is None and not self._is_of_a_logger(task)):
                 self._version = task.id
                 return task
-            task.close()  # there is one at a time, and it can be continued by its id
+            task.close()  # ClearML has one task at a time, and it can be continued by its ID
         _make_gentle(Task)
-        # Steps are counted from the start of training, also where it is continued.
+        # Steps are counted from the start of training, also in a continued task.
         again = {"continue_last_task": 0} if self._version is not None else {}
         reused = {"reuse_last_task_id": self._version or False, **again}
         task = Task.init(project_name=self._name, **{**reused, **self._options})
@@ -152,7 +152,7 @@ def _make_gentle(task_class: Any) -> None:
 
     task_class.set_random_seed(None)
     if config.get("development.report_use_subprocess", None) is None:
-        # The default is to fork this process, with what locks and pipes its other threads hold: the end of a task
+        # By default ClearML forks this process with the locks and pipes of its other threads: the end of a task
         # then waits for up to 5 minutes.
         task_class._report_subprocess_enabled = False
 

@@ -127,7 +127,7 @@ class CSVLogger(DirectoryLogger):
             status: ``"success"`` or ``"failed"``.
         """
         self.save()
-        if self._experiment is not None and not self._experiment.waiting:  # else a subclass's save() keeps them
+        if self._experiment is not None and not self._experiment.waiting:  # otherwise a subclass's save() keeps them
             self._experiment = None
             flush(str(self.log_dir))
 
@@ -201,7 +201,7 @@ class MetricsFile:
                 file.write(text)
         except OSError:
             with contextlib.suppress(OSError):
-                os.truncate(self.path, size)  # what was written in part would be there twice after the next try
+                os.truncate(self.path, size)  # otherwise a partial write would be duplicated by the next try
             raise
         self.waiting.clear()
 
@@ -220,7 +220,7 @@ class MetricsFile:
 
         Rows that another program wrote, whose step is not a number, are kept.
         """
-        # In rows of an evaluation's batches, the step counts batches: there the optimizer steps come first.
+        # In rows of an evaluation's batches the step counts batches, so the column of optimizer steps comes first.
         places = [place for place, name in enumerate(self._columns) if name.endswith(EVALUATED_AT)]
         places += [place for place, name in enumerate(self._columns) if name == STEP]
         with open(self.path + ".tmp", "w", newline="", encoding="utf-8") as target:
@@ -233,7 +233,7 @@ class MetricsFile:
                         if not _is_later([row[place] for place in places if place < len(row)], until):
                             target.write(_format_csv([row + [""] * (len(columns) - len(row))]))
             target.flush()
-            os.fsync(target.fileno())  # the old file is gone after the next line: the new one must be on the disk
+            os.fsync(target.fileno())  # the next line replaces the old file, so the new one must be on disk
         os.replace(self.path + ".tmp", self.path)
         self._columns = columns
 

@@ -198,9 +198,9 @@ def claim_version(root_dir: str) -> int:
     existing_versions = [int(match[1]) for entry in names if (match := re.fullmatch(r"version_(\d+)", entry))]
     version = max(existing_versions, default=-1) + 1
     while True:
-        # Exclusive creation is the claim: a look first and a creation after it would let two jobs take the same one.
+        # Exclusive creation is the claim: with a check before the creation, two jobs could take the same number.
         with contextlib.suppress(FileExistsError):
-            if isinstance(root, RemotePath):  # where a folder is there once an object is in it
+            if isinstance(root, RemotePath):  # a folder exists once it contains an object
                 (root / f"version_{version}" / ".claim").write_bytes(b"", exclusive=True)
             else:
                 os.mkdir(root / f"version_{version}")

@@ -37,7 +37,7 @@ class NullExperiment:
     """
 
     def __getattr__(self, name: str) -> NullExperiment:
-        # Python and numpy ask any object for protocols by such names (__array__, __deepcopy__): "no" must stay "no".
+        # Python and numpy look up protocols by such names (__array__, __deepcopy__), which must be absent.
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         return self

@@ -19,8 +19,8 @@ from .values import as_mapping, as_metrics, check_step, flatten, plain
 
 FILES = "file:"
 DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
-METRICS_AT_ONCE, PARAMS_AT_ONCE = 1000, 100  # what one request of MLflow may hold
-WRITES_AT_ONCE = 100  # that may be under way with synchronous=False
+METRICS_AT_ONCE, PARAMS_AT_ONCE = 1000, 100  # limits of one request to MLflow
+WRITES_AT_ONCE = 100  # limit of pending writes with synchronous=False
 END = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
 NAME_TAG = "mlflow.runName"
 
@@ -156,7 +156,7 @@ class MLFlowLogger(Logger):
         from mlflow.tracking.context.registry import resolve_tags
 
         self._experiment_id = self._find_experiment(client)
-        # What MLflow itself adds to every run: user, script, commit.
+        # Adds the tags that MLflow sets for every run: user, script, commit.
         tags = resolve_tags(self.tags)
         run = client.create_run(self._experiment_id, tags=tags, run_name=self._run_name)
         self._version, self._running = run.info.run_id, True
@@ -171,7 +171,7 @@ class MLFlowLogger(Logger):
                 return str(client.create_experiment(self._experiment_name, artifact_location=self._artifact_location))
             except MlflowException:
                 experiment = client.get_experiment_by_name(self._experiment_name)
-                if experiment is None:  # it was not another job that created it in between
+                if experiment is None:  # otherwise another job created it in between
                     raise
         if self._artifact_location not in (None, experiment.artifact_location):
             warnings.warn(

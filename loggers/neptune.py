@@ -95,7 +95,7 @@ class NeptuneLogger(ServiceLogger):
     def _open(self) -> Any:
         from goodseed.neptune import Run
 
-        # GoodSeed's own ids are drawn from Python's generator, and so the same in each run with one seed.
+        # GoodSeed draws its IDs from Python's generator, so runs with the same seed would get the same ID.
         run_id = str(self._version or "") or secrets.token_hex(6)
         if self._must_exist or self._find_file(run_id).exists():
             self._mark_as_ended(run_id)

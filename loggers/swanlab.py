@@ -11,7 +11,7 @@ from typing import Any
 from ..common.optional import require
 from ._services import ServiceLogger, check_options
 
-# Which `swanlab.init` takes beside those of its signature, for older scripts.
+# Arguments that `swanlab.init` accepts beside those of its signature, for older scripts.
 OLD_NAMES = ("experiment_name", "notes", "logdir")
 
 
@@ -103,7 +103,7 @@ class SwanLabLogger(ServiceLogger):
             if self._version == run.id or (self._version is None and not self._is_of_a_logger(run)):
                 self._version = run.id
                 return run
-            run.finish()  # there is one at a time, and it can be continued by its id
+            run.finish()  # SwanLab has one run at a time, and it can be continued by its ID
         run = swanlab.init(id=self._version or _make_id(), **self._options)
         self._version = run.id
         return run

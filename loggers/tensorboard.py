@@ -94,7 +94,7 @@ class TensorBoardLogger(DirectoryLogger):
             directory = str(self.files_dir)
             os.makedirs(directory, exist_ok=True)
             self._experiment = SummaryWriter(directory, **self._writer_options)
-            # It hides what an earlier job wrote. A writer opened again would hide what this one wrote.
+            # It hides events of an earlier job. If the writer is opened again, it would hide this job's events.
             self._writer_options.pop("purge_step", None)
         return self._experiment
 
@@ -138,7 +138,7 @@ class TensorBoardLogger(DirectoryLogger):
             metrics = {"hp_metric": as_number("hp_metric", metrics)}
         tags = as_metrics(metrics, self._prefix)
         flat = {
-            name: value if isinstance(value, bool | int | float | str) else str(value)  # the types that it has
+            name: value if isinstance(value, bool | int | float | str) else str(value)  # TensorBoard's types
             for name, value in flatten(plain(as_mapping(params)))
         }
         self.save_hyperparams(params)
@@ -148,7 +148,7 @@ class TensorBoardLogger(DirectoryLogger):
 
         if metrics:
             self.log_metrics(metrics, 0 if step is None else step)
-        # SummaryWriter.add_hparams would put them into a run of their own, away from the metrics. The writer's
+        # SummaryWriter.add_hparams would create another run for them, away from the metrics. The writer's
         # `file_writer` is None after a user closed it; this method opens it again, as all its add_* methods do.
         file_writer = self.experiment._get_file_writer()
         for summary in hparams(flat, tags):

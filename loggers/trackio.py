@@ -61,7 +61,7 @@ class TrackioLogger(ServiceLogger):
     def _open(self) -> Any:
         import trackio
 
-        # Trackio's own names are drawn from Python's generator, and so the same in each run with one seed.
+        # Trackio draws its names from Python's generator, so runs with the same seed would get the same name.
         name = str(self._version or "") or f"run-{secrets.token_hex(4)}"
         options = {**self._options, "resume": "must"} if self._begun else self._options
         run = trackio.init(project=str(self._name), name=name, **options)
@@ -78,7 +78,7 @@ class TrackioLogger(ServiceLogger):
             return {}
         try:
             runs = Api().runs(str(self._name))
-        except ValueError:  # there is no such project yet
+        except ValueError:  # the project does not exist yet
             return {}
         return next((found.config or {} for found in runs if found.id == run.id), {})
 
@@ -92,7 +92,7 @@ class TrackioLogger(ServiceLogger):
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:
         if all(key in run.config and run.config[key] == value for key, value in params.items()):
             return
-        if self._has_rows:  # Trackio writes the configuration with the first row, and not again
+        if self._has_rows:  # Trackio writes the configuration only with the first row
             run.finish()
             run = self.experiment
         run.config.update(params)
@@ -100,7 +100,7 @@ class TrackioLogger(ServiceLogger):
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
         from trackio import Artifact
 
-        name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"model-{self._version}")  # an artifact's may have nothing else
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"model-{self._version}")  # all that artifact names may contain
         artifact = Artifact(name, type="model", metadata=facts)
         artifact.add_dir(path)
         run.log_artifact(artifact, aliases=aliases)

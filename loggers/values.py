@@ -115,11 +115,11 @@ def plain(value: Any) -> Any:
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     ):
         return {str(key): plain(inner) for key, inner in as_mapping(value).items()}
-    if isinstance(value, MutableSequence | tuple | Set):  # a list of OmegaConf is no list, but this
+    if isinstance(value, MutableSequence | tuple | Set):  # a list of OmegaConf is a MutableSequence, but not a list
         return [plain(inner) for inner in value]
     if not isinstance(value, Enum):
         with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):
-            number = value.item()  # one tensor element or a numpy number, whose own type YAML does not know
+            number = value.item()  # a tensor with one element or a numpy number, whose type YAML does not support
             if type(number) in (int, float, bool):
                 return number
     return str(value)

@@ -181,7 +181,7 @@ class WandbLogger(Logger):
         os.makedirs(self._save_dir, exist_ok=True)  # W&B would write to a temporary directory instead
         options = {"project": self._project, "name": self._requested["name"], "id": self.version, "dir": self._save_dir}
         if wandb.run is not None:
-            options["reinit"] = "create_new"  # the default would give the active one, which was not asked for
+            options["reinit"] = "create_new"  # the default would return the active run, which was not requested
         run = wandb.init(**{**options, **self._options})
         if self._options.get("sync_tensorboard"):
             run.define_metric("*", step_metric="global_step")
@@ -416,7 +416,7 @@ def _choose_argument(name: str, value: Any, twin: str, other: Any) -> Any:
 def _check_init(options: dict[str, Any]) -> None:
     """Raise a TypeError for arguments that ``wandb.init`` does not accept, before a run begins."""
     if not options:
-        return  # wandb is not even imported
+        return  # without options, wandb need not be imported
     import wandb
 
     valid = inspect.signature(wandb.init).parameters

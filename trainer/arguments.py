@@ -185,7 +185,7 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is created
     if benchmark is not None or deterministic:
         torch.backends.cudnn.benchmark = bool(benchmark)
 
@@ -302,7 +302,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
             if sync_batchnorm:
                 raise ValueError("sync_batchnorm=True and TorchSyncBatchNorm() are the same setting. Pass only one.")
             sync_batchnorm = True
-        elif not isinstance(plugin, LaunchEnvironment):  # which is read in any case
+        elif not isinstance(plugin, LaunchEnvironment):  # a LaunchEnvironment is detected in any case
             raise TypeError(
                 f"plugins={plugin!r:.100} must be a treadle.plugins.Precision or TorchSyncBatchNorm(). Remove it: the "
                 "cluster is detected from the environment, checkpoints have one format, and "

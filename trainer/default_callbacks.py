@@ -59,9 +59,9 @@ def choose_callbacks(
     for flag, enabled, kind, default in defaults:
         if enabled is not None:
             check_bool(flag, enabled)
-        # What saves when an error comes is in addition to what saves while all goes well.
+        # A callback that saves only after an error does not replace one that saves during the run.
         present = [c for c in callbacks if isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint)]
-        # Nothing is saved in the run's folder by one whose checkpoints somebody else keeps.
+        # A callback with a keeper saves nothing in the run's folder, so the flag does not concern it.
         if enabled is False and any(not getattr(callback, "keeper", "") for callback in present):
             raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks. Remove one of them.")
         if not present and enabled is not False and (enabled or in_folder or kind is not RunReport):

@@ -132,7 +132,7 @@ class LightningAliases:
         """Return whether the current micro-batch, or the latest one between two, is the last of its epoch."""
         sources, progress = self._trainer.sources, self._trainer.progress
         if not progress.in_step and (progress.epoch_is_trained or not progress.batch):
-            return progress.batches > 0  # the loader has begun to count the next epoch
+            return progress.batches > 0  # the dataloader already counts the next epoch
         if sources is None or self._trainer.stage != "fit":
             return False
         return sources.train.length is not None and sources.train.batches >= sources.train.length

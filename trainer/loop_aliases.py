@@ -105,7 +105,7 @@ class EpochLoopView(LoopView):
         """Numbers of micro-batches begun and completed, in this epoch and in total."""
         progress, sources = self._trainer.progress, self._trainer.sources
         in_step = progress.phase is Phase.IN_STEP
-        # While the optimizer steps, the loop has counted the batch already that Lightning counts after the step.
+        # While the optimizer steps, the loop has already counted the batch, which Lightning counts after the step.
         counted = in_step and sources is not None and sources.has_train and sources.train.batches <= progress.batch
         begun, over = in_step and not counted, -1 if counted else 0
         return SimpleNamespace(

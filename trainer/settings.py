@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..loggers import Logger
     from ..strategies import Strategy
 else:
-    # What reads a dataclass at run time finds types that resolve; the classes themselves would make it wait for torch.
+    # So that the annotations resolve at run time without an import of torch.
     Callback = Profiler = Logger = Strategy = Any
 
 Devices = int | str | Sequence[int]

@@ -201,7 +201,7 @@ class Trainer(LightningAliases):
         grace: str | timedelta | dict[str, int] | None = None,
         **unknown: Any,
     ) -> None:
-        report_uncaught()  # also what is wrong with the flags
+        report_uncaught()  # also errors in the flags
         self.changed_flags = arguments.select_changed_flags(locals(), Trainer.__init__.__kwdefaults__)
         fast = arguments.check_batches("fast_dev_run", fast_dev_run)
         self.barebones = arguments.check_bool("barebones", barebones)
@@ -302,15 +302,15 @@ class Trainer(LightningAliases):
         graphs = self.accelerator.dynamo_plugin.uses_cuda_graphs(self.accelerator.device)
         self.new_metrics = MutedMetrics if barebones else partial(Metrics, copies=graphs)
         self.metrics = self.new_metrics(training=True)
-        self.config: str | None = None  # the run's configuration as YAML, where it has one; it goes into checkpoints
-        self.resume_command: str | None = None  # the shell command that resumes the run, where one started it
+        self.config: str | None = None  # the run's configuration as YAML, if any; saved in checkpoints
+        self.resume_command: str | None = None  # the shell command that resumes the run, if one started it
         self.should_stop = self.interrupted = self.sanity_checking = False
         self.preemption = Preemption(self.accelerator, self.grace_seconds)
         self.decided = ""
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
         self.lr_scheduler_configs: list[SchedulerConfig] = []
-        # Of the stage that runs, or ran last.
+        # Of the current or last stage.
         self.stage: str | None = None
         self.latest_stage: str | None = None
         self.status = TrainerStatus.INITIALIZING
@@ -319,7 +319,7 @@ class Trainer(LightningAliases):
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
         self.ckpt_path: AnyPath | None = None
-        self.opened_checkpoint: OpenCheckpoint | None = None  # that of ckpt_path, until all is restored
+        self.opened_checkpoint: OpenCheckpoint | None = None  # the checkpoint of ckpt_path, until it is restored
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None
 
@@ -630,7 +630,7 @@ class Trainer(LightningAliases):
         A name that is logged by step and by epoch has the step's value until the epoch is over.
         """
         latest = self.metrics.latest()
-        values = {**latest, **self.logbook.callback_values, **latest}  # the task's own come first, as in Lightning
+        values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
         if self.stage == "fit" and not self.progress.epoch_is_trained:
             evaluation = () if self.metrics.evaluation is None else self.metrics.evaluation.entries
             newer = self.logbook.watch.just_measured(self).union(entry.name for entry in evaluation)

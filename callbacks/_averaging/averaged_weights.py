@@ -81,9 +81,9 @@ class Averages:
         self.values: dict[str, Tensor] = {}
         self._module = module
         self._parameters = list(module.parameters())
-        self._buffers: list[tuple[dict[str, Any], str]] = []  # a module may put another tensor in a buffer's place
+        self._buffers: list[tuple[dict[str, Any], str]] = []  # a module may replace a buffer by another tensor
         self._before: list[Tensor] | None = None
-        self._names: list[list[str]] = []  # of each tensor, all that are tied in it
+        self._names: list[list[str]] = []  # of each tensor, with those of the tensors tied to it
         self._local_averages: list[Tensor] = []
         masks = collect_masks(module)
         names: dict[int, list[str]] = {}
@@ -167,7 +167,7 @@ class Averages:
                     tensor.data if _can_swap_data(tensor, average) else local(tensor.detach()).clone()
                     for tensor, average in zip(tensors, self._local_averages, strict=True)
                 ]
-                self._before = before  # from here on it can be taken back
+                self._before = before  # from here on `restore_model` can undo the change
                 self._write_values(tensors, self._prune_averages())
 
     def restore_model(self) -> None:
@@ -193,8 +193,8 @@ class Averages:
         """Write values into the model, without a copy where the storage can be swapped."""
         for tensor, average, value in zip(tensors, self._local_averages, values, strict=True):
             if _can_swap_data(tensor, average):
-                tensor.data = value  # nothing is copied
-            else:  # also where it is sharded: what gathers it knows this memory
+                tensor.data = value  # no copy
+            else:  # also for a shard: the all-gather reads from this memory
                 local(tensor.detach()).copy_(value)
 
     # -- state ---------------------------------------------------------------------------------------------------

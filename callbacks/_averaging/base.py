@@ -28,7 +28,7 @@ class Averaging(Callback):
 
     def __init__(self) -> None:
         self._averages: Averages | None = None
-        self._ended = False  # training is over, and the model has the averages
+        self._ended = False  # training is over, and the averages are in the model
         self._latest_epoch = -1
 
     def _make_room(self, trainer: Trainer, task: TaskModule, buffers: bool, device: Any, strict: bool) -> None:

@@ -51,7 +51,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
         with torch.no_grad(), isolated_random_state(), trainer.logging_to(logged):
             samples = _run_through(trainer, task, layers)
     finally:
-        logged.reset()  # the task's metric objects count on otherwise
+        logged.reset()  # otherwise the task's metric objects include these batches
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum  # type: ignore[assignment]
         loader.end_epoch()
@@ -79,7 +79,7 @@ def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) ->
     for index, batch in enumerate(trainer.sources.train):  # type: ignore[union-attr]
         samples = accelerator.cursor.micro.samples  # type: ignore[union-attr]
         total_samples += samples
-        for layer in layers:  # a batch that is there only for the others to go on counts nothing
+        for layer in layers:  # a placeholder batch, which keeps the ranks in step, has weight 0
             layer.momentum = samples / total_samples if samples else 0.0  # type: ignore[assignment]
         if steps.takes_index:
             step(batch, index)

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
-# Tensors as large as the parameter that torch's own optimizers make for it in their first step, and the options that
-# add one. Of an optimizer from elsewhere nothing is known, and what is not needed must not end a run.
+# Number of tensors of a parameter's size that torch's optimizers create in their first step, and the options that
+# add one. Other optimizers count as 0, because an estimate that is too high would end a run without need.
 _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
     "Adadelta": (2, ()),
     "Adagrad": (1, ()),
@@ -70,7 +70,7 @@ def _collect_tensors(state: Any) -> list[Tensor]:
 
 def _count_bytes(tensor: Tensor) -> int:
     """Return the size of a tensor in bytes, over all its shards; 0 for a lazy one."""
-    # Of a sharded one the whole; the size of a lazy one is unknown before its layer's first batch.
+    # The full size of a sharded tensor; the size of a lazy one is unknown before its layer's first batch.
     return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 
 
@@ -78,5 +78,5 @@ def _identify_storage(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key that tied tensors share."""
     try:
         return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape
-    except (RuntimeError, NotImplementedError, ValueError):  # a subclass without memory of its own, or a lazy one
+    except (RuntimeError, NotImplementedError, ValueError):  # a subclass without its own memory, or a lazy tensor
         return (id(tensor),)

@@ -14,7 +14,7 @@ from ..monitored_metric import is_better
 
 Value = TypeVar("Value")
 
-# What the saved state of a ModelCheckpoint says about the kept checkpoints, under Lightning's names.
+# Entries of a ModelCheckpoint's saved state about the kept checkpoints, with Lightning's names.
 STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "current_score")
 
 
@@ -105,7 +105,7 @@ class TopKCheckpoints:
         previous_paths = {*self.best_k_models, ""}
         self.best_k_models = {p: s for p, s in self.best_k_models.items() if p != replaced} | {path: score}
         best = find_best_path(self.best_k_models, self.mode)
-        # The best one of another directory, before a resume, stays the best until a better one is saved.
+        # The best checkpoint of another directory, from before a resume, stays the best until a better one is saved.
         earlier = None if self.best_model_path in previous_paths else self.best_model_score
         if earlier is None or is_better(float(self.best_k_models[best]), float(earlier), self.mode):
             self.best_model_path, self.best_model_score = best, self.best_k_models[best]

@@ -68,7 +68,7 @@ class PrunedParameter:
     def register_hooks(self) -> None:
         """Let the module's state dict have the pruned value under its own name, if the parameter is pruned."""
         if self.is_pruned and not self._hooks:
-            self._hooks = [  # torch sets an attribute of the first one, which a method does not take
+            self._hooks = [  # torch sets an attribute on the hook, which a bound method does not allow
                 self.module.register_state_dict_post_hook(partial(self._hide)),
                 self.module.register_load_state_dict_pre_hook(self._seek),
             ]
@@ -111,7 +111,7 @@ class PrunedParameter:
             return
         mask = saved["mask"][...].to(self.parameter.device, copy=True)
         if self.is_pruned:
-            self.mask.copy_(mask)  # torch would take it together with the one that is there
+            self.mask.copy_(mask)  # torch would combine it with the current mask
         else:
             prune.custom_from_mask(self.module, self.name, mask)
         self.parameter.copy_(saved["value"][...])
@@ -126,7 +126,7 @@ class PrunedParameter:
         """Load a value under the parameter's own name; weights that are not zero in it are no longer pruned."""
         if (value := state.pop(f"{prefix}{self.name}", None)) is not None:
             mask = self.mask
-            if value.shape == mask.shape:  # else torch says what is wrong
+            if value.shape == mask.shape:  # otherwise torch raises an error that describes the mismatch
                 mask = torch.where(value.to(mask.device) == 0, mask, torch.ones_like(mask))
             state[f"{prefix}{self.name}_orig"] = value
             state[f"{prefix}{self.name}_mask"] = mask

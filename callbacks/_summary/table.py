@@ -225,7 +225,7 @@ def _run(
     counter = FlopCounterMode(display=False)
     with ExitStack() as stack:
         for name, part in parts.items():
-            if not isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
+            if not isinstance(part, torch.jit.ScriptModule):  # ScriptModules do not support hooks
                 _watch(part, rows[name], counter.get_total_flops, stack)
         stack.enter_context(isolated_random_state())
         stack.enter_context(evaluation_mode(module))

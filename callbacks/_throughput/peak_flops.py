@@ -6,8 +6,8 @@ import re
 
 import torch
 
-# In 1e12 per second: float64, float32, tf32, bfloat16, float16 (with float32 sums), int8; None where there is none.
-# Without sparsity, which no usual training has. float64 is that of the tensor cores, where they have it.
+# In 1e12 per second: float64, float32, tf32, bfloat16, float16 (with float32 sums), int8; None if not supported.
+# Without sparsity, which training rarely uses. float64 is that of the tensor cores, if they support it.
 _PEAKS: dict[str, tuple[float | None, ...]] = {
     "b200": (37, 75, 1125, 2250, 2250, 4500),
     "h200 nvl": (60, 60, 417.5, 835.5, 835.5, 1671),
@@ -43,10 +43,10 @@ _PEAKS: dict[str, tuple[float | None, ...]] = {
     "v100 pcie": (7, 14, None, None, 112, None),
     "v100": (7.8, 15.7, None, None, 125, None),
     "mi300x": (163.4, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
-    "mi250x": (47.9, 47.9, None, 191.5, 191.5, 191.5),  # one of its two dies, which is what a device is
+    "mi250x": (47.9, 47.9, None, 191.5, 191.5, 191.5),  # of one of its two dies, each of which is a device
 }
 _FORMATS = (torch.float64, torch.float32, "tf32", torch.bfloat16, torch.float16, torch.int8)
-# Words that make another device of one: a part of it, or a relative.
+# Words that denote another device: a slice of one, or a variant.
 _OTHER = {"d", "laptop", "max", "mig", "mobile", "super", "ti"}
 
 

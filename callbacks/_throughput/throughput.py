@@ -151,7 +151,7 @@ def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Call
     try:
         if loss_fn is not None:
             for parameter, _ in gradients:
-                parameter.grad = None  # else they would be added to
+                parameter.grad = None  # otherwise the backward pass would add to them
         with counter:
             output = forward_fn()
             if loss_fn is not None:

@@ -17,7 +17,7 @@ from .progress_bar import ProgressBar
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
 
-_REDRAW_EVERY = 0.1  # seconds; faster than that nobody reads
+_REDRAW_EVERY = 0.1  # seconds; faster updates are unreadable
 
 
 class DrawnBar(ProgressBar):
@@ -41,10 +41,10 @@ class DrawnBar(ProgressBar):
         self.line_every = check_number("line_every", line_every, 0.0)
         self._enabled = True
         self._terminal = False
-        self._due = math.inf  # when to draw next; never, where there is nothing to draw
+        self._due = math.inf  # time of the next redraw; infinite if nothing is drawn
         self._every = _REDRAW_EVERY
         self._batches = 1  # between redraws
-        self._shown = 0  # batches that the bar of the epoch, or of the evaluation, stands at
+        self._shown = 0  # batches shown by the bar of the epoch or of the evaluation
         self._text = ""
         self._pace = _Pace()
 
@@ -325,7 +325,7 @@ def is_terminal(stream: Any) -> bool:
     """
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError, OSError):  # there is none, or it is closed
+    except (AttributeError, ValueError, OSError):  # the stream is missing or closed
         return False
 
 

@@ -137,11 +137,11 @@ class RichProgressBar(DrawnBar):
                 *self.configure_columns(self.trainer),
                 metrics,
                 console=_make_console(self._console_kwargs),
-                auto_refresh=False,  # by a thread, which could fail where nobody sees it
-                redirect_stdout=False,  # the process's own streams stay what they are
+                auto_refresh=False,  # its thread could fail unnoticed
+                redirect_stdout=False,  # the process's streams stay unchanged
                 redirect_stderr=False,
             )
-            self.progress.live.transient = True  # wiped off when it is stopped, as `_clear` does
+            self.progress.live.transient = True  # erased when stopped, which `_clear` relies on
         self.progress.start()
         return self.progress
 
@@ -201,7 +201,7 @@ class RichProgressBar(DrawnBar):
         self._epoch = self._evaluation = None
         if progress is not None:
             progress.live.transient = False
-            progress.start()  # it may have been wiped off
+            progress.start()  # it may have been erased
             progress.stop()
 
 

@@ -110,7 +110,7 @@ class TQDMProgressBar(DrawnBar):
             file=sys.stderr,
             mininterval=0.0,
             miniters=1,
-            delay=1e-9,  # not drawn when made: it has no total yet, and a short validation need not flicker
+            delay=1e-9,  # not drawn at creation: the total is unknown, and a short validation would flicker
         )
 
     # -- drawing -------------------------------------------------------------------------------------------------
@@ -168,5 +168,5 @@ class TQDMProgressBar(DrawnBar):
         bars = self._bars
         self.train_progress_bar = self.val_progress_bar = None
         for bar in bars:
-            with contextlib.suppress(Exception):  # the other one is closed all the same
+            with contextlib.suppress(Exception):  # so that the other bar is closed too
                 bar.close()

@@ -14,7 +14,7 @@ Points = tuple[Sequence[int], Sequence[float]]
 
 LARGEST = 1e300
 """Largest number that is drawn: beyond it, the ends of an axis would not be finite."""
-_SMALLEST = 1e-300  # less than that between an axis's ends is nothing, as it can't be divided
+_SMALLEST = 1e-300  # smaller ranges cannot be divided into ticks
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 26
@@ -160,7 +160,7 @@ class Chart:
             finite_points = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) <= LARGEST]
             self.missing += len(steps) - len(finite_points)
             line = thin_points(finite_points, _WIDTH - _LEFT - _RIGHT)
-            # Of two lines that are the same one would hide the other.
+            # One of two identical lines would hide the other.
             names: list[str] = next((names for names, other in drawn if other == line and line[0]), [])
             if not names:
                 drawn.append((names, line))

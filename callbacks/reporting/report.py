@@ -62,7 +62,7 @@ class RunReport(BestEffortCallback):
         ['report.html']
     """
 
-    after_task = 3  # what others did at the same time is in it
+    after_task = 3  # after the other callbacks, whose results it shows
 
     def __init__(
         self, dirpath: str | Path | None = None, filename: str = "report.html", every_seconds: float = 60.0
@@ -73,10 +73,10 @@ class RunReport(BestEffortCallback):
         self.path: AnyPath | None = None
         self._written = 0.0
         self._begun = False
-        self._samples, self._seconds = 0, 0.0  # of training, when fit began
-        self._endings: dict[str, tuple[str, bool]] = {}  # of each stage that ran since fit began
+        self._samples, self._seconds = 0, 0.0  # of training, when fit began (samples and seconds)
+        self._endings: dict[str, tuple[str, bool]] = {}  # of each stage since fit began
         self._failures: list[Failure] = []
-        self._hyperparameters: dict[str, dict[str, str]] = {}  # of fit: later stages may have another task or data
+        self._hyperparameters: dict[str, dict[str, str]] = {}  # of fit: later stages may have another task
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Reset the page for a new fit; another stage adds to it."""
@@ -93,7 +93,7 @@ class RunReport(BestEffortCallback):
             "Hyperparameters": _collect_hyperparameters(pl_module),
             "Data module's hyperparameters": _collect_hyperparameters(trainer.datamodule),
         }
-        self._samples = trainer.progress.samples  # with those of the checkpoint that fit goes on from
+        self._samples = trainer.progress.samples  # includes those of the checkpoint that fit resumes from
         self._written = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -138,9 +138,9 @@ class RunReport(BestEffortCallback):
         path = folder / self.filename
         part = path.with_name(path.name + ".tmp")
         try:
-            part.unlink(missing_ok=True)  # what is there may be a link to a file that is not ours
+            part.unlink(missing_ok=True)  # an existing one may be a link to another file
             part.write_text(self.page(trainer, state, ended_well).render(), encoding="utf-8", errors="replace")
-            os.replace(part, path)  # whoever has it open never sees half of it
+            os.replace(part, path)  # a reader never sees a partial file
         except BaseException:
             part.unlink(missing_ok=True)
             raise
@@ -154,7 +154,7 @@ class RunReport(BestEffortCallback):
             state: State of the run as text.
             ended_well: Whether the run succeeded; None while it is running.
         """
-        # A page is written long after the import, which need not wait for what draws it.
+        # Imported when a page is written, so that importing this file stays fast.
         from ...engine import environment
         from ...engine.profilers import SimpleProfiler
         from .html import Page
@@ -231,7 +231,7 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
     from .html import group_names
 
     history = trainer.history
-    logged = [name for name in history if name not in history.rates]  # a monitor may log those too
+    logged = [name for name in history if name not in history.rates]  # a monitor may log the rates too
     charts = {title: {name: history[name].points() for name in names} for title, names in group_names(logged).items()}
     extra_charts = {
         "learning rate": history.rates,
@@ -267,7 +267,7 @@ def format_user_frames(error: BaseException) -> str:
         error: The error.
     """
     root_cause = error
-    while root_cause.__cause__ is not None:  # the first cause tells more than what was raised from it
+    while root_cause.__cause__ is not None:  # the first cause is more informative
         root_cause = root_cause.__cause__
     package = __name__.partition(".")[0]
     frames = [

@@ -36,7 +36,7 @@ class RunRecord(BestEffortCallback):
         began: Whether training or another stage has begun.
     """
 
-    after_task = 3  # what others did at the same time is in it
+    after_task = 3  # after the other callbacks, whose results it reports
 
     def __init__(self, write: Write, every_seconds: float = 3.0) -> None:
         self.every_seconds = every_seconds
@@ -87,7 +87,7 @@ class RunRecord(BestEffortCallback):
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Report the outcome of the stage."""
-        self._broken = False  # how it ended is worth another try
+        self._broken = False  # try to report the end, even after an error
         if trainer.is_global_zero:
             end = self._end or {"state": "finished", "note": describe_ending(trainer, stage)}
             self._safely(self._tell, trainer, {**end, "ended": time.time()})
@@ -98,7 +98,7 @@ class RunRecord(BestEffortCallback):
         began, progress = time.monotonic(), trainer.progress
         facts["metrics"] = dict(trainer.logbook.callback_values)
         charts = None
-        if trainer.stage == "fit":  # another stage may run in a process of its own, which knows nothing of these
+        if trainer.stage == "fit":  # another stage may run in a process that does not have them
             charts = build_charts(trainer)
             facts |= {"steps": progress.step, "epochs": progress.epoch, "samples": progress.samples}
             facts["best"] = find_best(trainer)
@@ -116,7 +116,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     Args:
         error: The error.
     """
-    from ...engine.preemption import Preempted  # which needs torch, and this is read without it
+    from ...engine.preemption import Preempted  # imports torch, which this file must not
 
     if isinstance(error, KeyboardInterrupt):
         return {"state": "interrupted"}

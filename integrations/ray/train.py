@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
 
 _PREFIX = "checkpoint_step="
-# By pyarrow's name of a storage, what Treadle's URLs begin with, and the package that writes there.
+# Scheme of Treadle's URLs and the package that writes there, by pyarrow's name of a storage.
 _WRITABLE = {"local": ("", "pyarrow"), "s3": ("s3://", "s3fs"), "gcs": ("gs://", "gcsfs")}
 
 
@@ -121,14 +121,14 @@ class RayTrainReportCallback(ReportedCheckpoint):
             self._hand_over(metrics, place, name, CheckpointUploadMode.NO_UPLOAD)
             return
         mode = self.checkpoint_upload_mode or CheckpointUploadMode.SYNC
-        # In the folder of Ray's session: of a worker that is killed here something may be left.
+        # In the folder of Ray's session, because a worker that is killed here may leave files behind.
         session = storage.local_working_directory
         folder = world.broadcast(tempfile.mkdtemp(prefix="treadle-", dir=session) if is_main else "")
         try:
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
             self._hand_over(metrics, (folder, LocalFileSystem()) if is_main else None, name, mode)
         finally:
-            if is_main and mode is not CheckpointUploadMode.ASYNC:  # then Ray removes it
+            if is_main and mode is not CheckpointUploadMode.ASYNC:  # in which case Ray removes it
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _hand_over(
@@ -173,7 +173,7 @@ def _get_storage() -> Any:
         raise RuntimeError(
             "RayTrainReportCallback needs Ray's storage, which num_workers=0 does not have. Use num_workers=1."
         ) from error
-    except (RuntimeError, DeprecationWarning) as error:  # the second in a trial of Ray Tune
+    except (RuntimeError, DeprecationWarning) as error:  # DeprecationWarning in a trial of Ray Tune
         raise RuntimeError(
             "RayTrainReportCallback was created outside of a Ray Train worker. Create it in the function of "
             "ray.train.torch.TorchTrainer. In a trial of Ray Tune, use TuneReportCheckpointCallback."

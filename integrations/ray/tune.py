@@ -127,7 +127,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         self._due = False
         if not metrics:
             return
-        # Ray copies the checkpoint into its storage before it takes note of it.
+        # Ray copies the checkpoint into its storage before it registers it.
         with tempfile.TemporaryDirectory(prefix="treadle-ray-") if self._saves else nullcontext("") as folder:
             if self._saves:
                 trainer.save_checkpoint(os.path.join(folder, self._filename))

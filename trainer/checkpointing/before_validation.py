@@ -111,7 +111,7 @@ def sum_parameters(task: nn.Module) -> list[Tensor]:
         task: The task.
     """
     parameters = (local(parameter.detach()) for parameter in task.parameters())
-    return [(p.float() if p.element_size() == 1 else p).sum() for p in parameters]  # 8-bit formats can't be added up
+    return [(p.float() if p.element_size() == 1 else p).sum() for p in parameters]  # 8-bit formats cannot be summed
 
 
 def _may_count(callback: Callback) -> bool:

@@ -47,7 +47,7 @@ class LastStep:
         self._moving = self._changed = False
         self._sums: list[Tensor] | None = None
         self._state: dict[str, Any] = {}
-        # To look for metric objects means to walk through all modules.
+        # Searched once, because finding metric objects visits all modules.
         self._counting = task if metric_state.find(task) else None
         self._buffers = [
             (module._buffers, name)
@@ -86,11 +86,11 @@ class LastStep:
         """Record the step before its validation, which a run that resumes from here repeats."""
         if not self._trainer.sanity_checking:
             self.note()
-            self._sums = sum_parameters(self._task)  # some callbacks validate with other weights, such as averaged ones
+            self._sums = sum_parameters(self._task)  # to detect other weights, such as averages
 
     def note(self) -> None:
         """Record the run after a complete step."""
-        # Asked on every process: a user's object may exchange something to know it.
+        # Called on every process, because a user's object may call collectives in it.
         registered = self._collect_registered()
         if self._alone is None:
             return
@@ -106,10 +106,10 @@ class LastStep:
                 schedulers=[copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
                 scheduler_kinds=snapshot.list_scheduler_kinds(accelerator.schedulers),
                 schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
-                # The loop calls them itself, after real steps only.
+                # The loop steps schedulers itself, after real steps only.
                 steps_since=[(0, 0) for _ in accelerator.schedulers],
                 scheduler_advances=[1 for _ in accelerator.schedulers],
-                scaler=None,  # asked for by `save`: to know its state means to wait for the device
+                scaler=None,  # read in `save`, because reading it synchronizes with the device
                 loaders=[_copy_position(loader) for loader in accelerator.loaders if not loader.evaluation],
                 evaluation_loaders=[_copy_position(loader) for loader in accelerator.loaders if loader.evaluation],
                 stream=None if accelerator.stream is None else accelerator.stream.get_state(),
@@ -161,7 +161,7 @@ class LastStep:
         if self._changed:
             return "the error came after a callback had changed the model or its optimizer and before the next step"
         if self._moving and trainer.progress.step_is_unfinished and trainer.world_size == 1:
-            self.note()  # the step is over, but for its end; with others one may have to wait for them here
+            self.note()  # the step is taken; with several processes this could wait for the others
         if self._moving:
             return "the error came between the optimizer's next step and its end"
         if self._sums is not None and not all(map(torch.equal, self._sums, sum_parameters(self._task))):
@@ -209,12 +209,12 @@ class LastStep:
                 "objects": metrics["objects"],
             }
             shared["registered"]["progress"] = state["progress"].state_dict()
-            shared["registered"]["history"] = trainer.history.state_dict()  # it only grows, and much: too much to copy
+            shared["registered"]["history"] = trainer.history.state_dict()  # large, so not copied in each step
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
             shared["registered"]["callbacks"]["added"] = hooked.added
             files |= store.encode_part(STATE, shared)
             files |= snapshot.encode_rank_state(0, state["random"], [])
-        # Of the other processes it holds nothing, and a resume takes it for one process's.
+        # It lacks the other processes' state, so a resume treats it as that of one process.
         info = {**snapshot.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         snapshot.publish(self._alone, path, files, info)
@@ -236,7 +236,7 @@ def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a dataloader's state, which user code may change in place."""
     if "loaders" in state:
         return {**state, "loaders": list(map(_copy_state, state["loaders"]))}
-    return {**state, "source": copy.deepcopy(state["source"])}  # a user's own state may be changed in place
+    return {**state, "source": copy.deepcopy(state["source"])}  # user code may change its state in place
 
 
 def explain_need_of_others(trainer: Trainer) -> str:

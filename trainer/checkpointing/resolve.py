@@ -95,7 +95,7 @@ class CheckpointResolver:
         """
         trainer, ckpt_path = self.trainer, self.ckpt_path
         assert trainer.task is not None
-        configuration(trainer.task, trainer.datamodule)  # noted before any hook may change it
+        configuration(trainer.task, trainer.datamodule)  # recorded before any hook may change it
         if ckpt_path is None:
             return None
         self._check_arguments()
@@ -202,7 +202,7 @@ class CheckpointResolver:
         """Yield this run's checkpoints, latest first; earlier versions' directories follow one by one, latest first."""
         report = self.report
         run_folders, earlier_folders = self._folders()
-        if self.stage == "fit":  # this run saves in them: finish what a killed process left half done
+        if self.stage == "fit":  # this run saves in them: complete what a killed process left unfinished
             for store in self._stores(run_folders):
                 for sentence in store.recover():
                     announce(sentence)
@@ -237,7 +237,7 @@ class CheckpointResolver:
             if not trainer.loggers:
                 run_folders[absolute(root) / CHECKPOINTS] = None
                 continue
-            # To ask for a version that nobody has set would claim the next free one.
+            # Reading a version that is not set would claim the next free one.
             has_version = logger is not None and getattr(logger, "_version", None) is not None
             folder = (
                 trainer.logbook.existing_folder(root) if logger is None else logger.log_dir if has_version else None
@@ -343,10 +343,10 @@ def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterat
     by_store: list[list[tuple[Manifest, AnyPath]]] = []
     for store in stores:
         committed, problems = store.scan()
-        # In one folder by the order in which they were committed: a run that went back, or another run in the same
-        # folder, has left later steps behind.
+        # Within a folder by the order of commits: a run that resumed from an earlier step, or another run in the same
+        # folder, may have left later steps.
         by_store.append(sorted(committed, key=lambda pair: (pair[0].sequence, pair[0].step)))
-        # Those whose manifest can't be read are in no list, so nobody knows how new they are.
+        # The age of a checkpoint with an unreadable manifest is unknown.
         report.skipped += problems
     while any(by_store):  # between folders the step decides
         yield max(filter(None, by_store), key=lambda pairs: (pairs[-1][0].step, str(pairs[-1][1]))).pop()

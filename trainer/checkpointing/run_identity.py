@@ -22,8 +22,8 @@ _PACKAGE = __name__.partition(".")[0]
 _MOST_VALUES = 1000  # of a configuration; the rest is not compared
 _MOST_CHARACTERS = 1000  # of one value
 
-# Hyperparameters that an ordinary resume may change, by the last part of their name. They say how long the run is, on
-# what hardware it runs, where files are and what is printed; none of them makes it another experiment.
+# Hyperparameters that an ordinary resume may change, by the last component of their name. They set how long the run
+# is, its hardware, the places of files and what is printed; none of them makes it another experiment.
 _LENGTHS = r"(max|min|num|n|total|num_train|train)_(epochs|iters|iterations)|epochs|max_time|t_max|patience"
 _STEPS = r"(max|min|total|train|training|num_train|num_training)_steps"
 _BATCHES = r"(.*_)?batch_size|accumulate_grad_batches|gradient_accumulation_steps|prefetch_factor"
@@ -124,7 +124,7 @@ def _matches_class(saved: str, cls: type) -> bool:
     if not saved.endswith(f".{cls.__qualname__}"):
         return False
     saved_module, current_module = (text.removesuffix(f".{cls.__qualname__}") for text in (saved, name))
-    # A notebook has no name to compare; a file has another prefix where it is run from within its package.
+    # A notebook has no name to compare; a file has another prefix when it is run from within its package.
     return (
         "__main__" in (saved_module, current_module)
         or f".{saved_module}".endswith(f".{current_module}")

@@ -97,7 +97,7 @@ class TrainerCheckpointer:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.earlier_callback_states: dict[str, Any] = {}
-        self._added: dict[str, Any] | None = None  # what hooks have added to the checkpoint that is being made
+        self._added: dict[str, Any] | None = None  # entries that hooks add to the checkpoint being saved
 
     # -- save ----------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class TrainerCheckpointer:
             weights_only = True
         parts = self.parts(task)
         if weights_only and hooked.added:
-            parts[ADDED] = hooked.added  # else it is among the callbacks' states
+            parts[ADDED] = hooked.added  # otherwise it is among the callbacks' states
         with trainer.history.spending("checkpoints"), self.applying(hooked, task):
             accelerator.save_state(
                 path,
@@ -207,7 +207,7 @@ class TrainerCheckpointer:
     def register(self) -> None:
         """Register the Trainer's own state for every checkpoint."""
         trainer, metrics, world = self._trainer, self._trainer.metrics, self._trainer.accelerator.data_world
-        collect_callback_states(trainer.callbacks)  # two of one name should be known now, not at the first save
+        collect_callback_states(trainer.callbacks)  # so that a duplicate name is an error now, not at the first save
         states = TrainerStates(
             progress=trainer.progress,
             logged=trainer.logbook,
@@ -221,7 +221,7 @@ class TrainerCheckpointer:
         )
         datamodule = trainer.datamodule
         if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
-            # It has its state by the time the rest is restored, see `ahead`.
+            # `ahead` restores its state before the rest.
             states["datamodule"] = Bundle(datamodule.state_dict, lambda state: None)
         trainer.accelerator.register_for_checkpointing(**states)
 
@@ -327,7 +327,7 @@ class TrainerCheckpointer:
             ValueError: If the weights do not fit the task.
         """
         accelerator = self._trainer.accelerator
-        by_task = overrides(task, "load_state_dict")  # which may know better what fits
+        by_task = overrides(task, "load_state_dict")  # a custom load_state_dict may accept more
         weights = None
         if by_task or overrides(task, "on_load_checkpoint"):
             opened.verify(accelerator.world)
@@ -385,7 +385,7 @@ class TrainerCheckpointer:
                 models=False,
                 strict=self._is_strict(),
                 schedule=schedule,
-                finish_epoch=False,  # what follows an epoch's last batch, its validation first, is still to come
+                finish_epoch=False,  # the end of the epoch and its validation follow
             )
             if info.get("saved_by", 1) > 1:
                 warn(

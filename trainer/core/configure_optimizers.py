@@ -85,7 +85,7 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     if len(parts) == 2 and isinstance(parts[0], list | tuple):
         if not parts[0]:
             raise ValueError("configure_optimizers returned two lists, and the first, of optimizers, is empty.")
-        # A single scheduler, or its dict, may stand for a list of one, as in Lightning.
+        # A single scheduler, or its dict, counts as a list of one, as in Lightning.
         schedulers = parts[1] if isinstance(parts[1], list | tuple) else [parts[1]]
         return [_check_optimizer(o) for o in parts[0]], [_parse_scheduler(s, None) for s in schedulers]
     if parts and all(isinstance(part, Mapping) for part in parts):

@@ -238,7 +238,7 @@ def _describe_sizes(module: DataModule, method: str) -> Iterator[str]:
     """Yield the number of samples of each of a method's dataloaders; "None" if there is no dataloader, or not yet."""
     try:
         loaders = getattr(module, method)()
-    except Exception:  # the user's hook, which may need a setup() that has not been
+    except Exception:  # the user's hook may need a setup() that has not run
         loaders = None
     if loaders is None:
         yield "None"

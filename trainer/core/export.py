@@ -147,7 +147,7 @@ class Exports(nn.Module):
         )
         method = choose("method", method or "script", ("script", "trace"))
         with _for_export(self, "to_torchscript"), _readable_properties(self), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`torch.jit.*deprecated", DeprecationWarning)  # said above, once
+            warnings.filterwarnings("ignore", "`torch.jit.*deprecated", DeprecationWarning)  # see the warning above
             if method == "script":
                 module = torch.jit.script(self, **kwargs)
             else:

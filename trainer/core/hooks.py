@@ -222,8 +222,8 @@ class TaskHooks:
             dataloader_idx: Index of the dataloader. Default: 0.
         """
 
-    # How evaluation sets and takes back modes. Overriding one replaces what the loop does; `super()` gives Lightning's
-    # behavior. Without overrides each part returns to the mode it was in.
+    # How evaluation sets and restores modes. Overriding one replaces what the loop does; `super()` has Lightning's
+    # behavior. Without overrides each module returns to its earlier mode.
 
     def on_validation_model_zero_grad(self) -> None:
         """Run before a validation within ``fit``. The gradients were already reset after the step."""

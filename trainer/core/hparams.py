@@ -34,8 +34,8 @@ class HyperparametersMixin:
     """Mixin that adds ``save_hyperparameters`` and ``hparams``."""
 
     log_hyperparameters = True
-    hparams_name: str | None = None  # of the one argument that holds them all, where there is one
-    hparams_kind: tuple[str, str] | None = None  # what that argument is, and the name of its class
+    hparams_name: str | None = None  # name of the one argument that holds all of them, if any
+    hparams_kind: tuple[str, str] | None = None  # kind of that argument, and the name of its class
 
     def save_hyperparameters(
         self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
@@ -69,13 +69,13 @@ class HyperparametersMixin:
             arguments = _collect_init_arguments(self, caller) or {}
             self.hparams_name = next((name for name, value in arguments.items() if value is args[0]), None)
             self._keep_whole(args[0], ignored)
-        for name in ignored.intersection(self.hparams):  # a base class has kept it
+        for name in ignored.intersection(self.hparams):  # kept by a base class
             del self.hparams[name]
-        self.__dict__["_hparams_initial"] = _take_snapshot(self.hparams, (Tensor, ndarray))  # large, and ours already
+        self.__dict__["_hparams_initial"] = _take_snapshot(self.hparams, (Tensor, ndarray))  # large, and already copied
         self.log_hyperparameters = logger
 
     def _keep(self, values: Mapping[str, Any]) -> None:
-        if is_config(self.hparams):  # which takes values of a few types only
+        if is_config(self.hparams):  # a DictConfig accepts values of a few types only
             self.__dict__["_hparams"] = AttributeDict(entries(self.hparams))
         self.hparams.update(_take_snapshot(values))
 
@@ -183,7 +183,7 @@ def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tu
 
 def _collect_init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any] | None:
     """Return the arguments of all of ``instance``'s ``__init__`` calls on the stack; None outside of them."""
-    while frame is not None and not _is_init(frame, instance):  # it may be called in a helper
+    while frame is not None and not _is_init(frame, instance):  # the method may be called in a helper of __init__
         frame = frame.f_back
     if frame is None:
         return None
@@ -196,7 +196,7 @@ def _collect_init_arguments(instance: Any, frame: FrameType | None) -> dict[str,
         frame_arguments.append(values)
         frame = frame.f_back
     merged: dict[str, Any] = {}
-    for values in frame_arguments:  # those of the outermost class last
+    for values in frame_arguments:  # the outermost class last, so that its values override
         merged.update(values)
     return {name: value for name, value in merged.items() if name != "__class__"}
 

@@ -33,7 +33,7 @@ from .stored_hparams import CannotRebuild, rebuild
 if TYPE_CHECKING:
     from .task import TaskModule
 
-_OLD_NAMES = ("hparams", "module_arguments")  # of `hyper_parameters`, in Lightning before 0.8
+_OLD_NAMES = ("hparams", "module_arguments")  # names of `hyper_parameters` in Lightning before 0.8
 _MAX_HPARAMS_BYTES = 2**20  # a YAML file of this size takes seconds
 
 
@@ -84,7 +84,7 @@ def build(
         saved = opened_source.checkpoint
         if saved is not None:
             document = _read_hparams(saved, HPARAMS)
-            if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
+            if document and "hparams_kind" not in document:  # the earliest format: only the values
                 document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
             hook_entries = read_hook_entries(saved)
             _take_changed_hparams(document, hook_entries)
@@ -144,7 +144,7 @@ def build_datamodule(
             )
         if file_hparams is not None:
             document = _replace_hparams(file_hparams, document)
-        takes_arguments = cls.__init__ is not object.__init__  # whose signature says that it takes anything
+        takes_arguments = cls.__init__ is not object.__init__  # object.__init__'s signature accepts anything
         module = cls(
             **_merge_arguments(cls, opened_source.place, document, overrides) if takes_arguments else overrides
         )
@@ -189,7 +189,7 @@ def load_checkpoint(
         document: dict[str, Any] = {}
         if (saved := opened_source.checkpoint) is not None:
             document = _read_hparams(saved, HPARAMS)
-            if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
+            if document and "hparams_kind" not in document:  # the earliest format: only the values
                 document = {"hyper_parameters": document}
             hook_entries = read_hook_entries(saved)
             _take_changed_hparams(document, hook_entries)
@@ -454,7 +454,7 @@ def _parse_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def flatten_mapping(self, node: Any) -> None:  # merged a few times, ten lines become a billion
+        def flatten_mapping(self, node: Any) -> None:  # a few nested merges turn ten lines into a billion entries
             if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
                 raise ValueError("it merges mappings ('<<'), which loggers never write")
 

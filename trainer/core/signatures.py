@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 REQUIRED = inspect.Parameter.empty
-# Where the bases are that take *args and **kwargs to hand them on to a sibling, and nothing for themselves.
+# Modules of base classes that pass *args and **kwargs on to a sibling and use none of them.
 _HAND_ON = ("treadle.trainer.core.task", "treadle.trainer.core.datamodule", "torch.nn.modules.module")
 
 
@@ -70,7 +70,7 @@ def signature(target: Callable[..., Any]) -> Signature:
             else _read_signature(getattr(constructor, "__func__", constructor), bound=True)
         )
     merged = Signature({})
-    settled: set[str] = set()  # what a class on the way gives its base itself
+    settled: set[str] = set()  # arguments that a derived class passes to its base itself
     for number, cls in enumerate(chain):
         if cls is object or cls.__module__ in _HAND_ON:
             continue
@@ -143,7 +143,7 @@ def _make_annotation_finder(function: Any) -> Callable[[str], Any]:
         try:
             holder = typing.cast(Any, type("_", (), {"__annotations__": {name: annotation}}))
             return typing.get_type_hints(holder, {**local, **names}, include_extras=True)[name]
-        except Exception:  # a name imported for type checkers only, or whatever an annotation may raise
+        except Exception:  # for example a name imported for type checkers only
             return Any
 
     return find

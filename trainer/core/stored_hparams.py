@@ -29,7 +29,7 @@ from ...engine.checkpoint import MAX_DEPTH, Record, encode
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _PLAIN = (str, int, float, bool, type(None))
-_REFERENCE_START = re.compile(r"(\\*)\$\{")  # OmegaConf halves the backslashes before it
+_REFERENCE_START = re.compile(r"(\\*)\$\{")  # OmegaConf halves the preceding backslashes
 _NOTHING: Any = object()
 
 
@@ -180,7 +180,7 @@ class _Flattener:
 
     def __init__(self) -> None:
         self.left_out: dict[tuple[str, ...], str] = {}
-        self._open: set[int] = set()  # the containers being walked through
+        self._open: set[int] = set()  # the containers that are being flattened
 
     def mapping(self, value: Any, place: tuple[str, ...]) -> dict[Any, Any]:
         """Return the entries of a mapping as data and record those that are not."""
@@ -254,7 +254,7 @@ class _Flattener:
         """Track the open containers, and raise `_NoData` for cycles and for too deep nesting."""
         if id(value) in self._open:
             raise _NoData("it contains itself")
-        if len(place) >= MAX_DEPTH // 2:  # a record takes a level of its own
+        if len(place) >= MAX_DEPTH // 2:  # a record adds a level
             raise _NoData(f"nested more than {MAX_DEPTH // 2} deep")
         self._open.add(id(value))
         try:
@@ -394,7 +394,7 @@ class _Rebuilder:
         """Return an instance of a dataclass with this content."""
         try:
             hints = typing.get_type_hints(kind)
-        except Exception:  # a name imported for type checkers only, or whatever an annotation may raise
+        except Exception:  # for example a name imported for type checkers only
             hints = {}
         values = {name: self.value(item, tuple(_iterate_classes(hints.get(name)))) for name, item in content.items()}
         try:

@@ -67,7 +67,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Plain attributes: nn.Module must not register the Trainer's parts, and reading them must cost nothing.
+        # Plain attributes, so that nn.Module does not register the Trainer's modules and reads are fast.
         self.__dict__["_trainer"] = None
         self.__dict__["_metrics"] = None
         self.__dict__["_toggled"] = []
@@ -277,7 +277,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         Raises:
             TypeError, ValueError: If the value is not a number; the message states its shape or type.
         """
-        if is_dynamo_compiling():  # in a step that the user has compiled: called between two graphs
+        if is_dynamo_compiling():  # in a step compiled by the user: called between two graphs
             log_arguments = (name, value, prog_bar, logger, on_step, on_epoch, reduce_fx)
             _log_outside(self, *log_arguments, batch_size=batch_size, add_dataloader_idx=add_dataloader_idx)
             return
@@ -297,7 +297,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             dictionary: Values by name.
             kwargs: Keyword arguments of `log`.
         """
-        # By default the items() of a MetricCollection copies its common states, such as all predictions of an epoch.
+        # By default, items() of a MetricCollection copies shared states, such as all predictions of an epoch.
         shared = {"copy_state": False} if isinstance(getattr(dictionary, "compute_groups", None), dict) else {}
         for name, value in dictionary.items(**shared):
             self.log(name, value, **kwargs)
@@ -589,7 +589,7 @@ def log_to(task: TaskModule, metrics: Metrics | None) -> None:
         metrics: The destination, or None.
     """
     for part in task_modules(task):
-        part.__dict__["_metrics"] = metrics  # a module's own assignment would cost, and is not wanted
+        part.__dict__["_metrics"] = metrics  # nn.Module.__setattr__ would be slow and might register it
 
 
 @torch._disable_dynamo  # the public `torch.compiler.disable` would import the compiler here, which takes a second

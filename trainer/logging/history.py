@@ -121,7 +121,7 @@ class History(Mapping[str, Curve]):
         self._cursor = cursor
         self._part: str | None = None
         self._since = self._waited_since = 0.0
-        self._measured: tuple[int, float] | None = None  # samples and seconds of training when the last ones were
+        self._measured: tuple[int, float] | None = None  # samples and seconds of training at the last measurement
 
     # -- curves --------------------------------------------------------------------------------------------------
 

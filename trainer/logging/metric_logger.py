@@ -38,7 +38,7 @@ class SilentLogger(Logger):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # A method of the logger that it stands for: log_image, log_table, ...
+        # Methods of the replaced logger: log_image, log_table, ...
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(NullExperiment(), name)
@@ -241,7 +241,7 @@ class Logbook:
 
     def places(self) -> list[str]:
         """Return where rank zero's loggers have written metrics: a directory, or the run of a service."""
-        # Not of others: to ask a logger that has written nothing for its directory claims one.
+        # Only of these: reading the directory of a logger that has written nothing claims one.
         written = [logger for logger in self.loggers if id(logger) in self._written - self._failed]
         places = (logger.log_dir or f"{type(logger).__name__}, {logger.name}/{logger.version}" for logger in written)
         return list(dict.fromkeys(map(str, places)))
@@ -286,7 +286,7 @@ class Logbook:
         """Set every process's loggers to rank zero's versions, and so to one directory. Call it on all processes."""
         if self.world.size == 1:
             return  # reading a version claims its directory; that can wait until something is logged
-        # At once, as the other ranks may have no logger.
+        # In one broadcast, because other ranks may have no logger.
         versions = [getattr(logger, "version", None) for logger in self.loggers] if self.world.is_main else None
         for logger, version in zip(self.loggers, self.world.broadcast(versions), strict=False):
             if getattr(logger, "version", None) != version:
@@ -339,8 +339,8 @@ class Logbook:
     def _make_folder(self, root: str) -> str | None:
         """Return a folder named by the run's ID, if a service has assigned one; otherwise by the next free number."""
         logger = self.loggers[0]
-        if type(logger).version is Logger.version and logger.version is None:  # one of its own may never change
-            self._use(logger, "experiment", lambda: logger.experiment)  # which begins the run
+        if type(logger).version is Logger.version and logger.version is None:  # an overridden one may never change
+            self._use(logger, "experiment", lambda: logger.experiment)  # reading it begins the run
         try:
             folder = self.existing_folder(root)
             if folder is None:

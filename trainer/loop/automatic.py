@@ -72,7 +72,7 @@ class Steps:
         self.alone = trainer.accelerator.num_processes == 1
         self.may_skip = self.alone and trainer.scaler is None
         self.skip_rest = False
-        self.bad_batches: list[str] = []  # those of the step whose loss is not finite, described
+        self.bad_batches: list[str] = []  # descriptions of the step's batches whose loss is not finite
 
     def use(self, model: Any) -> None:
         """Use the task as wrapped again.
@@ -107,7 +107,7 @@ class Steps:
             if self.skip_rest:
                 if not self.alone:
                     self._leave_together(itertools.chain((batch,), batches), index)
-                accumulation.drop_gradients()  # of the group's micro-batches before
+                accumulation.drop_gradients()  # of the group's earlier micro-batches
                 self.bad_batches.clear()
                 progress.phase = Phase.BETWEEN_STEPS
                 return
@@ -161,7 +161,7 @@ class Steps:
         steps_before, skipped_before = optimizer.steps_taken, optimizer.skipped
         if self.custom_step is None:
             optimizer.step()
-        else:  # the gradients are there already, so all that is left of the closure is its loss
+        else:  # the gradients are computed, so the closure only returns the loss
             self.custom_step(progress.epoch, index, optimizer, loss.detach)
         for hook in hooks.on_before_zero_grad:
             hook(optimizer.optimizer)
@@ -233,7 +233,7 @@ class Steps:
             ValueError: Always; the message names the ranks and their micro-batches, as far as they are known.
         """
         world = self.accelerator.world
-        # Where votes are read one step late, the others are elsewhere by now.
+        # If votes are read one step late, the other ranks are already in another step.
         rank_indices = world.gather_objects(index) if self.agreement.immediate else {world.rank: index}.items()
         leaving = [
             (rank, batch_index)
@@ -352,7 +352,7 @@ class Steps:
             evidence.gradients = nonfinite.order_by_backward(
                 bad_parameters, self.model, loss, self.accelerator.strategy
             )
-            if agreement.immediate:  # else the loader is a step further on
+            if agreement.immediate:  # otherwise the dataloader is one step ahead
                 evidence.samples, evidence.has_bad_input = nonfinite.describe_group(
                     self._find_loader(), batch, last - first
                 )

@@ -86,7 +86,7 @@ class ClosureSteps(Steps):
         assert optimizer is not None
         for hook in self.hooks.on_before_zero_grad:
             hook(optimizer.optimizer)
-        accumulation.sync_gradients = True  # as after a group: the group before may have ended elsewhere
+        accumulation.sync_gradients = True  # reset: the previous group may have ended without it
         self.zero_grad(first)
         results = []
         for number, batch in enumerate(

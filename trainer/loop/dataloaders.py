@@ -190,7 +190,7 @@ class Sources:
     def _choose_transfer(self, number: int) -> Callable[[Any], Any] | None:
         """Return the user-defined transfer to the device, or None for the accelerator's."""
         owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
-        # Each hook for itself: a data module may augment while the task moves.
+        # Each hook separately: a data module may augment while the task moves.
         chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]
         if all(owner is None for owner in chosen):
             return None

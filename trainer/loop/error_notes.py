@@ -35,7 +35,7 @@ _BACKWARD = (
     "A tensor kept from the previous batch needs detach()."
 )
 _SHOWN, _DEPTH = 8, 3
-# Functions that work through batches, whose variable ``index`` is the newest batch's.
+# Functions that process batches; their variable ``index`` is that of the current batch.
 _BATCH_CODES = {
     step.__code__
     for step in (
@@ -46,7 +46,7 @@ _BATCH_CODES = {
         EvaluationLoop._run_loader,
     )
 }
-# What fails before these is the call, or a hook that the traceback names.
+# An error before these comes from the call, or from a hook that the traceback shows.
 _RUN_CODES = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
 
 
@@ -68,7 +68,7 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
     elif isinstance(error, RuntimeError) and _TWICE in str(error):
         error.add_note(_BACKWARD)
     elif isinstance(error, RuntimeError) and trainer.task is not None and _MISMATCH.search(str(error)):
-        with contextlib.suppress(Exception):  # what the user's objects do when looked at may not hide the error
+        with contextlib.suppress(Exception):  # an error in inspecting the user's objects must not hide the original
             error.add_note(_describe_mismatch(error, trainer.task))
 
 

@@ -138,10 +138,10 @@ class EvaluationLoop:
                 predictions.append(self._run_loader(number))
                 counts.append(trainer.evaluation_batch - batches_before)
             values = self._end_epoch(counts)
-            if self.within_fit and not trainer.sanity_checking:  # from here on a checkpoint does not have it before it
+            if self.within_fit and not trainer.sanity_checking:  # checkpoints from here on count it as done
                 trainer.progress.validated = trainer.progress.batches
                 trainer.logbook.watch.end(trainer)
-            with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
+            with trainer.logging_to(None):  # the values are written: self.log warns that another one would be lost
                 self._fire("end")
         if (restore := self._own_hook("model_train")) is not None:
             restore()
@@ -181,7 +181,7 @@ class EvaluationLoop:
             departure.end_loop()
             self._check_empty(index, loader)
             return predictions
-        raise _LeftEarly  # not in the loop: a traceback would keep the loader's iterator
+        raise _LeftEarly  # raised outside of the loop: a traceback would keep the iterator alive
 
     def _check_empty(self, index: int, loader: Loader) -> None:
         """Raise an error, or warn within ``fit``, if a dataloader yielded no batch."""
@@ -191,7 +191,7 @@ class EvaluationLoop:
             message = f"the {self.stage} dataloader yielded no batch. {reason}"
             if not self.within_fit:
                 raise ValueError(message)
-            if loader.length != 0:  # else it was said when fit began
+            if loader.length != 0:  # otherwise fit warned at its start
                 warn(message)
 
     def _try_to_leave(self) -> bool:
@@ -207,9 +207,9 @@ class EvaluationLoop:
         trainer, metrics = self.trainer, self.metrics
         metrics.suffix = ""
         metrics.between_batches(True)
-        # With several ranks always, as the hook may be on some of them only.
+        # Always with several ranks, because only some of them may have the hook.
         if self._get_hooks("epoch_end") or trainer.world_size > 1:
-            trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
+            trainer.logbook.update_epoch(metrics)  # the hooks may read values that the steps logged
             self._fire("epoch_end")
         values = trainer.logbook.update_epoch(metrics)
         if not trainer.sanity_checking:
@@ -300,7 +300,7 @@ def predictions_in_order(evaluation: Evaluation, world: World) -> list[Any]:
     loaders = []
     for predictions in evaluation.predictions:
         every = world.gather_objects(predictions)
-        # Each round of batches was dealt in rank order, so taking them in turns restores it.
+        # Each round of batches was dealt in rank order, so alternating between ranks restores the order.
         rounds = itertools.zip_longest(*every, fillvalue=_NO_BATCH)
         loaders.append([batch for dealt in rounds for batch in dealt if batch is not _NO_BATCH])
     return loaders[0] if len(loaders) == 1 else loaders

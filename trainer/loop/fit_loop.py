@@ -134,7 +134,7 @@ class FitLoop:
             while progress.step_is_unfinished or not self._is_finished():
                 self._epoch()
         progress.seconds = time.monotonic() - self.started
-        with trainer.logging_to(None):  # the last values are out
+        with trainer.logging_to(None):  # the last values are written
             for hook in self.hooks.on_train_end:
                 hook()
 
@@ -168,13 +168,13 @@ class FitLoop:
         if 0 < trainer.reload_dataloaders_every_n_epochs <= progress.epoch - progress.loaded:
             self._reload()
         metrics.between_batches(True)
-        # Of an epoch that is resumed the hooks have drawn their random numbers once already.
+        # In a resumed epoch, the hooks have already drawn their random numbers.
         with isolated_random_state() if progress.batch else nullcontext():
             for hook in hooks.on_train_epoch_start:
                 hook()
         metrics.between_batches(False)
         groups = self._iterate_groups()
-        if progress.step_is_unfinished:  # where a resume begins; its validation is the first that is to come
+        if progress.step_is_unfinished:  # a resume starts here, with the validation that is due
             groups = itertools.chain(((),), groups)
         for group in groups:
             if progress.phase is Phase.EPOCH_TRAINED:
@@ -189,7 +189,7 @@ class FitLoop:
         else:
             if not progress.batch:
                 raise ValueError(f"the training dataloader yielded no batch. {self._explain_empty()}")
-            if not progress.epoch_is_trained:  # a loader without a length ends only when it ends
+            if not progress.epoch_is_trained:  # the end of a dataloader without a length is known only here
                 self._close_epoch()
         self.steps.settle()  # a limit ended the run within the epoch
         if self.steps.skip_rest or progress.epoch_is_trained:
@@ -199,12 +199,12 @@ class FitLoop:
         trainer.update_train_epoch_values()
         if progress.epoch_is_over:
             newer = trainer.logbook.watch.just_measured(trainer)
-            trainer.logbook.keep_step_values(metrics, newer)  # before anyone saves
+            trainer.logbook.keep_step_values(metrics, newer)  # before a callback saves them
         for hook in hooks.on_train_epoch_end:
             hook()
         trainer.logbook.write_epoch(progress.step, progress.epoch)
         metrics.between_batches(False)
-        if progress.epoch_is_over:  # else a limit ended the run within the epoch, and a checkpoint may go on with it
+        if progress.epoch_is_over:  # otherwise a limit ended the run within the epoch, which a resumed run continues
             metrics.reset()
             progress.next_epoch()
 
@@ -239,7 +239,7 @@ class FitLoop:
         if self.steps.skip_rest:
             return True
         if self.deadline is not None:
-            progress.seconds = time.monotonic() - self.started  # for checkpoints made from here
+            progress.seconds = time.monotonic() - self.started  # for checkpoints saved from here on
         stepped, progress.phase = progress.phase is Phase.STEP_TAKEN, Phase.ENDING_STEP
         write = stepped and trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0
         if write:
@@ -274,7 +274,7 @@ class FitLoop:
         """Yield the groups of micro-batches of the epoch."""
         groups = self.loader.groups()
         for group in itertools.islice(groups, 1):
-            self.total = self.loader.length  # a stream's first batch tells whether it is shared out
+            self.total = self.loader.length  # only the first batch of a stream shows whether it is sharded
             yield group
         yield from groups
 

@@ -60,7 +60,7 @@ class Fit:
         with trainer.preemption.leaving_at_once(), trainer.checkpointer.ahead(trainer.opened_checkpoint):
             model, random_state = self._prepare(reloads=self._reload_dataloaders())
         loader = sources.train
-        trainer.accelerator.draw_apart()  # the data is there; the sanity check leaves no trace in what is drawn
+        trainer.accelerator.draw_apart()  # the dataloaders exist, and the sanity check restores the RNG state
         RunSummary(trainer).announce_start(loader)
         sanity_check = trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation
         if sanity_check:
@@ -102,7 +102,7 @@ class Fit:
         trainer.checkpointer.register()
         initial_states = [(source, source.state_dict()) for source in (sources.hook_loaders if reloads else [])]
         random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, self.schedule)
-        trainer.opened_checkpoint = None  # all is restored: nothing of it has to stay in memory
+        trainer.opened_checkpoint = None  # everything is restored, so its memory can be freed
         if reloads:
             trainer.progress.loaded = trainer.progress.epoch
         for source, state in initial_states:
@@ -157,7 +157,7 @@ class Fit:
             warn(f"a validation dataloader was passed, but {name} has no validation_step, so nothing is validated.")
         if has_step:
             self.sources.warn_of_empty_validation()
-        written = not getattr(task.validation_step, "__module__", "").startswith("treadle.")  # ours has all steps
+        written = not getattr(task.validation_step, "__module__", "").startswith("treadle.")  # Treadle's have all
         if has_step and written and not loaders and self.trainer.limit_val_batches:
             warn(f"{name} has a validation_step, but no validation dataloader was passed, so nothing is validated.")
 
@@ -202,7 +202,7 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
     try:
         optimizers, schedulers = configure(
             task, accelerator.num_processes
-        )  # now that the parameters are where and what they will be
+        )  # now that the parameters have their final device and form
     except (ValueError, TypeError, OverflowError) as error:
         if "inf" in str(error) and trainer.estimated_stepping_batches == inf:
             error.add_note(_why_endless(trainer))
@@ -245,7 +245,7 @@ def _check_steps(task: TaskModule) -> None:
     name = type(task).__name__
     if type(task).training_step is TaskModule.training_step:
         raise ValueError(f"{name} has no training_step. Define one that returns the loss.")
-    is_configured = "configure_optimizers" in vars(task)  # a configuration's, which replaces the class's
+    is_configured = "configure_optimizers" in vars(task)  # set by a configuration, which replaces the class's
     if not is_configured and type(task).configure_optimizers is TaskModule.configure_optimizers:
         raise ValueError(
             f"{name} has no configure_optimizers. Define one that returns an optimizer, or None to train without one."
@@ -264,7 +264,7 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
     """
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
-    if task.automatic_optimization:  # else training_step steps them
+    if task.automatic_optimization:  # otherwise training_step steps them
         for config in schedulers:
             config.check_monitor()
     if len(optimizers) > 1 and task.automatic_optimization:

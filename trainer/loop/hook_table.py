@@ -47,7 +47,7 @@ class Hooks:
             task_hooks = [self._fit_arguments(getattr(task, name), name)] if task_overrides(task, name) else []
             if name == "on_load_checkpoint":
                 task_hooks = []  # called before the weights are loaded, see `TrainerCheckpointer.load_weights`
-            if name == "on_train_epoch_end":  # what was logged in it, those that monitor want to see
+            if name == "on_train_epoch_end":  # monitoring callbacks need the values logged in it
                 task_hooks.append(trainer.update_train_epoch_values)
             setattr(self, name, (*before, *task_hooks, *after))
 
@@ -90,20 +90,20 @@ class Hooks:
         def __getattr__(self, name: str) -> tuple[Hook, ...]: ...
 
 
-# By name, how many arguments the hooks of evaluation batches get; the last is the loader's index.
+# Number of arguments of the hooks of evaluation batches, by name; the last is the dataloader's index.
 _EVALUATION_BATCH = {
     **{f"on_{kind}_batch_start": 3 for kind in _KINDS},
     **{f"on_{kind}_batch_end": 4 for kind in _KINDS},
 }
 
-# Hooks that Lightning calls, or refuses to run without calling, and that have no counterpart here: a run without them
-# would be another one. With each, what to write instead.
+# Hooks that Lightning calls or rejects, and that have no counterpart here: a run without them would differ.
+# With their replacements.
 _LOST = {
     "configure_sharded_model": "use configure_model",
     **{f"{kind}_epoch_end": f"use on_{kind}_epoch_end" for kind in ("validation", "test")},
     "training_epoch_end": "use on_train_epoch_end",
 }
-# Hooks of Lightning before its version 2, which nobody calls any more. Public code still has them.
+# Hooks of Lightning before version 2, which are never called any more. Public code still has them.
 _FORMER = {
     "predict_epoch_end": "use on_predict_epoch_end",
     **{f"{kind}_step_end": "do it at the end of the step itself" for kind in ("training", *_KINDS)},
@@ -163,7 +163,7 @@ def count_positional(function: Callable[..., Any]) -> int:
     """
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin, say
+    except (TypeError, ValueError):  # for example a builtin
         return 99
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return 99

@@ -41,7 +41,7 @@ class Schedules:
     def after_epoch(self) -> None:
         """Step the schedulers that are due after an epoch and its validation."""
         if any(config.reduce_on_plateau for config in self._by_epoch):
-            self._trainer.update_train_epoch_values()  # one may be what a scheduler looks at
+            self._trainer.update_train_epoch_values()  # a scheduler may monitor one of them
         self._step(self._by_epoch, self._trainer.progress.epoch + 1)
 
     def _step(self, configs: list[SchedulerConfig], count: int) -> None:
@@ -75,7 +75,7 @@ class Schedules:
 
 def _explain(scheduler: Any, error: Exception) -> None:
     """Raise a ValueError if a scheduler cannot step because its optimizer has more groups than when it was built."""
-    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # of a sequence
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # including those of a SequentialLR
     rate_count = min((len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")), default=0)
     group_count = len(getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
     if 0 < rate_count < group_count:

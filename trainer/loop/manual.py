@@ -35,13 +35,13 @@ class ManualSteps(Steps):
             warn(f"{name}.{idle[0]} is never called, because automatic_optimization=False leaves it to training_step.")
         self.step = self.accelerator.local_method(self.task, "training_step")
         self.optimizers = optimizers
-        self.batch: Any = None  # the one that training_step works on
+        self.batch: Any = None  # the batch of the current training_step
         self.votes = self.accumulation.always_agree
         self.accumulation.always_agree = False  # not in each backward, but once, after the step
         self.voting = self.may_leave()
-        self.tainted: set[PreparedOptimizer] = set()  # whose next step is left out
+        self.tainted: set[PreparedOptimizer] = set()  # whose next step is skipped
         self.watches_gradients = self.accumulation.watches_gradients
-        self.accumulation.watches_gradients = False  # not where votes are read, but before each optimizer's step
+        self.accumulation.watches_gradients = False  # checked before each optimizer's step instead
         if self.agreement.watch_finite:
             self.accumulation.guard = self._may_step
         hooked = optimizers if self.hooks.on_before_optimizer_step else []
@@ -69,7 +69,7 @@ class ManualSteps(Steps):
                 if hook(batch, index) == -1:
                     self.skip_rest = True
             if self.voting:
-                self.vote_to_leave(index)  # training_step steps the optimizers, so it may not run in vain
+                self.vote_to_leave(index)  # before training_step, which steps the optimizers
             if self.skip_rest:
                 progress.phase = Phase.BETWEEN_STEPS
                 return
@@ -129,7 +129,7 @@ class ManualSteps(Steps):
     def _may_step(self, optimizer: PreparedOptimizer) -> bool:
         """Check what an optimizer is about to apply, identically on every rank; see `Accumulation.guard`."""
         agreement, accumulation = self.agreement, self.accumulation
-        if optimizer in self.tainted:  # as was said after the micro-batch whose loss was not finite
+        if optimizer in self.tainted:  # announced after the micro-batch whose loss was not finite
             agreement.forget_losses()
             self.leave_out(False, optimizer)
             return False

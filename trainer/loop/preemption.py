@@ -36,7 +36,7 @@ def save_and_leave(trainer: Trainer) -> NoReturn:
         announce(f"{caught.name}: the run as of optimizer step {step} is saved as {path}; ckpt_path='auto' resumes it")
     if not paths:
         warn(f"{caught.name} ends the run at optimizer step {step}, and no ModelCheckpoint saves it.")
-    if trainer.last_step is not None:  # what it would save for the exception below is saved
+    if trainer.last_step is not None:  # so that the exception below does not save the run again
         trainer.last_step.close()
         trainer.last_step = None
     trainer.preemption.leave()

@@ -85,7 +85,7 @@ class RunSummary:
         size = getattr(loader.source, "batch_size", None)
         processes, k = accelerator.num_processes, accelerator.gradient_accumulation_steps
         kind, factors = "effective batch", f"x {count(processes, 'process')} x {k} accumulated"
-        if not task.automatic_optimization:  # which may accumulate
+        if not task.automatic_optimization:  # training_step may accumulate gradients
             kind, factors = "batch", f"x {count(processes, 'process')}"
         if isinstance(size, int):
             return f"{kind} {size * processes * k:,} = {size} per process {factors}"
@@ -102,7 +102,7 @@ class RunSummary:
             return f"{count(int(steps), 'optimizer step')}; the dataloader has no length{done}"
         accumulated = trainer.accelerator.gradient_accumulation_steps
         per_epoch = -(-batches // accumulated)
-        if done and trainer.max_epochs != -1:  # the batches may have been of another size before
+        if done and trainer.max_epochs != -1:  # the batch size may have been different before
             remaining = (trainer.max_epochs - progress.epoch) * per_epoch - progress.batch // accumulated
             steps = progress.step + max(0, remaining)
             steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)

@@ -90,14 +90,14 @@ class Stage:
         trainer.task, trainer.datamodule = task, self.datamodule
         trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
         trainer.should_stop = trainer.interrupted = False
-        trainer.logbook.clear()  # what is read after a stage is that stage's
+        trainer.logbook.clear()  # values read after a stage belong to that stage
         mark_stage(running=True)
         try:
             with trainer.history.spending(_SPENT_ON[self.name]):
                 with trainer.preemption.leaving_at_once():
                     hooks, sources = self._set_up()
                 if any(callback.searches for callback in trainer.callbacks):
-                    from ..tuning import run_searches  # 10 ms that only these callbacks need to pay
+                    from ..tuning import run_searches  # imported here, because it takes 10 ms
 
                     run_searches(trainer)
                 if work is None:
@@ -177,7 +177,7 @@ class Stage:
             self._clean_up()
             if self.failure is None:
                 status = TrainerStatus.FINISHED
-        finally:  # a second Ctrl-C may end that early
+        finally:  # even if a second Ctrl-C interrupts the cleanup
             trainer.status = status
             log_to(self.task, None)
             trainer.stage = trainer.steps = trainer.opened_checkpoint = None
@@ -208,7 +208,7 @@ class Stage:
             trainer.accelerator.world.release_beside()
         try:
             trainer.logbook.call("finalize", "success" if failure is None else "failed")
-        except Exception as error:  # of a logger that is strict
+        except Exception as error:  # of a strict logger
             self._note_in_teardown("a logger's finalize", error)
             errors.append(error)
         flush()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _SHOWN = 3
-_DEEPEST = 3  # lists in lists
+_DEEPEST = 3  # depth of nested lists
 _LONGEST = 1024  # a longer list among a module's attributes holds data
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _OF_VALIDATION = {"val", "valid", "validation", "eval"}
@@ -38,7 +38,7 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
         for name, p in task.named_parameters()
         if p.requires_grad and id(p) not in optimized_ids
     ]
-    if names and optimized_ids:  # without an optimizer, that is meant
+    if names and optimized_ids:  # without any optimizer, this is intended
         warn(
             f"parameters that require gradients are in no optimizer and are not trained: {_join_first(names)}. Add "
             "them in configure_optimizers, or freeze them with requires_grad_(False)."

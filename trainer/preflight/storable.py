@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..core import TaskModule
     from ..trainer import Trainer
 
-# Registered by the Trainer; callbacks are looked at one by one.
+# Registered by the Trainer; callbacks are checked one by one.
 _TRAINER_ENTRIES = ("progress", "logged", "metrics", "callbacks")
 
 

@@ -140,13 +140,13 @@ class Profiled:
     def _measure_hook(self, name: str, function: Any) -> Any:
         """Return a measured hook."""
         if function == self.trainer.update_train_epoch_values:
-            return function  # it is the logbook's, which is measured
+            return function  # the logbook is measured instead
         text = name_of(function)
         owner = getattr(getattr(function, "func", function), "__self__", None)
         if owner is not None:
             text = f"{type(owner).__name__}.{name}"
         run = measured(self.profiler, f"hook {text}", function)
-        run.__qualname__ = name_of(function)  # which errors name
+        run.__qualname__ = name_of(function)  # errors name the hook
         return run
 
     def _follow_steps(self, hooks: Hooks) -> None:

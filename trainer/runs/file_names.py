@@ -7,4 +7,4 @@ RECORD = "run.json"
 CURVES = "curves.json"
 ERROR = "error.json"
 LOCK = "lock"
-DESCRIPTIONS = (CONFIG, ENVIRONMENT, RECORD, CURVES, ERROR)  # what describes the run; the rest are its results
+DESCRIPTIONS = (CONFIG, ENVIRONMENT, RECORD, CURVES, ERROR)  # descriptions of the run; the other files are its results

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...callbacks.reporting import Points, RunRecord
     from ...strategies import World
 
-_MOST_POINTS = 256  # twice as many are kept of a curve, for a look at it; the loggers have every value
+_MOST_POINTS = 256  # a curve keeps twice as many points, for display; the loggers have every value
 
 
 class RunFolder:
@@ -73,8 +73,8 @@ class RunFolder:
         self._facts = facts
         self._before = float(facts.get("seconds", 0.0))
         self._began = time.monotonic()
-        self._previous_files: dict[str, bytes] | None = None  # the files of a run that is gone on with
-        self._previous_config: Path | None = None  # where the configuration among them is kept
+        self._previous_files: dict[str, bytes] | None = None  # the files of a continued run
+        self._previous_config: Path | None = None  # where the configuration among them is saved
         self._watch: RunRecord | None = None
 
     @classmethod
@@ -132,12 +132,12 @@ class RunFolder:
         folder_path = _resolve_path(path)
         with world.together():
             if world.is_main:
-                read(folder_path)  # before anything is written into a folder that may be someone else's
+                read(folder_path)  # before a write to a folder that may not be a run's
                 lock = _lock(folder_path)
                 run = read(folder_path)
                 files = [file for name in DESCRIPTIONS if (file := local_folder(folder_path) / name).is_file()]
                 earlier = {file.name: file.read_bytes() for file in files}
-                # A record that can't be read is no reason to lose the checkpoints that stand beside it.
+                # An unreadable record must not make the checkpoints beside it unusable.
                 facts = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
                 facts |= run.facts
                 if run.state == WAITING:
@@ -297,14 +297,14 @@ class RunFolder:
         if self.lock is None:
             return
         if facts.get("state") == "running":
-            self._drop_error()  # what was before is over
+            self._drop_error()  # the error of an earlier session no longer applies
         spent = {"seconds": self._before + time.monotonic() - self._began, "updated": time.time()}
         metrics = self._facts.get("metrics", {})
         self._facts.update({**facts, **spent})
         self._facts["metrics"] = {**metrics, **facts.get("metrics", {})}
         best = self._facts.get("best") or {}
         saved = as_path(best.get("checkpoint") or ".")
-        if self.path in saved.parents:  # it may be moved with the folder
+        if self.path in saved.parents:  # a relative path, because the folder may be moved
             inside = str(saved)[len(str(self.path)) + 1 :]
             self._facts["best"] = {**best, "checkpoint": inside.replace(os.sep, "/")}
         if charts is not None:
@@ -393,7 +393,7 @@ class RunFolder:
     def _drop_error(self) -> None:
         """Remove the error of an earlier session."""
         (self._files / ERROR).unlink(missing_ok=True)
-        if isinstance(self.path, RemotePath):  # where each process writes it by itself
+        if isinstance(self.path, RemotePath):  # to which each process writes it itself
             with contextlib.suppress(OSError):
                 (self.path / ERROR).unlink()
 
@@ -408,7 +408,7 @@ class RunFolder:
 
         part = self._files / f".{name}.tmp"
         try:
-            part.unlink(missing_ok=True)  # what is there may be a link to a file that is not ours
+            part.unlink(missing_ok=True)  # an existing one may be a link to another file
             filesystem.write_bytes(part, content if isinstance(content, bytes) else content.encode(errors="replace"))
             if durable:
                 filesystem.fsync(part)

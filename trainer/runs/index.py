@@ -19,8 +19,8 @@ from ...common.remote_path import AnyPath, RemotePath, absolute, as_path, is_url
 from .file_names import CONFIG, CURVES, ENVIRONMENT, ERROR, LOCK, RECORD
 from .lock import holder
 
-_MOST_BYTES = 2**24  # of a file that is read
-_AT_ONCE = 16  # runs that are read from a store
+_MOST_BYTES = 2**24  # largest file that is read
+_AT_ONCE = 16  # runs read from a store at the same time
 
 WAITING = "waiting"
 """State of a run whose folder is prepared and that has not begun."""
@@ -167,7 +167,7 @@ def find(directory: AnyPath) -> list[Run]:
         ) from error
     folders = [directory] + [directory / name for name in names if not name.startswith(".")]
     numbered = [path for folder in folders for path in _list_numbered(folder)]
-    if isinstance(directory, RemotePath):  # where each answer takes its time
+    if isinstance(directory, RemotePath):  # each request takes a while
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             runs = list(pool.map(_read_or_none, numbered))
     else:
@@ -193,7 +193,7 @@ def _read_or_none(path: AnyPath) -> Run | None:
     try:
         return read(path)
     except (ValueError, OSError):
-        return None  # somebody else's
+        return None  # not a run's folder
 
 
 def locate(reference: str | None, directory: AnyPath, name: str | None = None) -> AnyPath:
@@ -322,7 +322,7 @@ def _read_text(path: AnyPath) -> str:
         except OSError as error:
             raise ValueError(error.strerror or str(error)) from error
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would make us wait for ever
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise ValueError("it is not a regular file")

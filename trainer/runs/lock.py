@@ -78,10 +78,10 @@ class Holder:
         Args:
             file: The lock's file.
         """
-        if self.place == _describe_place() and sys.platform != "win32":  # which has no harmless way to ask
+        if self.place == _describe_place() and sys.platform != "win32":  # Windows has no harmless check
             return read_start_time(self.pid) in ("", self.began)
         if self.by == "system":
-            return True  # it gives no signs, and this machine does not see its lock
+            return True  # it has no heartbeat, and its lock is not visible from this machine
         try:
             return (file.age() if isinstance(file, RemotePath) else time.time() - file.stat().st_mtime) < SILENCE
         except OSError:
@@ -109,7 +109,7 @@ def holder(folder: AnyPath) -> Holder | None:
     except OSError:
         return occupant if occupant.is_alive(file) else None
     finally:
-        os.close(descriptor)  # which lets go of it again
+        os.close(descriptor)  # closing releases the shared lock
     return None
 
 
@@ -162,7 +162,7 @@ class RunLock:
 
     def _take_from_system(self) -> bool:
         """Take the lock, and return whether the file system has locks."""
-        # Not through a link: a folder from elsewhere could have the file of someone else emptied here.
+        # Not through a link: a foreign folder could make this truncate another file.
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             for rest in range(20, -1, -1):
@@ -172,10 +172,10 @@ class RunLock:
                 except BlockingIOError:
                     if not rest:
                         raise make_in_use_error(self.folder, self.file, read_holder(self.file), certain=True) from None
-                time.sleep(0.025)  # who only looks whether it is free holds it for a moment
+                time.sleep(0.025)  # a process that checks the lock holds it for a moment
             before = read_holder(self.file)
             if before is not None and before.by == "beat" and before.is_alive(self.file):
-                raise make_in_use_error(self.folder, self.file, before)  # from a machine that has no locks here
+                raise make_in_use_error(self.folder, self.file, before)  # from a machine without such locks
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, encode_holder(self.holder), 0)
         except OSError as error:
@@ -193,7 +193,7 @@ class RunLock:
             if (lock := this()) is not None:
                 lock._close()
 
-        # A forked data worker has the descriptor too, and would hold the lock on when this process is killed.
+        # A forked data worker inherits the descriptor and would keep the lock after this process is killed.
         os.register_at_fork(after_in_child=let_go)
         return True
 
@@ -205,7 +205,7 @@ class RunLock:
         part.write_bytes(encode_holder(self.holder))
         try:
             try:
-                os.link(part, self.file)  # fails if it is there, and is never seen half-written
+                os.link(part, self.file)  # fails if it exists, and is never visible half-written
             except FileExistsError:
                 self._take_over(part)
         finally:
@@ -226,7 +226,7 @@ class RunLock:
             ) from None
         try:
             if (latest := read_holder(self.file)) != before:
-                raise make_in_use_error(self.folder, self.file, latest)  # someone was faster
+                raise make_in_use_error(self.folder, self.file, latest)  # another job was faster
             os.replace(part, self.file)
         finally:
             os.rmdir(mark)
@@ -284,7 +284,7 @@ def _read_start(file: AnyPath, most: int = 65536) -> bytes:
     """Return the beginning of a file."""
     if isinstance(file, RemotePath):
         return file.read_bytes(most)
-    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would make us wait for ever
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block
     try:
         return os.read(descriptor, most)
     finally:

@@ -11,7 +11,7 @@ from ...common.remote_path import RemotePath
 from .file_names import LOCK
 from .lock import BEAT, Holder, encode_holder, make_in_use_error, read_holder
 
-_SETTLING = 1.0  # seconds in which another job that takes over at the same time has written its name
+_SETTLING = 1.0  # seconds in which a concurrent takeover has written its holder
 
 
 class RemoteLock:

@@ -30,7 +30,7 @@ class BatchSizeSearch:
     def __init__(self, trainer: Trainer, finder: BatchSizeFinder) -> None:
         self.trainer = trainer
         self.finder = finder
-        self._loader_sizes: dict[int, int | None] = {}  # of the loaders made so far, by the attribute's value
+        self._loader_sizes: dict[int, int | None] = {}  # batch sizes so far, by the attribute's value
 
     def run(self) -> None:
         """Find the size and set it.
@@ -109,7 +109,7 @@ class BatchSizeSearch:
         """Train and validate for a few steps, and return the training dataloader."""
         accelerator, steps = inner.accelerator, self.finder.steps_per_trial
         assert inner.sources is not None
-        # What is accumulated lies beside the second micro-batch; those after it need no more.
+        # Accumulated gradients are in memory beside the second micro-batch; later ones need no more.
         accumulates = accelerator.gradient_accumulation_steps > 1 or self.finder.keep_global_batch
         accelerator.gradient_accumulation_steps = 2 if accumulates else 1
         for _ in take_trial_steps(inner, steps):

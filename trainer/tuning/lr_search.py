@@ -108,7 +108,7 @@ class _RisingRate:
     def __init__(self, inner: Trainer, curve: _LRFinder) -> None:
         self._inner = inner
         self._curve = curve
-        self._shares: list[float] = []  # of each group in the largest rate
+        self._shares: list[float] = []  # rate of each group relative to the largest
 
     def set(self, step: int) -> None:
         """Set the rates of a step.
@@ -150,7 +150,7 @@ class _StepLoss(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Add the loss of a micro-batch, with the weight that may have been reported."""
         micro = self._micros.pop(0)
-        if micro.samples:  # else it only stands in for one
+        if micro.samples:  # otherwise it is a placeholder batch
             weight = outputs.get("weight")
             weight = micro.samples if weight is None else weight
             self._sum = self._sum + outputs["loss"].float() * weight
