@@ -358,7 +358,7 @@ def test_modules_of_the_working_directory(here):
     ("arguments", "words"),
     [
         (["--help"], ["usage: treadle fit", "--config FILE", "--from-run RUN", "lr_scheduler", "~KEY"]),
-        (["--help", "trainer"], ["max_epochs: int or null; default null", "epochs to train; -1 is no limit"]),
+        (["--help", "trainer"], ["max_epochs: int or null; default null", "Epochs to train; -1 sets no limit"]),
         (["--help", "EarlyStopping"], ["monitor: text; required", "treadle.callbacks.early_stopping", "patience: int"]),
         (["--help", "cli_samples.Line"], ["Fits a line.", "lr: float; default 0.01\n      the learning rate."]),
         (["--config", "run.yaml", "--help", "model"], ["cli_samples.Line", "backbone: Module or null"]),
