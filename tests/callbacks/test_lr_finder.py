@@ -296,7 +296,7 @@ def test_where_nothing_can_be_suggested():
     found = _LRFinder("exponential", 1e-3, 1.0, 12)
     for k in range(12):
         found.add(found.rate(k), float(k))
-    with pytest.warns(UserWarning, match="of 12 points 1 are left"):
+    with pytest.warns(UserWarning, match="1 of 12 points remain"):
         assert found.suggestion() is None
     with pytest.warns(UserWarning, match="the loss does not fall at any rate from"):
         assert found.suggestion(0, 0) is None
@@ -537,7 +537,7 @@ def test_sizes_for_evaluation(method):
     trainer = treadle.Trainer(**QUIET, max_epochs=1, callbacks=[BatchSizeFinder()])
     getattr(trainer, method)(task)
     assert task.batch_size == 8
-    with pytest.raises(ValueError, match=f"{kind}_dataloader\\(\\) that uses self.batch_size"):
+    with pytest.raises(ValueError, match=f"{kind}_dataloader\\(\\) with batch_size=self.batch_size"):
         getattr(trainer, method)(task, DataLoader(dataset(), 4))
 
 

@@ -281,7 +281,7 @@ def test_names(template, insert, name):
 
 
 def test_names_that_do_not_fit():
-    with pytest.warns(UserWarning, match=r"names 'val_los', which is not logged. Did you mean 'val_loss'"):
+    with pytest.warns(UserWarning, match=r"uses 'val_los', which is not logged. Did you mean 'val_loss'"):
         assert ModelCheckpoint(filename="{val_los:d}").format_checkpoint_name({"val_loss": 1.0}) == "val_los=0.ckpt"
     with pytest.raises(ValueError, match="cannot be formatted"):
         ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name({"val_loss": 1.0})
