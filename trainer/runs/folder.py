@@ -218,7 +218,8 @@ class RunFolder:
         if root is not None and _resolve_path(root) != self.path:
             raise ValueError(
                 f"default_root_dir={os.fspath(root)!r} contradicts the folder of this run, {self.path}. Remove "
-                "default_root_dir; the directory of runs is an argument of RunFolder.create."
+                "default_root_dir. The directory of all runs is run.dir in a configuration, and an argument of "
+                "RunFolder.create."
             )
         flags["default_root_dir"] = str(self.path)
         plain = not flags.get("barebones")

@@ -449,7 +449,7 @@ def test_a_lightning_checkpoint_becomes_a_task(elsewhere, tmp_path):
     words = "\n".join(str(one.message) for one in said)
     assert "hyper_parameters.given (a somebody.configs.Color)" in words
     assert "hyper_parameters.optimizer (a somebody.configs.Config)" in words
-    assert "Task takes no gone" in words
+    assert "the saved gone is ignored" in words
     assert "somebody" not in sys.modules
     assert task.arguments == {
         "width": 5, "path": pathlib.Path("a/b"), "given": "default", "namespace": argparse.Namespace(x=1),
