@@ -33,7 +33,15 @@ class ModelSummary(BestEffortCallback):
         >>> class PrintTotals(ModelSummary):
         ...     def show(self, summary):
         ...         print(summary.total_parameters, "parameters")
-        >>> trainer = tl.Trainer(max_steps=1, accelerator="cpu", devices=1, barebones=True, callbacks=PrintTotals())
+        >>> trainer = tl.Trainer(
+        ...     max_steps=1,
+        ...     accelerator="cpu",
+        ...     devices=1,
+        ...     logger=False,
+        ...     enable_checkpointing=False,
+        ...     enable_progress_bar=False,
+        ...     callbacks=PrintTotals(),
+        ... )
         >>> trainer.fit(BoringModel())
         66 parameters
     """
