@@ -41,7 +41,7 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: Name of the logged value.
-        min_delta: Smallest change that counts as an improvement. Default: 0.0.
+        min_delta: Change that an improvement must exceed. Default: 0.0.
         patience: Number of checks without improvement before the run stops. A check is an epoch, or a validation if
             validations run several times in an epoch or not in each. Default: 3.
         verbose: Announce improvements. Default: False.

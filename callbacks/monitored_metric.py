@@ -177,7 +177,7 @@ def is_better(value: float, than: float, mode: str, margin: float = 0.0) -> bool
         value: The new value.
         than: The value to compare with.
         mode: ``"min"`` or ``"max"``, whichever is best.
-        margin: Smallest improvement that counts. Default: 0.0.
+        margin: Difference that an improvement must exceed. Default: 0.0.
     """
     if math.isnan(value):
         return False
