@@ -113,7 +113,7 @@ class TrainerCheckpointer:
 
         Args:
             task: The task.
-            paths: Paths of the checkpoint; the first is written, the others are copies.
+            paths: Paths of the checkpoint, which is saved under each of them.
             weights_only: Leave out what only a resume needs.
             trainable_only: Leave out frozen weights. Default: False.
             blocking: Wait until the checkpoint is written. Default: True.
