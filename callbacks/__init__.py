@@ -1,4 +1,4 @@
-"""Callbacks: what happens around the loop."""
+"""Callbacks, which the loop calls at its hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`BatchSizeFinder`: the largest batch that fits into memory, found by trying before a stage begins."""
+"""`BatchSizeFinder`: the largest batch that fits into memory, found by trials before a stage."""
 
 from __future__ import annotations
 
@@ -17,35 +17,43 @@ MODES = ("power", "binsearch")
 
 
 class BatchSizeFinder(Callback):
-    """Finds the largest batch that fits into memory before ``fit``, ``validate``, ``test`` or ``predict``, and sets it.
+    """Callback that finds the largest batch size that fits into memory, before any stage.
 
-    For each size that is tried, a copy of the task gets its attribute set and makes its loader anew; a few steps run on
-    it, then both are dropped and what the run draws from is put back. So of the search only its result is left. All
-    processes try the same sizes, and a size fits if it fits on all of them; ``batch_size`` is that of one process.
+    For each size, a copy of the task gets the attribute and builds its dataloader, and a few steps run on it. Then both
+    are discarded and the RNG state is restored, so only the result of the search remains. All processes try the same
+    sizes, and a size must fit on all of them; ``batch_size`` is that of one process.
 
-    A run that goes on from a checkpoint has the batch size it began with, and does not search again.
+    A run that is resumed from a checkpoint keeps the batch size it started with and does not search again.
 
     Args:
-        mode: ``"power"`` doubles the size until memory runs out; ``"binsearch"`` then halves the distance between the
-            largest that fitted and the smallest that did not.
-        steps_per_trial: optimizer steps (or batches, of an evaluation) with each size. The first step makes the
-            optimizer's state, so the second one is the first that needs all of the memory.
-        init_val: the size to begin with; if memory runs out already there, smaller ones follow.
-        max_trials: how many sizes to try at most.
-        batch_arg_name: the attribute with the batch size, of the task, its hparams or the data module.
-        margin: with ``"binsearch"``, the share that is taken off what was found where memory ran out beyond it.
-        max_val: the largest size to try. Nothing beyond the samples of a process is tried either.
-        keep_global_batch: in ``fit``, raise ``accumulate_grad_batches`` as the batch shrinks, so that an optimizer step
-            has the samples it had with the attribute and the flag as they were given. The size is then the largest
-            divisor of these that fits.
+        mode: ``"power"`` doubles the size until memory runs out; ``"binsearch"`` then bisects between the largest size
+            that fits and the smallest that does not. Default: ``"power"``.
+        steps_per_trial: Optimizer steps (or batches of an evaluation) with each size. The first step creates the
+            optimizer state, so the second is the first that needs all of the memory. Default: 3.
+        init_val: The first size; if it does not fit, smaller ones follow. Default: 2.
+        max_trials: Maximum number of sizes to try. Default: 25.
+        batch_arg_name: Attribute with the batch size, of the task, its hparams or the data module. Default:
+            ``"batch_size"``.
+        margin: With ``"binsearch"``, the fraction that is subtracted from the result if memory ran out above it.
+            Default: 0.05.
+        max_val: The largest size to try. Sizes beyond the samples of a process are never tried. Default: 8192.
+        keep_global_batch: In ``fit``, raise ``accumulate_grad_batches`` as the batch shrinks, so that an optimizer step
+            keeps the number of samples that attribute and flag define. The result is then the largest divisor of this
+            number that fits. Default: False.
 
     Attributes:
-        optimal_batch_size: what was found; None before.
+        optimal_batch_size: The result; None before the search.
 
     Raises:
-        ValueError: for a value that can't be; before the search, for ``keep_global_batch`` where a
-            `GradientAccumulationScheduler` says how many batches a step takes.
-        TypeError: for a value of another kind.
+        ValueError: If an argument is invalid; before the search, if ``keep_global_batch`` is combined with a
+            `GradientAccumulationScheduler`.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+        >>> from treadle.callbacks import BatchSizeFinder
+        >>> finder = BatchSizeFinder(mode="binsearch", margin=0.0)
+        >>> finder.search(lambda size: 1000 if size <= 100 else None, limit=1000)  # sizes up to 100 fit
+        100
     """
 
     searches = True
@@ -79,30 +87,31 @@ class BatchSizeFinder(Callback):
         self.accumulate: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """See that nobody else decides how many batches a step takes."""
+        """Raise an error if another callback also sets the number of batches per step."""
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if stage == "fit" and self.keep_global_batch and scheduled:
             raise ValueError(
-                "BatchSizeFinder(keep_global_batch=True) and GradientAccumulationScheduler both say how many batches a "
-                "step takes: leave out one of them."
+                "BatchSizeFinder(keep_global_batch=True) and GradientAccumulationScheduler both set the number of "
+                "batches per step. Remove one of them."
             )
 
     def search(self, fits: Callable[[int], int | None], limit: int) -> int:
-        """Find the size.
+        """Return the largest size that fits.
 
         Args:
-            fits: tries a size: None if memory ran out; else the most that the data has for one batch.
-            limit: nothing above it is tried.
+            fits: Function that tries a size. It returns None if memory ran out, else the largest batch that the data
+                has.
+            limit: The largest size to try.
 
         Raises:
-            MemoryError: if no size that was tried fits.
+            MemoryError: If no size fits.
         """
         best, worst, size = 0, 0, min(self.init_val, limit)  # fits; does not fit
         for _ in range(self.max_trials):
             most = fits(size)
             if most is None:
                 worst = size
-                announce(f"BatchSizeFinder: memory runs out with {size}")
+                announce(f"BatchSizeFinder: out of memory at {size}")
             else:
                 limit = min(limit, most)
                 best = min(size, limit)
@@ -111,15 +120,17 @@ class BatchSizeFinder(Callback):
                 break
             size = self._choose_next_size(best, worst, limit)
         if not best:
-            raise MemoryError(f"no batch size fits into memory: not even {worst}, the smallest that was tried.")
+            raise MemoryError(f"no batch size fits into memory, not even {worst}, the smallest one tried.")
         if worst and self.mode == "binsearch":
             return max(1, int(best * (1 - self.margin)))
         return best
 
     def _is_done(self, best: int, worst: int) -> bool:
+        """Return whether no other size needs to be tried."""
         return worst - best <= 1 if self.mode == "binsearch" else worst <= 2 * best
 
     def _choose_next_size(self, best: int, worst: int, limit: int) -> int:
+        """Return the size to try next."""
         if not worst:
             return min(2 * best, limit)
         if best and self.mode == "binsearch":
@@ -127,22 +138,30 @@ class BatchSizeFinder(Callback):
         return min(2 * best, limit) if best else worst // 2
 
     def scale_batch_size(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Refused: a search within a stage would have to begin its loaders anew.
+        """Raise RuntimeError: a search within a stage would have to restart its dataloaders.
+
+        Args:
+            trainer: Ignored.
+            pl_module: Ignored.
 
         Raises:
-            RuntimeError: always, with what to do instead.
+            RuntimeError: Always; the message names the function to use.
         """
         raise RuntimeError(
-            f"{type(self).__name__}.scale_batch_size: the search runs by itself before a stage, not within it. To "
-            "search again, end this stage, call treadle.tuner.Tuner(trainer).scale_batch_size(task), and begin another."
+            f"{type(self).__name__}.scale_batch_size cannot be called: the search runs before a stage, not within it. "
+            "To search again, end this stage and call treadle.tuner.Tuner(trainer).scale_batch_size(task)."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found, if the search has run."""
+        """Return the result, if the search has run."""
         if self.optimal_batch_size is None:
             return {}
         return {"batch_size": self.optimal_batch_size, "accumulate": self.accumulate}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
+        """Restore the result.
+
+        Args:
+            state_dict: The saved state.
+        """
         self.optimal_batch_size, self.accumulate = state_dict["batch_size"], state_dict["accumulate"]

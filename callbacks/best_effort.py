@@ -1,4 +1,4 @@
-"""Base of the callbacks that only show or measure: an error in one never ends a run."""
+"""Base class of the callbacks that only display or measure: an error in one never ends a run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class BestEffortCallback(Callback):
     """Callback that training does not need: after an error it warns and is disabled for the rest of the stage.
 
     Attributes:
-        strict: if something in it fails, let that error end the run instead. Default: False.
+        strict: Raise an error in the callback instead of a warning. Default: False.
     """
 
     strict: bool = False
-    _calls_itself = ""  # its name in the warning; that of the class where it is empty
+    _calls_itself = ""  # name in the warning; the class's if empty
     _broken = False
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Enable the callback again for another stage."""
+        """Enable the callback for a new stage."""
         self._broken = False
 
     def _safely(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work``; where it raises, warn and do nothing from then on."""
+        """Call ``work``; if it raises, warn and disable the callback."""
         if self._broken:
             return None
         try:
@@ -40,10 +40,10 @@ class BestEffortCallback(Callback):
             self._broken = True
             with contextlib.suppress(Exception):
                 self._switch_off()
-            with contextlib.suppress(Exception):  # standard error may be what is closed, or warnings be errors
+            with contextlib.suppress(Exception):  # standard error may be closed, or warnings may be errors
                 name = self._calls_itself or type(self).__name__
-                warn(f"{name} failed and is off from now on: {type(error).__name__}: {error}")
+                warn(f"{name} failed and is disabled: {type(error).__name__}: {error}")
             return None
 
     def _switch_off(self) -> None:
-        """Release what the callback holds."""
+        """Release the callback's resources."""

@@ -1,4 +1,4 @@
-"""What happens around the loop: the base class of every callback, and the one list of hooks."""
+"""Base class of every callback, and the list of hooks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,32 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the hooks you need; the others cost nothing.
+    """Base class of callbacks. Override the hooks you need; the others have no overhead.
 
-    ``trainer/loop/fit_loop.py`` begins with the order of the hooks. Of one hook's name, those are called first whose
-    ``after_task`` is 0, in the order given; then the task's own; then the others, which act on what those logged, by
-    their ``after_task``. The same on every process.
+    ``trainer/loop/fit_loop.py`` begins with the order of the hooks. For one hook, callbacks with ``after_task`` 0 run
+    first, in the order of the list; then the task's own hook; then the other callbacks in the order of their
+    ``after_task``, because they use the values that those logged. The order is the same on every process.
 
     Attributes:
-        after_task: 0 to be called before the task's own hook; 1 after it, to decide (`EarlyStopping`, `Timer`); 2 to
-            keep what was decided (`ModelCheckpoint`); 3 to show it (`TQDMProgressBar`).
-        searches: whether it tries something out before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
-        exchanges: whether its hooks call collectives, so that every rank must have one (`ModelCheckpoint`). It is
-            compared when a stage begins; without it a callback may be on some ranks only.
+        after_task: 0 runs before the task's own hook; 1 after it, to decide (`EarlyStopping`, `Timer`); 2 to save the
+            outcome (`ModelCheckpoint`); 3 to display it (`TQDMProgressBar`). Default: 0.
+        searches: Whether it runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`). Default:
+            False.
+        exchanges: Whether its hooks call collectives, so that every rank must have one (`ModelCheckpoint`). This is
+            compared when a stage begins; other callbacks may be on some ranks only. Default: False.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class StepCounter(tl.Callback):
+        ...     steps = 0
+        ...     def on_step_end(self, trainer, pl_module):
+        ...         self.steps += 1
+        >>> counter = StepCounter()
+        >>> trainer = tl.Trainer(max_steps=3, accelerator="cpu", devices=1, barebones=True, callbacks=counter)
+        >>> trainer.fit(BoringModel())
+        >>> counter.steps
+        3
     """
 
     after_task: int = 0
@@ -32,186 +46,444 @@ class Callback:
     _task: TaskModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log one number, as the task's own ``log`` does, with the same arguments and in the same hooks.
+        """Log one value, with the arguments of `TaskModule.log` and in the same hooks.
+
+        Args:
+            name: The name to log under.
+            value: A number, a tensor with one element, or a ``torchmetrics.Metric``.
+            args: Further arguments of `TaskModule.log`.
+            kwargs: Further arguments of `TaskModule.log`.
 
         Raises:
-            RuntimeError: outside of a stage.
+            RuntimeError: If no stage is running.
         """
         self._get_attached_task().log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """`log` every item with the same arguments."""
+        """Log every item with the same arguments.
+
+        Args:
+            dictionary: Values by name.
+            kwargs: Keyword arguments of `log`.
+
+        Raises:
+            RuntimeError: If no stage is running.
+        """
         self._get_attached_task().log_dict(dictionary, **kwargs)
 
     def _get_attached_task(self) -> TaskModule:
+        """Return the task of the running stage."""
         if self._task is None:
-            raise RuntimeError(f"{type(self).__name__}.log needs a running stage: call it in a hook.")
+            raise RuntimeError(f"{type(self).__name__}.log was called outside of a stage. Call it in a hook.")
         return self._task
 
     @property
     def state_key(self) -> str:
-        """The name this callback's state is saved under, and found by when a run goes on.
+        """Name under which the callback's state is saved and restored.
 
-        By default the class's name. Two callbacks with a state and one name are an error, as one would be lost: put
-        into it what tells yours apart, such as an argument.
+        The default is the name of the class. Two callbacks with a state and the same name are an error, because one
+        state would be lost: add what distinguishes yours, such as an argument.
         """
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save in a checkpoint: plain data and tensors."""
+        """Return the state to save in a checkpoint: plain data and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The saved state.
+        """
 
     def added_layout(self) -> dict[str, Any]:
-        """What shows how the tensors that `on_save_checkpoint` adds lie on the processes; see there for the names."""
+        """Return tensors with the sharding of those that `on_save_checkpoint` adds, under the same names."""
         return {}
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """A signal ends the run within a validation: undo what ``on_validation_start`` did to the model.
+        """Undo changes of ``on_validation_start`` to the model, because a signal ends the run within a validation.
 
-        ``on_validation_end`` is not called then. Called on all ranks.
+        ``on_validation_end`` does not run in this case. Runs on all ranks.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
         """
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The run could not be saved from within the validation, which continues: do it again."""
+        """Redo the changes that `leave_validation` undid.
+
+        The run could not be saved within the validation, so the validation continues.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """A stage (``fit``, ``validate``, ``test``, ``predict``) begins."""
+        """Prepare for a stage. Runs on every process.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """A stage is over, by success or failure."""
+        """Clean up after a stage, whether it succeeded or failed.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Model and optimizers are in place."""
+        """Run once model and optimizers are in place.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Training is over."""
+        """Run after training.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Something raised, on this process at least. No collectives here: the others may not come."""
+        """React to an exception on this process. Call no collectives: other ranks may not reach them.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            exception: The exception.
+        """
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The few validation batches before training begin."""
+        """Run before the sanity check, the validation batches that precede training.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The few validation batches before training are over."""
+        """Run after the sanity check.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The first epoch is about to begin."""
+        """Run before the first epoch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The last epoch is over."""
+        """Run after the last epoch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """An epoch begins."""
+        """Run before each epoch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """An epoch is over, its validation and its schedulers too."""
+        """Run after each epoch, including its validation and its schedulers' steps.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """A micro-batch is on the device."""
+        """Run before each micro-batch, which is on the device.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            batch: The batch.
+            batch_idx: Index of the batch.
+        """
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A micro-batch is done; after its group's last one, the optimizer has stepped."""
+        """Run after each micro-batch; after the last one of a group, the optimizer has stepped.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+        """
 
     def on_before_backward(self, trainer: Trainer, pl_module: TaskModule, loss: Any) -> None:
-        """The loss is known, its gradient not yet."""
+        """Run after the loss is computed and before its backward pass.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            loss: The loss that ``training_step`` returned, unscaled.
+        """
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Gradients of this micro-batch are added."""
+        """Run after the gradients of a micro-batch are accumulated.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """The group's gradient is complete and unscaled, but not clipped."""
+        """Run once the group's gradients are complete and unscaled, before they are clipped.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            optimizer: The optimizer.
+        """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """The optimizer has stepped; its gradients are about to be dropped."""
+        """Run after the optimizer step, before its gradients are reset.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            optimizer: The optimizer.
+        """
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """An optimizer step is wholly over: validated if due, schedulers stepped. The place to save from."""
+        """Run after each optimizer step, including a due validation and the schedulers' steps.
+
+        Checkpoints are saved here.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Validation begins."""
+        """Run before the validation.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Validation is over, its values are in ``trainer.callback_metrics``."""
+        """Run after the validation, with its values in ``trainer.callback_metrics``.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The validation loaders are about to be run through."""
+        """Run before the first batch of the validation dataloaders.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The validation loaders have been run through; the last place to log a value of this validation."""
+        """Run after the last batch of the validation dataloaders.
+
+        The last place to log a value of this validation.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A validation batch is on the device."""
+        """Run before each validation batch, which is on the device.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A validation batch is done."""
+        """Run after each validation batch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Testing begins."""
+        """Run before the test.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Testing is over."""
+        """Run after the test.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The test loaders are about to be run through."""
+        """Run before the first batch of the test dataloaders.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The test loaders have been run through."""
+        """Run after the last batch of the test dataloaders.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A test batch is on the device."""
+        """Run before each test batch, which is on the device.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A test batch is done."""
+        """Run after each test batch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prediction begins."""
+        """Run before the prediction.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prediction is over."""
+        """Run after the prediction.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The predict loaders are about to be run through."""
+        """Run before the first batch of the predict dataloaders.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The predict loaders have been run through."""
+        """Run after the last batch of the predict dataloaders.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+        """
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A predict batch is on the device."""
+        """Run before each predict batch, which is on the device.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A predict batch is done."""
+        """Run after each predict batch.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being made; add plain data or tensors under names of your own."""
+        """Add plain data or tensors to a checkpoint, under user-defined names.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            checkpoint: Entries of the checkpoint, by name.
+        """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being restored; take back what `on_save_checkpoint` added."""
+        """Restore what `on_save_checkpoint` added to a checkpoint.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            checkpoint: Entries of the checkpoint, by name.
+        """
 
 
 HOOKS: tuple[str, ...] = tuple(

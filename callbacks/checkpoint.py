@@ -1,4 +1,4 @@
-"""Base class of the callbacks that save checkpoints."""
+"""Base class of user-defined checkpoint callbacks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,41 @@ from .callback import Callback
 
 
 class Checkpoint(Callback):
-    """Base of a user-defined checkpoint callback. With one of them the Trainer adds no `ModelCheckpoint`.
+    """Base class of a user-defined checkpoint callback. With one of them, the Trainer adds no `ModelCheckpoint`.
 
     Attributes:
-        keeper: who keeps its checkpoints, in a word, where that is no folder that the Trainer searches by itself; ""
-            otherwise.
+        keeper: Name of the system that stores its checkpoints, if that is not a folder that the Trainer searches by
+            itself. Default: "".
+
+    Example:
+        >>> import tempfile
+        >>> import treadle as tl
+        >>> from treadle.callbacks import Checkpoint
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class SaveAtEnd(Checkpoint):
+        ...     def __init__(self, path):
+        ...         self.path = path
+        ...     def on_train_end(self, trainer, pl_module):
+        ...         trainer.save_checkpoint(self.path)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     callback = SaveAtEnd(f"{folder}/end.ckpt")
+        ...     trainer = tl.Trainer(
+        ...         max_steps=1,
+        ...         accelerator="cpu",
+        ...         devices=1,
+        ...         logger=False,
+        ...         enable_progress_bar=False,
+        ...         callbacks=callback,
+        ...     )
+        ...     trainer.fit(BoringModel())
+        ...     tl.load_checkpoint(callback.path)["global_step"]
+        1
     """
 
     keeper: str = ""
 
     def resume_path(self) -> str | None:
-        """Return the checkpoint that ``ckpt_path="last"`` and ``"auto"`` mean, if ``keeper`` has one.
+        """Return the checkpoint for ``ckpt_path="last"`` and ``"auto"``, or None if ``keeper`` has none.
 
         Called on all ranks, and must be the same on all of them.
         """

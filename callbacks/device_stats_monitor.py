@@ -1,4 +1,4 @@
-"""Log how much memory the device uses, and how busy the machine is."""
+"""Memory of the device and load of the machine, logged."""
 
 from __future__ import annotations
 
@@ -15,19 +15,40 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(BestEffortCallback):
-    """Send the device's statistics to the loggers, every ``log_every_n_steps``: as the step begins and as it ends.
+    """Monitor that logs the statistics of the device every ``log_every_n_steps``, at the start and the end of a step.
 
-    On a GPU these are ``torch.cuda.memory_stats``, what the allocator knows without waiting for the device; on a CPU
+    On a GPU these are ``torch.cuda.memory_stats``, which need no synchronization with the device; on a CPU
     ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. A name is ``DeviceStatsMonitor.on_train_batch_end/``
-    and the statistic. In evaluations it is every so many batches. Rank zero's device is the one that is asked.
+    and the statistic. Evaluations are logged every ``log_every_n_steps`` batches. The statistics are those of rank
+    zero.
 
     Args:
-        cpu_stats: the CPU's too, where the device is another. None: only where the device is the CPU; False: never.
+        cpu_stats: True also logs the CPU's statistics if the device is not the CPU; None logs them only if it is; False
+            never does. Default: None.
 
     Raises:
-        TypeError: for a value that is none of these.
-        ModuleNotFoundError: where the CPU's are wanted and the package ``psutil`` is not there.
-        ValueError: in ``fit``, where nothing is logged.
+        TypeError: If ``cpu_stats`` is not a bool or None.
+        ModuleNotFoundError: If CPU statistics are requested and the package ``psutil`` is not installed.
+        ValueError: In ``fit``, if nothing is logged.
+
+    Example:
+        >>> import tempfile
+        >>> import treadle as tl
+        >>> from treadle.callbacks import DeviceStatsMonitor
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> from treadle.loggers import CSVLogger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer = tl.Trainer(
+        ...         max_steps=2,
+        ...         accelerator="cpu",
+        ...         devices=1,
+        ...         logger=CSVLogger(folder),
+        ...         log_every_n_steps=1,
+        ...         callbacks=DeviceStatsMonitor(cpu_stats=False),
+        ...         enable_checkpointing=False,
+        ...         enable_progress_bar=False,
+        ...     )
+        ...     trainer.fit(BoringModel())
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
@@ -35,11 +56,11 @@ class DeviceStatsMonitor(BestEffortCallback):
         if cpu_stats:
             require("DeviceStatsMonitor(cpu_stats=True)", "psutil", extra="psutil")
         self._every = 0
-        self._begun = self._ended = -1  # the steps that were logged last
+        self._begun = self._ended = -1  # the last logged steps
         self._with_cpu = False
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """See what is to be asked for."""
+        """Decide what to log."""
         super().setup(trainer, pl_module, stage)
         on_cpu = trainer.accelerator.device.type == "cpu"
         self._with_cpu = on_cpu if self.cpu_stats is None else self.cpu_stats
@@ -47,17 +68,17 @@ class DeviceStatsMonitor(BestEffortCallback):
             require("DeviceStatsMonitor on a CPU", "psutil", extra="psutil")
         if stage == "fit" and not (trainer.loggers and trainer.log_every_n_steps):
             raise ValueError(
-                "DeviceStatsMonitor has nothing to write to: give the Trainer a logger and log_every_n_steps, or leave "
-                "it out."
+                "DeviceStatsMonitor needs a logger and log_every_n_steps above 0. Set both in the Trainer, or remove "
+                "the callback."
             )
         self._begun = self._ended = trainer.progress.step
         should_log = trainer.is_global_zero and trainer.loggers and (self._with_cpu or not on_cpu)
         self._every = trainer.log_every_n_steps if should_log else 0
         if self._with_cpu and should_log:
-            self._safely(read_cpu_stats)  # its percentages are of the time since they were asked for last
+            self._safely(read_cpu_stats)  # percentages cover the time since the previous call
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """As a step to be logged begins, with its first micro-batch."""
+        """Log at the start of a step, with its first micro-batch."""
         step = trainer.progress.step + 1
         if self._every and step % self._every == 0 and step != self._begun:
             self._begun = step
@@ -66,26 +87,26 @@ class DeviceStatsMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """As it ends, when the optimizer has stepped."""
+        """Log at the end of a step, after the optimizer has stepped."""
         step = trainer.progress.step
         if self._every and step % self._every == 0 and step != self._ended:
             self._ended = step
             self._safely(self._write, trainer, "on_train_batch_end", step)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Every so many batches."""
+        """Log every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_validation_batch_start")
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Every so many batches."""
+        """Log every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_validation_batch_end")
 
     def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Every so many batches."""
+        """Log every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_test_batch_start")
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Every so many batches."""
+        """Log every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_test_batch_end")
 
     def _write_evaluation(self, trainer: Trainer, moment: str) -> None:
@@ -99,7 +120,14 @@ class DeviceStatsMonitor(BestEffortCallback):
 
 
 def read_device_stats(device: torch.device) -> dict[str, float]:
-    """What its allocator knows; nothing waits for the device."""
+    """Return the statistics of the device's allocator, without synchronization.
+
+    Args:
+        device: The device.
+
+    Returns:
+        Values by name; empty for a CPU.
+    """
     if device.type == "cuda":
         return dict(torch.cuda.memory_stats(device))
     if device.type == "mps":
@@ -111,6 +139,7 @@ def read_device_stats(device: torch.device) -> dict[str, float]:
 
 
 def read_cpu_stats() -> dict[str, float]:
+    """Return the load of CPU, memory and swap in percent, by name. Requires ``psutil``."""
     import psutil
 
     return {

@@ -1,4 +1,4 @@
-"""Stop when a logged value no longer improves."""
+"""`EarlyStopping`: stop when a logged value no longer improves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(Enum):
-    """Why an `EarlyStopping` asked to stop."""
+    """Reason for which an `EarlyStopping` stopped the run."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -33,37 +33,59 @@ _STATE = ("best_score", "wait_count", "stopped_epoch", "stopping_reason_message"
 
 
 class EarlyStopping(Callback):
-    """Stop the run when ``monitor`` has not improved for ``patience`` checks.
+    """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
-    The value is one of all processes, so they all stop after the same step. ``min_epochs`` and ``min_steps`` of the
-    Trainer are kept: the run goes on until they are reached. A resumed run that had been stopped stays so, unless its
-    ``patience`` or thresholds are now such that it would not have been.
+    The value is identical on all processes, so all stop after the same step. The Trainer's ``min_epochs`` and
+    ``min_steps`` are respected: the run continues until they are reached. A resumed run that had been stopped remains
+    stopped, unless the current ``patience`` or thresholds would not have stopped it.
 
     Args:
-        monitor: the logged value to watch.
-        min_delta: how much better counts as better.
-        patience: checks without improvement before it stops. A check is an epoch, or a validation where it runs
-            several times in an epoch or not in each.
-        verbose: say when it improves.
-        mode: whether ``"min"`` or ``"max"`` is best.
-        strict: whether a value that was never logged is an error; else that check is left out, with a warning.
-        check_finite: stop when the value is NaN or infinite.
-        stopping_threshold: stop once the value is better than this.
-        divergence_threshold: stop once the value is worse than this.
-        check_on_train_epoch_end: whether to check when an epoch ends, or after each validation. By default as said
-            at ``patience``.
-        log_rank_zero_only: accepted for Lightning's signature; words come from rank zero always.
+        monitor: Name of the logged value.
+        min_delta: Change that an improvement must exceed. Default: 0.0.
+        patience: Number of checks without improvement before the run stops. A check is an epoch, or a validation if
+            validations run several times in an epoch or not in each. Default: 3.
+        verbose: Announce improvements. Default: False.
+        mode: ``"min"`` or ``"max"``, whichever is best. Default: ``"min"``.
+        strict: Raise an error if the value was never logged; otherwise skip the check with a warning. Default: True.
+        check_finite: Stop if the value is NaN or infinite. Default: True.
+        stopping_threshold: Stop once the value is better than this. Default: None.
+        divergence_threshold: Stop once the value is worse than this. Default: None.
+        check_on_train_epoch_end: Check at the end of epochs (True) or after each validation (False). Default: as
+            described at ``patience``.
+        log_rank_zero_only: Accepted for Lightning's signature; only rank zero ever prints messages.
 
     Attributes:
-        best_score: the best value so far, a 0-d tensor; at first the worst there is.
-        wait_count: checks since.
-        stopped_epoch: the epoch it asked to stop in; 0 if it did not in this run.
-        stopping_reason: why it asked to.
-        stopping_reason_message: the same in words; None if it did not.
+        best_score: The best value so far, a 0-d tensor; initially infinitely bad.
+        wait_count: Number of checks since the best value.
+        stopped_epoch: The epoch in which it stopped the run; 0 if it did not stop this run.
+        stopping_reason: The reason, as an enum member.
+        stopping_reason_message: The reason as text; None if it did not stop the run.
 
     Raises:
-        ValueError: for a mode that doesn't exist, a negative patience; in training, for a value that was never logged.
-        TypeError: for an argument of another kind.
+        ValueError: If an argument is invalid; in training, if the value was never logged.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import EarlyStopping
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class Constant(BoringModel):
+        ...     def on_train_epoch_end(self):
+        ...         self.log("score", 1.0)
+        >>> trainer = tl.Trainer(
+        ...     max_epochs=10,
+        ...     limit_train_batches=1,
+        ...     limit_val_batches=0,
+        ...     accelerator="cpu",
+        ...     devices=1,
+        ...     logger=False,
+        ...     enable_checkpointing=False,
+        ...     enable_progress_bar=False,
+        ...     callbacks=EarlyStopping("score", patience=2),
+        ... )
+        >>> trainer.fit(Constant())
+        >>> trainer.current_epoch
+        3
     """
 
     after_task = 1
@@ -87,7 +109,7 @@ class EarlyStopping(Callback):
         at_end, above, below = check_on_train_epoch_end, stopping_threshold, divergence_threshold
         self.monitor = check_monitor(monitor)
         margin = abs(check_number("min_delta", min_delta))
-        self.min_delta = margin if mode == "max" else -margin  # signed, as subclasses in public code subtract it
+        self.min_delta = margin if mode == "max" else -margin  # signed, because subclasses in public code subtract it
         self.patience = check_int("patience", patience, 0)
         self.verbose = check_bool("verbose", verbose)
         self.mode = choose("mode", mode, MODES)
@@ -96,7 +118,7 @@ class EarlyStopping(Callback):
         self.stopping_threshold = None if above is None else check_number("stopping_threshold", above)
         self.divergence_threshold = None if below is None else check_number("divergence_threshold", below)
         self.check_on_train_epoch_end = None if at_end is None else check_bool("check_on_train_epoch_end", at_end)
-        # In the precision of what is compared with it: a rounded one is beaten by the very same value again.
+        # Not rounded: otherwise the same value would count as an improvement over its rounded copy.
         self.best_score: Tensor = torch.tensor(
             math.inf if mode == "min" else -math.inf, dtype=torch.float64, device="cpu"
         )
@@ -104,8 +126,8 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        self._decided_at: float | None = None  # the value it asked to stop at
-        self._decided_after = 0  # and the wait_count
+        self._decided_at: float | None = None  # the value at which it stopped the run
+        self._decided_after = 0  # the wait_count at which it stopped the run
 
     @property
     def state_key(self) -> str:
@@ -119,7 +141,7 @@ class EarlyStopping(Callback):
         return {name: getattr(self, name) for name in _STATE} | decided
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`. A state of an earlier version may lack the names that ``get`` asks for."""
+        """See `Callback.load_state_dict`. States of earlier versions may lack the names read with ``get``."""
         for name in _STATE:
             setattr(self, name, state_dict[name])
         self._decided_at = state_dict.get("decided_at")
@@ -127,63 +149,65 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Forget that another run was stopped; a resumed one gets that back after this."""
+        """Reset the state of an earlier run; a resumed run restores its own afterwards."""
         if stage == "fit":
             self._forget_stop()
 
     def _forget_stop(self) -> None:
+        """Reset the stop and its reason."""
         self.stopped_epoch = 0
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a resumed run that had been stopped already."""
+        """Stop a resumed run that had been stopped."""
         reason = self.stopping_reason_message
         if reason is None:
             return
         if self._find_exceeded_limit(self._decided_at, self._decided_after) is None:
             self._forget_stop()
-            announce(f"early stopping: the run had been stopped ({reason}), but by its limits now it goes on")
+            announce(f"early stopping: the run had been stopped ({reason}), but continues with the current limits")
             return
-        announce(f"early stopping: the run had been stopped already ({reason}); with other limits it would go on")
+        announce(f"early stopping: the run had already been stopped ({reason}). Change the limits to continue it.")
         trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check, unless that happens when epochs end."""
+        """Check after a validation, if the check is due there."""
         if not (self._should_skip_check(trainer) or self._checks_at_epoch_end(trainer)):
             self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check, if that happens when epochs end."""
-        # An epoch that max_steps or a signal cut short is none: a resumed run checks at its real end.
+        """Check after an epoch, if the check is due there."""
+        # An epoch cut short by max_steps or a signal does not count: a resumed run checks at its real end.
         if not trainer.progress.epoch_is_over or self._should_skip_check(trainer):
             return
         if self._checks_at_epoch_end(trainer):
             self._run_early_stopping_check(trainer)
 
     def _checks_at_epoch_end(self, trainer: Trainer) -> bool:
+        """Return whether checks run at the end of epochs."""
         if self.check_on_train_epoch_end is not None:
             return self.check_on_train_epoch_end
         return checks_at_epoch_end(trainer)
 
-    # Subclasses in public code call or override the methods from here on, hence Lightning's names.
+    # Subclasses in public code call or override the following methods, which therefore have Lightning's names.
     @property
     def monitor_op(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """``torch.lt`` or ``torch.gt``, whichever tells that its first argument is better."""
+        """Comparison that returns whether its first argument is better: ``torch.lt`` or ``torch.gt``."""
         return torch.lt if self.mode == "min" else torch.gt
 
     def _should_skip_check(self, trainer: Trainer) -> bool:
-        """Return whether to leave out a check, the same on every rank."""
+        """Return whether to skip a check, the same on every rank."""
         return trainer.stage != "fit" or trainer.sanity_checking
 
     def _improvement_message(self, current: Tensor) -> str:
-        """Return what is logged about an improvement to ``current``, before it is the best."""
+        """Return the message about an improvement to ``current``."""
         return f"{self.monitor} improved to {current.item():.4g}"
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
-        """Compare the monitored value, if it was measured since the last check, and stop the run if it is time."""
+        """Compare the monitored value, if it was measured since the last check, and stop the run if it is due."""
         value = read_new_value(trainer, self.monitor, "EarlyStopping", self.strict)
         if value is None:
-            return  # no check, so no failure to improve
+            return  # without a check the wait count stays
         should_stop, reason = self._evaluate_stopping_criteria(torch.tensor(value, dtype=torch.float64, device="cpu"))
         if should_stop:
             self.stopped_epoch = trainer.progress.epoch
@@ -194,7 +218,7 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        """Return whether to stop at ``current`` and why; updates the best value and the wait count."""
+        """Return whether to stop at ``current``, and the reason; update the best value and the wait count."""
         reason = self._find_stopping_reason(current.item())
         if reason is None:
             return False, None
@@ -202,7 +226,7 @@ class EarlyStopping(Callback):
         return True, message
 
     def _find_stopping_reason(self, value: float) -> tuple[EarlyStoppingReason, str] | None:
-        """Return why to stop at ``value``, or None; keeps count."""
+        """Return the reason to stop at ``value``, or None; update the best value and the wait count."""
         reason = self._find_exceeded_limit(value, 0)
         if reason is not None:
             return reason
@@ -215,7 +239,7 @@ class EarlyStopping(Callback):
         return self._find_exceeded_limit(None, self.wait_count)
 
     def _find_exceeded_limit(self, value: float | None, waited: int) -> tuple[EarlyStoppingReason, str] | None:
-        """The limit that ``value``, or so many checks without improvement, are beyond; None if there is none."""
+        """Return the limit that ``value``, or this many checks without improvement, exceed; None if there is none."""
         if value is not None:
             if self.check_finite and not math.isfinite(value):
                 return EarlyStoppingReason.NON_FINITE_METRIC, f"{self.monitor} is {value}"

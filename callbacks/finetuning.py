@@ -1,4 +1,4 @@
-"""Train a part of the model first, and more of it later."""
+"""Callbacks that train a part of the model first and more of it later."""
 
 from __future__ import annotations
 
@@ -21,23 +21,58 @@ Modules = nn.Module | Iterable[Any]
 
 
 def multiplicative(epoch: int) -> float:
-    """Return the factor by which `BackboneFinetuning` raises the backbone's learning rate in every epoch: 2."""
+    """Return 2, the default factor by which `BackboneFinetuning` raises the backbone's learning rate in every epoch.
+
+    Args:
+        epoch: Ignored.
+    """
     return 2.0
 
 
 class BaseFinetuning(Callback):
-    """Freezes parts of the model before training, and gives them to the optimizer later: override two methods.
+    """Callback that freezes parts of the model before training and unfreezes them later. Override two methods.
 
-    ``freeze_before_training(pl_module)`` is called in ``setup``, before the optimizer is made; build that from
-    ``filter(lambda p: p.requires_grad, self.parameters())``. ``finetune_function(pl_module, epoch, optimizer)`` is
-    called when an epoch begins, and may call `unfreeze_and_add_param_group`.
+    ``freeze_before_training(pl_module)`` runs in ``setup``, before the optimizer is created; build that from
+    ``filter(lambda p: p.requires_grad, self.parameters())``. ``finetune_function(pl_module, epoch, optimizer)`` runs at
+    the start of each epoch and may call `unfreeze_and_add_param_group`.
 
-    A run that goes on has the same parameters trained, in the same groups, and BatchNorm layers in the same mode. It
-    acts before the task's own hooks (``after_task`` is 0).
+    A resumed run has the same trained parameters, the same parameter groups, and BatchNorm layers in the same mode. The
+    callback runs before the task's own hooks (``after_task`` is 0).
 
     Raises:
-        ValueError: before the first step, where the model is sharded or the optimizer's state is (ZeRO): what is
-            trained is decided there once. On going on, if ``configure_optimizers`` makes other groups.
+        ValueError: Before the first step, if the model or the optimizer state (ZeRO) is sharded, which fixes the
+            trained parameters. In a resume, if ``configure_optimizers`` builds other groups.
+
+    Example:
+        >>> import torch
+        >>> import treadle as tl
+        >>> from treadle.callbacks import BaseFinetuning
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class Model(BoringModel):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.encoder = torch.nn.Linear(32, 32)
+        ...     def forward(self, x):
+        ...         return self.layer(self.encoder(x))
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        >>> class TrainEncoderLater(BaseFinetuning):
+        ...     def freeze_before_training(self, pl_module):
+        ...         self.freeze(pl_module.encoder)
+        ...     def finetune_function(self, pl_module, epoch, optimizer):
+        ...         if epoch == 1:
+        ...             self.unfreeze_and_add_param_group(pl_module.encoder, optimizer)
+        >>> trainer = tl.Trainer(
+        ...     max_epochs=2,
+        ...     limit_train_batches=1,
+        ...     accelerator="cpu",
+        ...     devices=1,
+        ...     barebones=True,
+        ...     callbacks=TrainEncoderLater(),
+        ... )
+        >>> trainer.fit(Model())
+        >>> [group["lr"] for group in trainer.optimizers[0].param_groups]
+        [0.1, 0.01]
     """
 
     exchanges = True
@@ -48,16 +83,36 @@ class BaseFinetuning(Callback):
     # -- for the methods to be overridden ------------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
-        """Freeze what is not to be trained at first."""
-        raise NotImplementedError(f"{type(self).__name__} needs a freeze_before_training(pl_module).")
+        """Freeze the modules that are not trained at first.
+
+        Args:
+            pl_module: The task.
+
+        Raises:
+            NotImplementedError: If the method is not overridden.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(pl_module).")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze what is to be trained from this epoch on. Called for each optimizer."""
-        raise NotImplementedError(f"{type(self).__name__} needs a finetune_function(pl_module, epoch, optimizer).")
+        """Unfreeze the modules that are trained from this epoch on. Runs for each optimizer.
+
+        Args:
+            pl_module: The task.
+            epoch: Index of the epoch.
+            optimizer: The optimizer.
+
+        Raises:
+            NotImplementedError: If the method is not overridden.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define finetune_function(pl_module, epoch, optimizer).")
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """The modules within, of any nesting, that have no parts, or parameters of their own."""
+        """Return the modules at any depth that have no children, or that have parameters of their own.
+
+        Args:
+            modules: A module, or nested lists of modules.
+        """
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
         if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList | nn.Sequential):
@@ -72,14 +127,27 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of modules that are trained, or that are not; without BatchNorm's unless ``train_bn``."""
+        """Yield the parameters of modules that are trained, or those that are frozen.
+
+        Args:
+            modules: A module, or nested lists of modules.
+            train_bn: Whether to include BatchNorm layers. Default: True.
+            requires_grad: Yield the trained parameters (True) or the frozen ones (False). Default: True.
+
+        Yields:
+            The parameters.
+        """
         for part in BaseFinetuning.flatten_modules(modules):
             if train_bn or not _is_norm(part):
                 yield from (p for p in part.parameters(recurse=False) if p.requires_grad == requires_grad)
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Let modules be trained; BatchNorm follows the data again."""
+        """Unfreeze modules. BatchNorm layers update their statistics again.
+
+        Args:
+            modules: A module, or nested lists of modules.
+        """
         for part in BaseFinetuning.flatten_modules(modules):
             if _is_norm(part):
                 part.train()
@@ -88,7 +156,11 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters; BatchNorm keeps its statistics and computes with them."""
+        """Freeze a module's own parameters. A BatchNorm layer keeps its statistics and uses them.
+
+        Args:
+            module: The module.
+        """
         if _is_norm(module):
             module.eval()
         for parameter in module.parameters(recurse=False):
@@ -96,7 +168,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze modules, but not their BatchNorm layers unless ``train_bn`` is False."""
+        """Freeze modules.
+
+        Args:
+            modules: A module, or nested lists of modules.
+            train_bn: Keep BatchNorm layers trainable. Default: True.
+        """
         for part in BaseFinetuning.flatten_modules(modules):
             if train_bn and _is_norm(part):
                 BaseFinetuning.make_trainable(part)
@@ -105,7 +182,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """Those of the parameters that the optimizer does not have yet."""
+        """Return the parameters that the optimizer does not have yet.
+
+        Args:
+            optimizer: The optimizer.
+            params: The parameters.
+        """
         optimized_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in params if id(parameter) not in optimized_ids]
 
@@ -117,15 +199,15 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze modules, and give their parameters to the optimizer as a group of their own.
+        """Unfreeze modules and add their parameters to the optimizer as a new group.
 
         Args:
-            modules: what to train from now on.
-            optimizer: who is to train it.
-            lr: the group's learning rate; by default the first group's, divided by ``initial_denom_lr``.
-            initial_denom_lr: see ``lr``.
-            train_bn: whether BatchNorm layers are trained too. If False, their parameters, statistics and mode stay as
-                they are: frozen if they were frozen before.
+            modules: The modules to train from now on.
+            optimizer: The optimizer.
+            lr: Learning rate of the group. Default: that of the first group divided by ``initial_denom_lr``.
+            initial_denom_lr: See ``lr``. Default: 10.0.
+            train_bn: Whether BatchNorm layers are trained too. If False, their parameters, statistics and mode do not
+                change: they stay frozen if they were frozen before. Default: True.
         """
         parts = BaseFinetuning.flatten_modules(modules)
         parts = [part for part in parts if train_bn or not _is_norm(part)]
@@ -139,20 +221,20 @@ class BaseFinetuning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Freeze, before the optimizer is made."""
+        """Freeze modules before the optimizer is created."""
         if stage != "fit":
             return
         strategy = trainer.accelerator.strategy
         if strategy.sharded:
             raise ValueError(
-                f"{type(self).__name__} can't run with strategy={strategy.name!r}: which parameters are trained is "
-                "decided when the model is sharded. Use 'ddp', or freeze in the task's __init__ and fit again later."
+                f"{type(self).__name__} cannot run with strategy={strategy.name!r}, because sharding fixes which "
+                "parameters are trained. Use 'ddp', or freeze in the task's __init__ and call fit again later."
             )
         self._layout = {}
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Let a run that goes on have the parameters trained, and the groups, that it had when it was saved."""
+        """Restore the trained parameters and the groups that a resumed run had when it was saved."""
         if trainer.opened_checkpoint is not None:
             states = open_callback_states(trainer.opened_checkpoint)["callbacks"]
             if layout := states.get(self.state_key, {}).get("made"):
@@ -160,13 +242,13 @@ class BaseFinetuning(Callback):
         for optimizer in trainer.optimizers:
             if trainer.accelerator.strategy.keeps_apart(optimizer):
                 raise ValueError(
-                    f"{type(self).__name__} can't run with DDP(zero=True), which shares out the optimizer's parameters "
-                    "once, before training. Leave out zero."
+                    f"{type(self).__name__} cannot run with DDP(zero=True), which shards the optimizer's parameters "
+                    "once, before training. Remove zero."
                 )
         self._layout = _describe_layout(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Unfreeze what is due; not again in an epoch that a run goes on with."""
+        """Unfreeze what is due, but not a second time in a resumed epoch."""
         if trainer.progress.batch:
             return
         for optimizer in trainer.optimizers:
@@ -184,28 +266,58 @@ class BaseFinetuning(Callback):
         return {"made": self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`. `on_fit_start` has done it, as the optimizer's state needs its groups."""
+        """See `Callback.load_state_dict`.
+
+        `on_fit_start` restores the groups, because the optimizer state needs them.
+        """
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains ``self.backbone`` of the task only from an epoch on, at a learning rate that grows to that of the rest.
+    """Callback that trains ``self.backbone`` of the task from a given epoch on, at a rate that grows to the others'.
 
     Args:
-        unfreeze_backbone_at_epoch: the epoch, counted from 0.
-        lambda_func: by what the backbone's rate is multiplied in each further epoch, by the epoch after it.
-        backbone_initial_ratio_lr: its first rate, as a share of the first group's.
-        backbone_initial_lr: its first rate itself.
-        should_align: it never exceeds the first group's.
-        initial_denom_lr: accepted for Lightning's signature: the first rate is known, so nothing is divided by it.
-        train_bn: whether BatchNorm layers of the backbone are trained, from the beginning. If False, they stay frozen
-            in evaluation mode for the whole run.
-        verbose: say the rates.
-        rounding: digits to say them with.
+        unfreeze_backbone_at_epoch: The first epoch in which the backbone is trained, counted from 0. Default: 10.
+        lambda_func: Function of the next epoch; returns the factor by which the backbone's rate grows in each further
+            epoch. Default: 2.
+        backbone_initial_ratio_lr: Initial rate of the backbone as a fraction of the first group's. Default: 0.1.
+        backbone_initial_lr: Initial rate of the backbone; overrides the fraction. Default: None.
+        should_align: Limit the backbone's rate to the first group's. Default: True.
+        initial_denom_lr: Accepted for Lightning's signature; the initial rate is given, so nothing is divided by it.
+        train_bn: Whether the backbone's BatchNorm layers are trained, from the start. If False, they stay frozen in
+            evaluation mode for the whole run. Default: True.
+        verbose: Announce the rates. Default: False.
+        rounding: Digits of the announced rates. Default: 12.
 
     Raises:
-        ValueError: for a value that can't be; before the first step, if there is no backbone, or the optimizer has its
-            frozen parameters already.
-        TypeError: for a value of another kind.
+        ValueError: If an argument is invalid; before the first step, if there is no backbone, or the optimizer already
+            has its frozen parameters.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+        >>> import torch
+        >>> import treadle as tl
+        >>> from treadle.callbacks import BackboneFinetuning
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class Model(BoringModel):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.backbone = torch.nn.Linear(32, 32)
+        ...     def forward(self, x):
+        ...         return self.layer(self.backbone(x))
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        >>> callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+        >>> trainer = tl.Trainer(
+        ...     max_epochs=2,
+        ...     limit_train_batches=1,
+        ...     accelerator="cpu",
+        ...     devices=1,
+        ...     barebones=True,
+        ...     callbacks=callback,
+        ... )
+        >>> trainer.fit(Model())
+        >>> round(callback.previous_backbone_lr, 4)
+        0.01
     """
 
     def __init__(
@@ -222,7 +334,7 @@ class BackboneFinetuning(BaseFinetuning):
     ) -> None:
         super().__init__()
         if not callable(lambda_func):
-            raise TypeError(f"lambda_func={lambda_func!r} is no function of an epoch.")
+            raise TypeError(f"lambda_func={lambda_func!r} must be a function of an epoch.")
         first = backbone_initial_lr
         self.unfreeze_backbone_at_epoch = check_int("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0)
         self.lambda_func = lambda_func
@@ -247,8 +359,8 @@ class BackboneFinetuning(BaseFinetuning):
         """See `BaseFinetuning.setup`."""
         if stage == "fit" and not isinstance(getattr(pl_module, "backbone", None), nn.Module):
             raise ValueError(
-                f"BackboneFinetuning needs {type(pl_module).__name__} to have a module named backbone; make it in "
-                "__init__ or setup, as it is frozen before configure_model."
+                f"{type(pl_module).__name__} has no module named backbone, which BackboneFinetuning freezes. Create it "
+                "in __init__ or setup; configure_model is too late."
             )
         super().setup(trainer, pl_module, stage)
 
@@ -258,21 +370,31 @@ class BackboneFinetuning(BaseFinetuning):
         optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         if frozen_ids & optimized_ids:
             raise ValueError(
-                "configure_optimizers gave the optimizer parameters of the frozen backbone, which get a group of their "
-                "own later: build it from filter(lambda p: p.requires_grad, self.parameters())."
+                "configure_optimizers passed parameters of the frozen backbone to the optimizer, but they get their "
+                "own group later. Build it from filter(lambda p: p.requires_grad, self.parameters())."
             )
         super().on_fit_start(trainer, pl_module)
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
-        """Freeze the backbone."""
+        """Freeze the backbone.
+
+        Args:
+            pl_module: The task.
+        """
         backbone: nn.Module = pl_module.backbone  # type: ignore[assignment]
         self.freeze(backbone, train_bn=self.train_bn)
         norms = 0 if self.train_bn else sum(map(_is_norm, backbone.modules()))
-        if norms:  # Lightning trains them all the same
+        if norms:  # Lightning trains them regardless
             announce(f"train_bn=False: {norms} BatchNorm layers of the backbone stay frozen for the whole run")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the backbone, or raise its rate."""
+        """Unfreeze the backbone, or raise its learning rate.
+
+        Args:
+            pl_module: The task.
+            epoch: Index of the epoch.
+            optimizer: The optimizer.
+        """
         rate = float(optimizer.param_groups[0]["lr"])
         if epoch == self.unfreeze_backbone_at_epoch:
             first = self.backbone_initial_lr
@@ -293,11 +415,12 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a BatchNorm layer."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
-    """What is trained, in which groups, and which layers are in evaluation mode, by names."""
+    """Return by name which parameters are trained, in which groups, and which layers are in evaluation mode."""
     names = {id(parameter): strip_compile_prefix(name) for name, parameter in task.named_parameters()}
     return {
         "trained": [
@@ -312,15 +435,15 @@ def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
 
 
 def _apply_layout(layout: dict[str, Any], trainer: Trainer, task: TaskModule) -> None:
-    """Bring about what `_describe_layout` described."""
+    """Apply the result of `_describe_layout`."""
     trained, evaluation = set(layout["trained"]), set(layout["evaluation"])
     parameters = {strip_compile_prefix(name): parameter for name, parameter in task.named_parameters()}
     current_groups = _describe_layout(trainer, task)["groups"]
     for optimizer, current, saved in zip(trainer.optimizers, current_groups, layout["groups"], strict=False):
         if saved[: len(current)] != current:
             raise ValueError(
-                f"the checkpoint's {type(optimizer).__name__} began with other groups of parameters: "
-                "configure_optimizers has to make those that it made then, of the parts that are not frozen."
+                f"the checkpoint's {type(optimizer).__name__} started with other parameter groups. "
+                "configure_optimizers must build the same groups of the parameters that are not frozen."
             )
         for group in saved[len(current) :]:
             optimizer.add_param_group({"params": [parameters[name] for name in group]})

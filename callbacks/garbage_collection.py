@@ -1,4 +1,4 @@
-"""When Python looks for garbage: at the same step on all processes."""
+"""Python's garbage collection at the same step on all processes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,33 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(Callback):
-    """Collects garbage every so many optimizer steps, and keeps Python from doing so in between.
+    """Callback that collects garbage every ``every_n_steps`` optimizer steps, instead of Python's automatic collection.
 
-    Python collects when a process has made so many objects, which is at another step on each; all others wait for the
-    one that does. It acts after the task's own hooks (``after_task`` is 1), before anyone saves. What there is when
-    training begins, libraries above all, is left out of each collection, which then takes milliseconds.
+    Python collects after a number of allocations, at a different step on each process, and all other processes wait for
+    the one that collects. The callback runs after the task's own hooks (``after_task`` is 1), before checkpoints are
+    saved. Objects that exist when training begins, mainly libraries, are excluded, so a collection takes milliseconds.
 
-    A Trainer with several GPUs adds one that collects every 100 steps, unless it is given one.
+    A Trainer with several GPUs adds one that collects every 100 steps, unless ``callbacks`` has one.
 
     Args:
-        every_n_steps: optimizer steps between two collections.
-        generation: how old the objects are that are looked at: 0 the youngest, 2 all.
+        every_n_steps: Optimizer steps between two collections. Default: 1000.
+        generation: The oldest generation to collect: 0 is the youngest, 2 collects all. Default: 2.
 
     Raises:
-        ValueError: for a value that can't be.
+        ValueError: If an argument is invalid.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import GarbageCollection
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> trainer = tl.Trainer(
+        ...     max_steps=2,
+        ...     accelerator="cpu",
+        ...     devices=1,
+        ...     barebones=True,
+        ...     callbacks=GarbageCollection(every_n_steps=1, generation=0),
+        ... )
+        >>> trainer.fit(BoringModel())
     """
 
     after_task = 1
@@ -39,21 +52,21 @@ class GarbageCollection(Callback):
         self._was_on = self._has_frozen = False
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Collect all there is, and take over."""
+        """Collect everything, then disable Python's automatic collection."""
         self._was_on = gc.isenabled()
         gc.collect()
-        if not gc.get_freeze_count():  # else someone else's, who will undo it
+        if not gc.get_freeze_count():  # otherwise other code has frozen objects, and will unfreeze them
             self._has_frozen = True
             gc.freeze()
         gc.disable()
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Collect if it is time."""
+        """Collect if it is due."""
         if trainer.progress.step % self.every_n_steps == 0:
             gc.collect(self.generation)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Leave it to Python again."""
+        """Restore Python's automatic collection."""
         if self._has_frozen:
             self._has_frozen = False
             gc.unfreeze()

@@ -1,4 +1,4 @@
-"""How many micro-batches an optimizer step takes, epoch by epoch."""
+"""`GradientAccumulationScheduler`: the number of micro-batches per optimizer step, by epoch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,27 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Changes ``accumulate_grad_batches`` at the beginning of epochs.
+    """Callback that changes ``accumulate_grad_batches`` at the start of epochs.
 
-    ``trainer.estimated_stepping_batches`` counts with it, and a run that goes on has the number of its epoch. It acts
-    before the task's own hooks (``after_task`` is 0).
+    ``trainer.estimated_stepping_batches`` includes the changes, and a resumed run uses the number of its epoch. The
+    callback runs before the task's own hooks (``after_task`` is 0).
 
     Args:
-        scheduling: the number by the epoch, counted from 0, from which on it holds; 1 before the first one.
+        scheduling: Micro-batches per optimizer step, by the epoch from which they hold, counted from 0. Before the
+            first of these epochs the number is 1.
 
     Raises:
-        ValueError: for epochs or numbers that can't be, or none; before the first step, if the Trainer has a number of
-            its own, or the task steps its optimizers itself.
-        TypeError: for anything but a dict.
+        ValueError: If epochs or numbers are invalid or missing; before the first step, if the Trainer sets its own
+            number, or the task uses manual optimization.
+        TypeError: If ``scheduling`` is not a dict.
+
+    Example:
+        >>> from treadle.callbacks import GradientAccumulationScheduler
+        >>> scheduler = GradientAccumulationScheduler({0: 1, 4: 8})
+        >>> scheduler.get_accumulate_grad_batches(epoch=5)
+        8
+        >>> scheduler.steps(batches=64, epochs=5)  # 4 epochs of 64 steps and one of 8
+        264
     """
 
     exchanges = True
@@ -34,7 +43,7 @@ class GradientAccumulationScheduler(Callback):
         if not isinstance(scheduling, Mapping):
             raise TypeError(f"scheduling={scheduling!r} must be a dict: {{epoch: micro-batches per optimizer step}}.")
         if not scheduling:
-            raise ValueError("scheduling={} says nothing: give {epoch: micro-batches per optimizer step}.")
+            raise ValueError("scheduling={} must not be empty. Pass {epoch: micro-batches per optimizer step}.")
         for epoch, number in scheduling.items():
             check_int("an epoch of scheduling", epoch, 0)
             check_int(f"scheduling[{epoch}]", number, 1)
@@ -42,34 +51,43 @@ class GradientAccumulationScheduler(Callback):
         self.epochs = sorted(self.scheduling)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Whether any step takes several micro-batches."""
+        """Return whether any step has several micro-batches."""
         return any(number > 1 for number in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Micro-batches per optimizer step in an epoch."""
+        """Return the number of micro-batches per optimizer step in an epoch.
+
+        Args:
+            epoch: Index of the epoch.
+        """
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def steps(self, batches: int, epochs: int) -> int:
-        """Optimizer steps of so many epochs of so many micro-batches."""
+        """Return the number of optimizer steps in the first epochs.
+
+        Args:
+            batches: Micro-batches per epoch.
+            epochs: Number of epochs.
+        """
         return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """See that nobody else decides."""
+        """Raise an error if the number is also set elsewhere."""
         if stage != "fit":
             return
         if not pl_module.automatic_optimization:
             raise ValueError(
-                "GradientAccumulationScheduler has no effect with automatic_optimization=False: step every so many "
-                "batches in training_step."
+                "GradientAccumulationScheduler has no effect with automatic_optimization=False. Remove it, and decide "
+                "in training_step after which batches to step."
             )
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulationScheduler "
-                "both say how many batches a step takes: leave out one of them."
+                "both set the number of batches per step. Remove one of them."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Begin with the number of the first epoch, or of the one that a checkpoint was saved in."""
+        """Set the number of the first epoch, or of the epoch in which the checkpoint was saved."""
         opened = trainer.opened_checkpoint
         epoch = 0 if opened is None else opened.manifest.epoch
         trainer.accelerator.gradient_accumulation_steps = self.get_accumulate_grad_batches(epoch)
@@ -77,11 +95,11 @@ class GradientAccumulationScheduler(Callback):
         announce(f"micro-batches per optimizer step: {words}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Take the epoch's number."""
+        """Set the number of the epoch."""
         number = self.get_accumulate_grad_batches(trainer.progress.epoch)
         trainer.accelerator.gradient_accumulation_steps = number
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Leave the Trainer as it was."""
+        """Reset the Trainer's number."""
         if stage == "fit":
             trainer.accelerator.gradient_accumulation_steps = 1

@@ -1,4 +1,4 @@
-"""A callback made of functions."""
+"""`LambdaCallback`: a callback made of functions."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ from .callback import HOOKS, Callback
 
 
 class LambdaCallback(Callback):
-    """A callback made of functions: ``LambdaCallback(on_train_end=lambda trainer, pl_module: print("done"))``.
+    """Callback made of functions: ``LambdaCallback(on_train_end=lambda trainer, pl_module: print("done"))``.
 
     Args:
-        hooks: a function for each hook's name, with the arguments of `Callback`'s method of that name, less ``self``;
-            None for none.
+        hooks: A function for each hook, by the hook's name, with the arguments of `Callback`'s method of that name
+            except ``self``; None is ignored.
 
     Raises:
-        TypeError: for a hook that doesn't exist, with the nearest one, or for something that can't be called.
+        TypeError: If a hook does not exist (the message names the closest one), or a value is not callable.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import LambdaCallback
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> callback = LambdaCallback(on_train_end=lambda trainer, pl_module: print("done"))
+        >>> trainer = tl.Trainer(max_steps=1, accelerator="cpu", devices=1, barebones=True, callbacks=callback)
+        >>> trainer.fit(BoringModel())
+        done
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
-                raise TypeError(f"LambdaCallback: there is no hook {name!r}.{nearest(name, HOOKS)}")
+                raise TypeError(f"LambdaCallback: {name!r} is not a hook.{nearest(name, HOOKS)}")
             if function is None:
                 continue
             if not callable(function):
-                raise TypeError(f"LambdaCallback: {name}={function!r} is no function.")
+                raise TypeError(f"LambdaCallback: {name}={function!r} must be a function.")
             setattr(self, name, function)

@@ -1,4 +1,4 @@
-"""`LearningRateFinder`: which learning rate to start from, by a short run whose rate rises step by step."""
+"""`LearningRateFinder`: a learning rate to start from, found by a short run with a rising rate."""
 
 from __future__ import annotations
 
@@ -18,23 +18,31 @@ if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 MODES = ("exponential", "linear")
-_FORGET = 0.98  # how much of the running mean of the losses stays at each step
+_FORGET = 0.98  # fraction of the running mean of the losses that is kept in each step
 
 
 class _LRFinder:
-    """What a search for a learning rate found.
+    """Result of a search for a learning rate.
 
     Args:
-        mode: how the rate rises: ``"exponential"`` or ``"linear"``.
-        lr_min: the first rate.
-        lr_max: the last one.
-        num_training: how many.
+        mode: How the rate rises: ``"exponential"`` or ``"linear"``.
+        lr_min: The first rate.
+        lr_max: The last rate.
+        num_training: Number of rates.
 
     Attributes:
-        results: ``"lr"``, the rates that were tried, and ``"loss"``, the smoothed loss at each: the running mean
-            ``m[k] = 0.98 * m[k-1] + 0.02 * loss[k]`` divided by ``1 - 0.98 ** (k + 1)``, so that the first is the loss
-            itself. A loss is that of the whole step, over all micro-batches and processes, before the step is taken.
-            One that is not finite is NaN here, and is in no mean.
+        results: ``"lr"``, the rates that were tried, and ``"loss"``, the smoothed loss at each: the running mean ``m[k]
+            = 0.98 * m[k-1] + 0.02 * loss[k]`` divided by ``1 - 0.98 ** (k + 1)``, so that the first is the loss itself.
+            A loss is that of the whole step, over all micro-batches and processes, before the step is taken. A loss
+            that is not finite becomes NaN and is left out of the mean.
+
+    Example:
+        >>> from treadle.callbacks import _LRFinder
+        >>> finder = _LRFinder("exponential", lr_min=0.001, lr_max=1.0, num_training=4)
+        >>> for step, loss in enumerate([2.0, 1.9, 1.0, 0.9]):
+        ...     finder.add(finder.rate(step), loss)
+        >>> round(finder.suggestion(skip_begin=0, skip_end=0), 3)
+        0.1
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -49,14 +57,25 @@ class _LRFinder:
         self._optimal_idx: int | None = None
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0: evenly spaced from the first to the last one, or their logs."""
+        """Return the learning rate of a step.
+
+        Rates, or their logarithms, are evenly spaced from the first to the last one.
+
+        Args:
+            step: Index of the step.
+        """
         share = step / max(1, self.num_training - 1)
         if self.mode == "linear":
             return self.lr_min + share * (self.lr_max - self.lr_min)
         return self.lr_min * (self.lr_max / self.lr_min) ** share
 
     def add(self, lr: float, loss: float) -> None:
-        """Take note of a step."""
+        """Record a step.
+
+        Args:
+            lr: Its learning rate.
+            loss: Its loss.
+        """
         smoothed = math.nan
         if math.isfinite(loss):
             self._loss_count += 1
@@ -67,20 +86,26 @@ class _LRFinder:
         self.results["loss"].append(smoothed)
 
     def diverges(self, threshold: float) -> bool:
-        """Whether the last loss is not finite, or ``threshold`` times the best so far (for a negative one: as far)."""
+        """Return whether the last loss is not finite, or exceeds ``threshold`` times the best one.
+
+        For a negative best loss, the distance from it is the same as for a positive one.
+
+        Args:
+            threshold: The factor.
+        """
         last = self.results["loss"][-1]
         return not math.isfinite(last) or last > self._best + (threshold - 1) * abs(self._best)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the smoothed loss falls most steeply; None, and a warning, if it falls nowhere.
+        """Return the rate at which the smoothed loss falls most steeply; None, with a warning, if it never falls.
 
-        Steep is seen along the axis on which the rates are evenly spaced, the log of the rate or the rate itself:
-        the smallest of ``numpy.gradient(loss, x)`` where ``x`` is ``log(lr)`` (mode ``"exponential"``) or ``lr``
-        (``"linear"``), over the points that are left after the skipped ones and those that are NaN are taken out.
+        The slope is measured on the axis on which the rates are evenly spaced: it is the smallest of
+        ``numpy.gradient(loss, x)`` where ``x`` is ``log(lr)`` (mode ``"exponential"``) or ``lr`` (``"linear"``), over
+        the points that remain without the skipped ones and without NaN.
 
         Args:
-            skip_begin: points to leave out at the beginning.
-            skip_end: points to leave out at the end.
+            skip_begin: Number of points to skip at the beginning. Default: 10.
+            skip_end: Number of points to skip at the end. Default: 1.
         """
         check_int("skip_begin", skip_begin, 0)
         check_int("skip_end", skip_end, 0)
@@ -89,8 +114,8 @@ class _LRFinder:
         self._optimal_idx = None
         if len(indices) < 2:
             warn(
-                f"no learning rate can be suggested: of {len(lrs)} points {len(indices)} are left without the first "
-                f"{skip_begin} and the last {skip_end}, and 2 are needed. Try more rates, or start from a lower one."
+                f"no learning rate can be suggested: {len(indices)} of {len(lrs)} points remain without the first "
+                f"{skip_begin} and the last {skip_end}, but 2 are needed. Try more rates, or start from a lower one."
             )
             return None
         positions = [math.log(lrs[k]) if self.mode == "exponential" else lrs[k] for k in indices]
@@ -99,23 +124,26 @@ class _LRFinder:
         steepest = int(slopes.argmin())
         if not slopes[steepest] < 0:
             warn(
-                f"no learning rate can be suggested: the loss falls at none from {lrs[indices[0]]:.3g} to "
-                f"{lrs[indices[-1]]:.3g}. Try others (min_lr, max_lr), or see whether the model trains at all."
+                f"no learning rate can be suggested: the loss does not fall at any rate from {lrs[indices[0]]:.3g} to "
+                f"{lrs[indices[-1]]:.3g}. Change min_lr and max_lr, or check whether the model trains at all."
             )
             return None
         self._optimal_idx = indices[steepest]
         return lrs[self._optimal_idx]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
-        """Draw the loss over the rate with matplotlib; returns the figure.
+        """Draw the loss over the rate with matplotlib and return the figure.
 
         Args:
-            suggest: mark the suggestion.
-            show: open a window.
-            ax: where to draw. Default: a new figure.
+            suggest: Mark the suggestion. Default: False.
+            show: Open a window. Default: False.
+            ax: The axes to draw into. Default: a new figure.
+
+        Returns:
+            The figure.
 
         Raises:
-            ModuleNotFoundError: if matplotlib is not installed.
+            ModuleNotFoundError: If matplotlib is not installed.
         """
         require("plot()", "matplotlib", extra="plot")
         import matplotlib.pyplot as plt
@@ -137,27 +165,41 @@ class _LRFinder:
 
 
 class LearningRateFinder(Callback):
-    """Finds a learning rate to start from before the first step of ``fit``, and sets it.
+    """Callback that finds an initial learning rate before the first step of ``fit``, and sets it.
 
-    A copy of the task takes ``num_training_steps`` optimizer steps while the rate rises; then the copy is dropped, and
-    what the run draws from is put back, so that of the search only its result is left. Then ``configure_optimizers``
-    is called with the attribute set, so optimizers and schedulers begin from it. Of several groups of parameters each
-    rises in proportion, the one with the highest rate being the one that is meant. Needs automatic optimization.
+    A copy of the task takes ``num_training_steps`` optimizer steps while the rate rises. Then the copy is discarded and
+    the RNG state is restored, so only the result of the search remains. ``configure_optimizers`` runs after the
+    attribute is set, so optimizers and schedulers start from it. With several parameter groups, the rates of all rise
+    in proportion; the reported rate is the highest. Requires automatic optimization.
 
-    A run that goes on from a checkpoint has found its rate before, and does not search again.
+    A run that is resumed from a checkpoint keeps its rate and does not search again.
 
     Args:
-        min_lr: the first rate to try.
-        max_lr: the last one.
-        num_training_steps: how many to try; if an epoch is shorter, the next one follows.
-        mode: ``"exponential"``, or ``"linear"``: how the rate rises.
-        early_stop_threshold: end the search when the smoothed loss is so many times the best one, or is not finite;
-            None for never.
-        update_attr: set the task's attribute to the suggestion.
-        attr_name: its name. Default: ``lr`` or ``learning_rate``, of the task, its hparams or the data module.
+        min_lr: The first rate to try. Default: 1e-8.
+        max_lr: The last rate to try. Default: 1.0.
+        num_training_steps: Number of rates to try; if an epoch is shorter, the next one follows. Default: 100.
+        mode: How the rate rises: ``"exponential"`` or ``"linear"``. Default: ``"exponential"``.
+        early_stop_threshold: End the search when the smoothed loss exceeds the best one by this factor, or is not
+            finite; None disables this. Default: 4.0.
+        update_attr: Set the task's attribute to the suggestion. Default: True.
+        attr_name: Name of the attribute. Default: ``lr`` or ``learning_rate``, of the task, its hparams or the data
+            module.
 
     Attributes:
-        optimal_lr: what was found: see its ``results``, ``suggestion()`` and ``plot()``.
+        optimal_lr: The result: see its ``results``, ``suggestion()`` and ``plot()``. None before the search.
+
+    References:
+        Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, https://arxiv.org/abs/1506.01186.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import LearningRateFinder
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> finder = LearningRateFinder(num_training_steps=20, update_attr=False)
+        >>> trainer = tl.Trainer(max_steps=1, accelerator="cpu", devices=1, barebones=True, callbacks=finder)
+        >>> trainer.fit(BoringModel())
+        >>> len(finder.optimal_lr.results["lr"]) > 0
+        True
     """
 
     searches = True
@@ -180,30 +222,36 @@ class LearningRateFinder(Callback):
         )
         if not self.min_lr < self.max_lr < math.inf or (self.mode == "exponential" and not self.min_lr):
             raise ValueError(
-                f"min_lr={min_lr!r}, max_lr={max_lr!r}: the rate rises from one to the other, so the first must be the "
-                "smaller one, and more than 0 where the rise is exponential."
+                f"min_lr={min_lr!r}, max_lr={max_lr!r}: min_lr must be smaller than max_lr, which must be finite, and "
+                "more than 0 with mode='exponential'."
             )
         self.num_training_steps = check_int("num_training_steps", num_training_steps, 2)
         if early_stop_threshold is not None and not check_number("early_stop_threshold", early_stop_threshold) > 1:
-            raise ValueError(f"early_stop_threshold={early_stop_threshold!r} must be more than 1, or None for no end.")
+            raise ValueError(
+                f"early_stop_threshold={early_stop_threshold!r} must be more than 1, or None to disable it."
+            )
         self.early_stop_threshold = early_stop_threshold
         self.update_attr = check_bool("update_attr", update_attr)
         self.attr_name = attr_name
         self.optimal_lr: _LRFinder | None = None
 
     def lr_find(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Refused: a search within a run would have to begin the optimizer and its schedulers anew.
+        """Raise RuntimeError: a search within a run would have to restart the optimizer and its schedulers.
+
+        Args:
+            trainer: Ignored.
+            pl_module: Ignored.
 
         Raises:
-            RuntimeError: always, with what to do instead.
+            RuntimeError: Always; the message names the function to use.
         """
         raise RuntimeError(
-            f"{type(self).__name__}.lr_find: the search runs by itself before the first step of fit, not within a run. "
-            "To search again, end this fit, call treadle.tuner.Tuner(trainer).lr_find(task), and go on with another."
+            f"{type(self).__name__}.lr_find cannot be called: the search runs before the first step of fit, not within "
+            "a run. To search again, end this fit and call treadle.tuner.Tuner(trainer).lr_find(task)."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found, if the search has run."""
+        """Return the result, if the search has run."""
         finder = self.optimal_lr
         if finder is None:
             return {}
@@ -211,18 +259,22 @@ class LearningRateFinder(Callback):
         return {**settings, "num_training": finder.num_training, "results": finder.results}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
+        """Restore the result.
+
+        Args:
+            state_dict: The saved state.
+        """
         state = dict(state_dict)
         results = state.pop("results")
         self.optimal_lr = _LRFinder(**state)
         self.optimal_lr.results = results
 
     def say(self, rate: float | None, name: str | None) -> None:
-        """Tell the user what came of it.
+        """Announce the result.
 
         Args:
-            rate: the suggestion.
-            name: of the attribute that was set.
+            rate: The suggestion, or None.
+            name: Name of the attribute that was set, or None.
         """
         assert self.optimal_lr is not None
         tried = len(self.optimal_lr.results["lr"])

@@ -1,4 +1,4 @@
-"""Log the learning rate beside the losses."""
+"""`LearningRateMonitor`: learning rates in the loggers."""
 
 from __future__ import annotations
 
@@ -17,27 +17,50 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(BestEffortCallback):
-    """Send each optimizer's learning rate to the loggers: the one a step was, or an epoch is, taken with.
+    """Monitor that logs the learning rate of each optimizer: the one with which a step was taken or an epoch starts.
 
-    Each scheduler has a name of its own: the one in its configuration, or ``lr-`` and its optimizer's class, such as
-    ``lr-Adam``; so has each optimizer without one. A second of that class is ``lr-Adam-1``. Of several parameter
-    groups each has its own: ``lr-Adam/pg1``, ``lr-Adam/pg2``, or with the ``"name"`` that the group has.
+    Each scheduler has its own name: the one in its configuration, or ``lr-`` and its optimizer's class, such as
+    ``lr-Adam``. Optimizers without a scheduler are named the same way. A second one of that class is ``lr-Adam-1``.
+    With several parameter groups, each has its own: ``lr-Adam/pg1``, ``lr-Adam/pg2``, or the group's ``"name"`` in
+    place of ``pg1``.
 
     Args:
-        logging_interval: ``"step"`` (every ``log_every_n_steps``), ``"epoch"``, or None for each scheduler's own;
-            without one, ``"step"``.
-        log_momentum: momentum (or beta1) too, as ``...-momentum``.
-        log_weight_decay: weight decay too, as ``...-weight_decay``.
+        logging_interval: ``"step"`` (every ``log_every_n_steps``), ``"epoch"``, or None for each scheduler's own
+            interval, which is ``"step"`` for optimizers without a scheduler. Default: None.
+        log_momentum: Also log the momentum (or beta1), as ``...-momentum``. Default: False.
+        log_weight_decay: Also log the weight decay, as ``...-weight_decay``. Default: False.
 
     Attributes:
-        lrs: the learning rates that were logged, by name.
-        last_momentum_values: the newest momenta, by name.
-        last_weight_decay_values: the newest weight decays, by name.
+        lrs: The logged learning rates by name.
+        last_momentum_values: The latest momenta by name.
+        last_weight_decay_values: The latest weight decays by name.
 
     Raises:
-        ValueError: for another interval; in ``fit``, where there is no logger to send it to, no step is logged
-            (``log_every_n_steps=0``), or two groups of an optimizer have one name.
-        TypeError: for a switch that is neither True nor False.
+        ValueError: If the interval is unknown; in ``fit``, if there is no logger, no step is logged
+            (``log_every_n_steps=0``), or two groups of an optimizer have the same name.
+        TypeError: If a flag is not a bool.
+
+    Example:
+        >>> import tempfile
+        >>> import treadle as tl
+        >>> from treadle.callbacks import LearningRateMonitor
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> from treadle.loggers import CSVLogger
+        >>> monitor = LearningRateMonitor(logging_interval="step")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer = tl.Trainer(
+        ...         max_steps=2,
+        ...         accelerator="cpu",
+        ...         devices=1,
+        ...         logger=CSVLogger(folder),
+        ...         log_every_n_steps=1,
+        ...         callbacks=monitor,
+        ...         enable_checkpointing=False,
+        ...         enable_progress_bar=False,
+        ...     )
+        ...     trainer.fit(BoringModel())
+        >>> monitor.lrs
+        {'lr-SGD': [0.1, 0.1]}
     """
 
     def __init__(
@@ -55,25 +78,25 @@ class LearningRateMonitor(BestEffortCallback):
         self._others: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Begin anew."""
+        """Reset the logged rates and check that they can be logged."""
         if not trainer.loggers:
-            raise ValueError("LearningRateMonitor has no logger to write to: drop it, or drop Trainer(logger=False).")
+            raise ValueError("LearningRateMonitor needs a logger. Remove it, or remove Trainer(logger=False).")
         no_step = self.logging_interval != "epoch" and not trainer.log_every_n_steps
         if no_step and (names := [name for _, name in self._find_optimizers(trainer, "step")]):
             raise ValueError(
-                f"LearningRateMonitor has no step to log {', '.join(names)} at: give the Trainer log_every_n_steps, or "
-                'the monitor logging_interval="epoch".'
+                f"LearningRateMonitor cannot log {', '.join(names)} in any step, because log_every_n_steps is 0. Set "
+                'log_every_n_steps in the Trainer, or logging_interval="epoch" in the monitor.'
             )
         for optimizer in trainer.optimizers:
             _check_names(optimizer)
         without = [o for o in trainer.optimizers if not {"momentum", "betas"} & o.defaults.keys()]
         if self.log_momentum and without:
-            warn(f"log_momentum=True, but {type(without[0]).__name__} has no momentum: 0 is logged.")
+            warn(f"log_momentum=True, but {type(without[0]).__name__} has no momentum, so 0 is logged.")
         self.lrs, self._rates = {}, {}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log what is logged by epoch."""
-        if self.logging_interval != "step" and not trainer.progress.batch:  # an epoch that is resumed has been logged
+        """Log the rates that are logged once per epoch."""
+        if self.logging_interval != "step" and not trainer.progress.batch:  # a resumed epoch was logged before
             self._safely(self._read_and_write, trainer)
 
     def _read_and_write(self, trainer: Trainer) -> None:
@@ -81,20 +104,20 @@ class LearningRateMonitor(BestEffortCallback):
         self._write(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Read what this step is taken with: schedulers may change it before the step is over."""
+        """Read the rates of this step, because schedulers may change them before the step is over."""
         interval = trainer.log_every_n_steps
         if self.logging_interval != "epoch" and interval and (trainer.progress.step + 1) % interval == 0:
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log it, unless the step did not happen."""
+        """Log the rates of the step, unless it was skipped."""
         if self._rates:
             if trainer.progress.step % trainer.log_every_n_steps == 0:
                 self._safely(self._write, trainer)
             self._rates, self._others = {}, {}
 
     def _read(self, trainer: Trainer, interval: str, only: Optimizer | None = None) -> None:
-        """Read all optimizers; or of several in one step ``only`` the one that steps now, as the others may have."""
+        """Read the rates of all optimizers, or only of the one that steps now, if several take turns in one step."""
         for optimizer, name in self._find_optimizers(trainer, interval):
             if only is not None and optimizer is not only:
                 continue
@@ -108,18 +131,18 @@ class LearningRateMonitor(BestEffortCallback):
                     self._others[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
 
     def _find_optimizers(self, trainer: Trainer, interval: str) -> Iterator[tuple[Optimizer, str]]:
-        """What is logged at this interval."""
+        """Yield the optimizers that are logged at this interval, with their names."""
         for optimizer, name, due in name_optimizers(trainer):
             if self.logging_interval is not None or interval == due:
                 yield optimizer, name
 
     @property
     def lr_sch_names(self) -> list[str]:
-        """The names under which rates were logged."""
+        """Names of the logged rates."""
         return list(self.lrs)
 
     def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
-        """Return what is logged at an interval (``"any"`` for all), as it is now; subclasses in public code call it."""
+        """Return the current values for an interval (``"any"`` for all). Subclasses in public code call it."""
         rates, others = self._rates, self._others
         self._rates, self._others = {}, {}
         try:
@@ -130,12 +153,13 @@ class LearningRateMonitor(BestEffortCallback):
             self._rates, self._others = rates, others
 
     def _write(self, trainer: Trainer) -> None:
+        """Write the values that were read to the loggers."""
         if not self._rates:
             return
         for name, value in self._rates.items():
             before, _, group = name.rpartition("/")
             if group == "pg1" and before in self.lrs and before not in self._rates:
-                self.lrs[name] = self.lrs.pop(before)  # it was the only group, until others were added
+                self.lrs[name] = self.lrs.pop(before)  # it was the only group before others were added
             self.lrs.setdefault(name, []).append(value)
         for ending, newest in (
             ("-momentum", self.last_momentum_values),
@@ -150,13 +174,20 @@ class LearningRateMonitor(BestEffortCallback):
 
 
 def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
-    """Each scheduler's optimizer, then those that have none; with a name of its own and the schedule's interval."""
+    """Yield each scheduler's optimizer, then those without a scheduler.
+
+    Args:
+        trainer: The running Trainer.
+
+    Yields:
+        The optimizer, a unique name, and the interval of the schedule.
+    """
     optimizers = trainer.optimizers
     name_counts: Counter[str] = Counter()
     scheduled = []
     for config in trainer.lr_scheduler_configs:
         optimizer = getattr(config.scheduler, "optimizer", None)
-        if optimizer is None and len(optimizers) == 1:  # one of the user's own kind
+        if optimizer is None and len(optimizers) == 1:  # a user-defined scheduler
             optimizer = optimizers[0]
         if isinstance(optimizer, Optimizer):
             scheduled.append((optimizer, config.name, config.interval))
@@ -170,7 +201,11 @@ def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
 
 
 def read_learning_rates(trainer: Trainer) -> dict[str, float]:
-    """Each parameter group's learning rate as it is now, under the name that `LearningRateMonitor` gives it."""
+    """Return the current learning rate of each parameter group, by `LearningRateMonitor`'s names.
+
+    Args:
+        trainer: The running Trainer.
+    """
     return {
         label: float(group["lr"])
         for optimizer, name, _ in name_optimizers(trainer)
@@ -180,6 +215,7 @@ def read_learning_rates(trainer: Trainer) -> dict[str, float]:
 
 
 def _label_groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the options of each parameter group."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     for number, group in enumerate(groups, start=1):
         group_name = group.get("name", f"pg{number}" if len(groups) > 1 else None)
@@ -187,9 +223,10 @@ def _label_groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, dict[s
 
 
 def _check_names(optimizer: Optimizer) -> None:
+    """Raise a ValueError if two parameter groups of an optimizer have the same name."""
     names = Counter(label for label, _ in _label_groups("", optimizer))
     if duplicate_names := [label.lstrip("/") for label, count in names.items() if count > 1]:
         raise ValueError(
-            f"{type(optimizer).__name__} has several parameter groups with the name {duplicate_names[0]!r}, which "
-            "LearningRateMonitor could not tell apart: give each another one."
+            f"{type(optimizer).__name__} has several parameter groups with the name {duplicate_names[0]!r}, but "
+            "LearningRateMonitor needs unique names. Rename all but one."
         )

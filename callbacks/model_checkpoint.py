@@ -1,4 +1,4 @@
-"""Save while training: the best, the last, every so often."""
+"""`ModelCheckpoint`: checkpoints during training, ranked by a logged value or saved at regular intervals."""
 
 from __future__ import annotations
 
@@ -40,70 +40,92 @@ if TYPE_CHECKING:
 
 
 class ModelCheckpoint(CheckpointAliases, Checkpoint):
-    """Save checkpoints between optimizer steps and keep the ones worth keeping.
+    """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
-    A checkpoint is a directory, put in place in one move once it is complete; an older one is removed only after that.
-    Several ModelCheckpoints may be used at once, for example one for the best and one for every so many steps.
+    A checkpoint is a directory that appears in one rename once it is complete; an older one is removed only after that.
+    Several ModelCheckpoints may be used at once, for example one for the best checkpoint and one for regular intervals.
 
-    It is saved when everything that belongs to its step is done: after the step's validation and the schedulers, and
-    for an epoch's last step when the epoch is over. A checkpoint is ranked by a value that was measured on its own
-    weights: where ``monitor`` is a value of validation (or of a whole epoch) and a save by steps or by time comes in
-    between, the ranked save waits for the next such value. ``last.ckpt`` does not wait. A value of a training step is
-    the newest there is: one that is not logged in every step may be of some steps before.
+    A checkpoint is saved when everything that belongs to its step is done: after the step's validation and the
+    schedulers, and for the last step of an epoch after the epoch has ended. It is ranked by a value that was measured
+    on its own weights: if ``monitor`` is a value of a validation or of a whole epoch, and a save by steps or by time is
+    due in between, the ranked save waits for the next such value. ``last.ckpt`` does not wait. For a value of training
+    steps, the latest one is used: if it is not logged in every step, it may be some steps old.
 
     Args:
-        dirpath: where to, a directory or a URL such as ``s3://bucket/run``; by default ``checkpoints`` in the run's
-            folder: the first logger's, or one that is made in ``default_root_dir`` where no logger has one, named by
-            experiment and run; without loggers that itself.
-        filename: a template such as ``"{epoch}-{val_loss:.2f}"``; by default ``"{epoch}-{step}"``.
-        monitor: the logged value that says which is best; without one the newest is. ``"step"`` with ``mode="max"``
-            keeps the newest ``save_top_k``.
-        verbose: say what was saved.
-        save_last: keep a ``last.ckpt`` too, the newest of all. Default: only in a run folder, where no other
-            ``ModelCheckpoint`` keeps the newest. ``"link"`` means the same: a checkpoint stays whole
-            when others are removed, so nothing is linked. What ``save_on_exception`` saves is that one then.
-        save_top_k: how many of the best to keep; -1 keeps all, 0 none.
-        save_on_exception: when an error or Ctrl-C ends ``fit``, save the run; a run that resumes from there is the one
-            that was never interrupted. Ctrl-C ends the run after the step in progress, and all ranks save. An error
-            saves the run as it was after the last completed step. With several processes rank zero does that, with
-            nothing of the others, whose random numbers begin anew; not where they hold parts of the model. Nothing is
-            saved if the error comes within the optimizer's step or in ``on_step_end``, or, with several processes,
-            between the two, but for one in a validation, which is then done again. Costs 0.1 ms per step, a copy of the
-            model's buffers and of the callbacks' states, and on a GPU a wait if an epoch's mean is logged.
-        save_weights_only: leave out what only resuming needs.
-        save_trainable_only: leave out the weights that are not trained (``requires_grad=False``), such as those of a
-            pretrained model under adapters: build the task with the same ones to load such a checkpoint, which has
-            their digests. What was trained at any time of the run is saved.
-        mode: whether ``"min"`` or ``"max"`` is best. NaN is worse than anything.
-        auto_insert_metric_name: write ``name=value`` into file names, a ``/`` of the name as ``_``.
-        every_n_train_steps: save every so many optimizer steps.
-        train_time_interval: save after so much time (``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments), by
-            rank zero's clock.
-        every_n_epochs: save every so many epochs; 1 where none of the three triggers is given.
-        save_on_train_epoch_end: whether ``every_n_epochs`` saves when the epoch ends, or after validation. By default
-            when it ends, unless validation runs several times in an epoch or not in each.
-        enable_version_counter: add ``-v1`` where another run's checkpoint has the name; else replace it. What another
-            ModelCheckpoint of this run keeps is never replaced.
-        async_save: training goes on once the state is copied to host memory, which keeps room for one copy; the rest
-            happens beside it. A save that fails ends ``fit`` at a later step or at its end, and what is replaced is
-            removed only after its successor is in place. Until then ``best_model_path`` may not be there yet.
+        dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
+            run's folder. That is the folder of the first logger, or if no logger has one, a folder in
+            ``default_root_dir`` named by experiment and run, or without loggers ``default_root_dir`` itself.
+        filename: Template such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
+        monitor: Name of the logged value that ranks checkpoints. None ranks the latest as the best. ``"step"`` with
+            ``mode="max"`` keeps the latest ``save_top_k``. Default: None.
+        verbose: Announce each save. Default: False.
+        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` means the same, without a link:
+            checkpoints do not depend on each other. ``save_on_exception`` then also saves under this name. Default:
+            only in a run folder in which no other ``ModelCheckpoint`` keeps the latest.
+        save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 none. Default: 1.
+        save_on_exception: Save the run when an error or Ctrl-C ends ``fit``; a run that resumes from there equals an
+            uninterrupted one. Ctrl-C ends the run after the current step, and all ranks save. After an error, rank zero
+            saves the run as of the last completed step. With several processes the other ranks' state is missing, so
+            their RNG state is initialized anew; nothing is saved if they hold shards of the model. Nothing is saved
+            either if the error occurs in the optimizer's step or in ``on_step_end``, or, with several processes,
+            between the two, except in a validation, which is then repeated. The overhead is 0.1 ms per step, a copy of
+            the model's buffers and of the callbacks' states, and on a GPU a synchronization if the mean of an epoch is
+            logged. Default: False.
+        save_weights_only: Leave out what only a resume needs. Default: False.
+        save_trainable_only: Leave out frozen weights (``requires_grad=False``), such as those of a pretrained model
+            with adapters. To load such a checkpoint, build the task with the same frozen weights; their digests are
+            compared. Weights that were trained at any time of the run are saved. Default: False.
+        mode: ``"min"`` or ``"max"``, whichever is best. NaN is worse than any number. Default: ``"min"``.
+        auto_insert_metric_name: Write ``name=value`` into file names, with ``_`` for a ``/`` of the name. Default:
+            True.
+        every_n_train_steps: Optimizer steps between saves.
+        train_time_interval: Time between saves (``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments), by rank
+            zero's clock.
+        every_n_epochs: Epochs between saves. Default: 1 if none of the three triggers is set.
+        save_on_train_epoch_end: Whether ``every_n_epochs`` saves at the end of the epoch (True) or after its validation
+            (False). Default: at the end, unless validations run several times in an epoch or not in each.
+        enable_version_counter: Append ``-v1`` if a checkpoint of another run has the name; otherwise replace it. A
+            checkpoint that another ModelCheckpoint of this run keeps is never replaced. Default: True.
+        async_save: Continue training once the state is copied to host memory, which needs room for one copy; the rest
+            of the save runs in the background. A failed save ends ``fit`` at a later step or at its end, and replaced
+            checkpoints are removed only after their successor is in place. Until then, ``best_model_path`` may not
+            exist yet. Default: False.
 
     Attributes:
-        best_model_path: the best checkpoint, or "".
-        best_model_score: its value, a 0-d tensor, or None without a monitor.
-        best_k_models: value by path of those that are kept; empty without a monitor.
-        last_model_path: the newest ``last.ckpt``, or "".
-        current_score: the value at the newest save, or None.
+        best_model_path: Path of the best checkpoint, or "".
+        best_model_score: Its value, a 0-d tensor; None without a monitor.
+        best_k_models: Values by path of the kept checkpoints; empty without a monitor.
+        last_model_path: Path of the latest ``last.ckpt``, or "".
+        current_score: Value at the latest save, or None.
 
     Raises:
-        ValueError: for triggers that exclude each other, or a value that can't be honoured.
-        TypeError: for a value of another kind.
+        ValueError: If triggers exclude each other, or an argument is invalid.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+        >>> import os, tempfile
+        >>> import treadle as tl
+        >>> from treadle.callbacks import ModelCheckpoint
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint = ModelCheckpoint(folder, every_n_train_steps=1)
+        ...     trainer = tl.Trainer(
+        ...         max_steps=2,
+        ...         accelerator="cpu",
+        ...         devices=1,
+        ...         logger=False,
+        ...         enable_progress_bar=False,
+        ...         callbacks=checkpoint,
+        ...     )
+        ...     trainer.fit(BoringModel())
+        >>> os.path.basename(checkpoint.best_model_path)
+        'epoch=0-step=2.ckpt'
     """
 
     after_task = 2
     exchanges = True
 
-    # How names are made; a script may set these on the class, a subclass or an instance, as in Lightning.
+    # Elements of names; a script may set them on the class, a subclass or an instance, as in Lightning.
     CHECKPOINT_JOIN_CHAR = "-"
     CHECKPOINT_EQUALS_CHAR = "="
     CHECKPOINT_NAME_LAST = "last"
@@ -145,7 +167,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         check_triggers(every_n_train_steps, interval, every_n_epochs)
         check_place(dirpath, filename)
         if check_int("save_top_k", save_top_k, -1, "keeps all") > 1 and monitor is None:
-            raise ValueError(f"save_top_k={save_top_k} needs a monitor to tell the best {save_top_k} by.")
+            raise ValueError(f"save_top_k={save_top_k} needs a monitor that ranks checkpoints. Set monitor.")
         at_end = save_on_train_epoch_end
         by_default = (every_n_train_steps, interval, every_n_epochs) == (None, None, None)
         self._top_k = TopKCheckpoints(
@@ -168,12 +190,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.async_save = check_bool("async_save", async_save)
         self._clock = None if interval is None else AgreedInterval(interval)
         self._triggered_step = 0
-        self._save_requested = False  # a trigger has fired and nothing is saved for it yet
-        self._waiting = False  # the ranked save still waits for its value
-        self._continues = False  # the run resumes in the directory it had
+        self._save_requested = False  # a trigger has fired, and the save is pending
+        self._waiting = False  # the ranked save waits for its value
+        self._continues = False  # the run resumes in the same directory
         self._resumed_step: int | None = None
         self._before: dict[str, Any] = {}  # the record before the checkpoint that is being saved
-        self._job: Job | None = None  # the save that is under way
+        self._job: Job | None = None  # the save in the background
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +220,10 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`. Of another directory only the best is remembered: it is not ours to clean."""
+        """See `Callback.load_state_dict`.
+
+        Of another directory only the best is restored, because this run must not clean it.
+        """
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._save_requested = state_dict["wanted"]
         if self.dirpath is not None:
@@ -210,39 +235,39 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def saves(self) -> bool:
-        """Whether it may save anything at all."""
+        """Return whether the callback saves at all."""
         triggers = self.every_n_train_steps or self.every_n_epochs or self.train_time_interval is not None
         return self.save_on_exception or bool(triggers and (self.save_top_k or self.save_last))
 
     @property
     def keeps_newest(self) -> bool:
-        """Whether a run can be resumed from where it was saved last, and not only from its best checkpoint."""
+        """Return whether a run can be resumed from its latest save, and not only from its best checkpoint."""
         newest = self.save_last or self.save_top_k == -1 or (self.monitor is None and bool(self.save_top_k))
         return newest and not self.save_weights_only
 
     def keep_last_by_default(self) -> None:
-        """Keep a ``last.ckpt`` too, unless ``save_last`` was given. Call it before ``fit``."""
+        """Also keep a ``last.ckpt``, unless ``save_last`` was set. Call it before ``fit``."""
         self.save_last |= self._may_keep_last
 
     # -- when ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Find the directory, the same on every process. Forget what another run still wanted."""
+        """Determine the directory, the same on every process, and reset the triggers of an earlier run."""
         if stage != "fit":
             return
         self._warn_of_never_called(ModelCheckpoint)
-        self._settle(trainer, wait=True)  # of a fit that Ctrl-C ended twice
+        self._settle(trainer, wait=True)  # a leftover of a fit that Ctrl-C ended twice
         self._save_requested = self._waiting = False
         if self.dirpath is None:
             root = trainer.logbook.agree_on_directory(trainer.default_root_dir)
             self.dirpath = str(absolute(root) / "checkpoints")
-        self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)  # a name with the time in it differs
+        self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)  # names with the time differ by rank
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Find out before the first step whether saving will work; clear away what a killed run left.
+        """Check before the first step that saving will work, and remove what a killed run left.
 
         Raises:
-            OSError: if the directory can't be made or written to, or has no room for one checkpoint.
+            OSError: If the directory cannot be created or written to, or has no room for one checkpoint.
         """
         progress, world = trainer.progress, trainer.accelerator.world
         self._top_k.saved_step = progress.step
@@ -259,21 +284,21 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
                 removed = finish_removing(replaced, self._directory, progress.step, trainer.ckpt_path)
                 stores = map(checkpoint.CheckpointStore, folders(self._directory, self.name_depth))
                 recovered = [sentence for store in stores for sentence in store.recover()]
-                for sentence in [*recovered, *(f"{path}: removed, as it had been replaced" for path in removed)]:
+                for sentence in [*recovered, *(f"{path}: removed, because it had been replaced" for path in removed)]:
                     announce(sentence)
         self._top_k.replaced = []
         if self.save_trainable_only:
-            trainer.accelerator.checkpointer.find_frozen(world)  # as they are before anything is trained
+            trainer.accelerator.checkpointer.find_frozen(world)  # before anything is trained
         missing = [path for path in sorted(self._top_k.ranked_paths) if not as_path(path).exists()]
-        self._top_k.forget(world.broadcast(missing))  # by rank zero's disk
+        self._top_k.forget(world.broadcast(missing))  # as seen by rank zero
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Ask for a save if that happens after validation."""
+        """Trigger a save after a validation, if it is due there."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if it was asked for, or if so many steps or so much time have gone by."""
+        """Save if a save was triggered, or if an interval of steps or time is over."""
         if self._job is not None:
             self._settle(trainer)
         progress = trainer.progress
@@ -288,25 +313,28 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._serve(trainer, epoch_is_over=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if it was asked for, or if that happens when epochs end."""
+        """Save if a save was triggered, or if one is due at the end of the epoch."""
         if self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
         self._serve(trainer, epoch_is_over=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Wait for a save that is under way. Say so if nothing could be ranked in the whole run."""
+        """Wait for a save in the background. Warn if no checkpoint of the run could be ranked."""
         self._settle(trainer, wait=True)
         if self._waiting and not self.best_model_path:
-            warn(f"ModelCheckpoint saved no best checkpoint: {self.monitor!r} was not measured before training ended.")
+            warn(
+                f"ModelCheckpoint saved no best checkpoint, because {self.monitor!r} was not measured before training "
+                "ended."
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Save the last completed step if that is asked for, on rank zero. Nothing is exchanged: nobody may be there.
+        """Save the last completed step on rank zero, if ``save_on_exception`` is set. No collectives are called.
 
-        A save that is under way is waited for first.
+        A save in the background is completed first.
 
         Raises:
-            ValueError: if a weight is not finite.
-            OSError: if the disk refuses.
+            ValueError: If a weight is not finite.
+            OSError: If the checkpoint cannot be written.
         """
         try:
             self._settle(trainer, wait=True)
@@ -314,34 +342,40 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._save_last(trainer, exception)
 
     def save_now(self, trainer: Trainer) -> str:
-        """Save the run as it is, as ``last.ckpt`` if there is one, else as ``preempted.ckpt``. Call it on all ranks.
+        """Save the run as ``last.ckpt`` if that is kept, else as ``preempted.ckpt``. Call it on all ranks.
+
+        Args:
+            trainer: The running Trainer.
 
         Returns:
             The checkpoint's path.
 
         Raises:
-            ValueError: if a weight is not finite.
-            OSError: if the disk refuses.
+            ValueError: If a weight is not finite.
+            OSError: If the checkpoint cannot be written.
         """
         self._settle(trainer, wait=True)
         path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
         return self._save_as(path, trainer)
 
     def save_interrupted(self, trainer: Trainer) -> str:
-        """Save the run as it is, under the name that ``save_on_exception`` gives. Call it on all ranks.
+        """Save the run under the name that ``save_on_exception`` uses. Call it on all ranks.
+
+        Args:
+            trainer: The running Trainer.
 
         Returns:
             The checkpoint's path.
 
         Raises:
-            ValueError: if a weight is not finite.
-            OSError: if the disk refuses.
+            ValueError: If a weight is not finite.
+            OSError: If the checkpoint cannot be written.
         """
         self._settle(trainer, wait=True)
         return self._save_as(None, trainer)
 
     def _save_as(self, path: str | None, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if there is one; else as ``path``, or as the template says."""
+        """Save the run as ``last.ckpt`` if that is kept; else as ``path``, or by the template."""
         progress = trainer.progress
         if self.save_last or path is None:
             values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
@@ -355,13 +389,14 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return path
 
     def _save_last(self, trainer: Trainer, exception: BaseException) -> None:
+        """Save the last completed step after an error."""
         last = trainer.last_step
         if not self.save_on_exception or last is None or not trainer.is_global_zero:
             return
         if last.step <= self._top_k.saved_step:
             return
         if last.lost:
-            warn(f"nothing is saved: {last.lost}. Its checkpoints are of earlier steps.")
+            warn(f"the run is not saved: {last.lost}. Its checkpoints are of earlier steps.")
             return
         values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values, **last.counts}
         if self.save_last:
@@ -375,6 +410,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         announce(f"{type(exception).__name__}: the run as of optimizer step {last.step} is saved as {path}")
 
     def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
+        """Return whether ``every_n_epochs`` saves at the end of the epoch."""
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
         # With one validation per epoch its value is known when the epoch ends, and the checkpoint is a whole epoch's.
@@ -382,15 +418,17 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return once or not trainer.has_validation
 
     def _trigger_by_epoch(self, trainer: Trainer) -> None:
+        """Trigger a save if the epoch is due."""
         if self.every_n_epochs and (trainer.progress.epoch + 1) % self.every_n_epochs == 0:
             self._trigger(trainer.progress.step)
 
     def _trigger(self, step: int) -> None:
-        if step != self._triggered_step:  # a step that float16 skipped is no new one
+        """Trigger a save, once per optimizer step."""
+        if step != self._triggered_step:  # a step that float16 skipped does not count
             self._triggered_step, self._save_requested = step, True
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
-        """Save what was asked for, as far as its value is known."""
+        """Save what was triggered, as far as its value is known."""
         measured = epoch_is_over or trainer.logbook.watch.step == trainer.progress.step
         if not self._save_requested and not (self._waiting and measured):
             return
@@ -404,16 +442,16 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._save(trainer, values, ranked)
 
     def _has_current_value(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
-        """Whether ``name`` has a value of the present weights, as far as can be told: a step's value counts as such.
+        """Return whether ``name`` has a value of the current weights. The value of a step counts as one.
 
         Raises:
-            ValueError: if the epoch is over and has not logged it.
+            ValueError: If the epoch is over and has not logged it.
         """
         if name in ("step", "epoch"):
             return True
         if name in values:
             just_measured = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()
-            # Otherwise it is a whole epoch's, a part's (a limit ended the run within it) or an older validation's.
+            # Otherwise it is of an epoch, of part of one (a limit ended the run within it) or of an older validation.
             return just_measured or (
                 trainer.progress.epoch_is_over and name not in trainer.logbook.watch.stale(trainer)
             )
@@ -425,12 +463,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def _directory(self) -> str:
+        """Directory of the checkpoints."""
         if self.dirpath is None:
-            raise ValueError("ModelCheckpoint has no directory yet: that is found when fit begins.")
+            raise ValueError("ModelCheckpoint has no directory before fit begins. Pass dirpath, or call fit first.")
         return self.dirpath
 
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
-        """Decide what is kept, save, and remove what is not kept any more."""
+        """Decide what is kept, save it, and remove what is no longer kept."""
         self._settle(trainer, wait=True)
         top_k, before = self._top_k, self._top_k.snapshot()
         self._before = before
@@ -474,18 +513,18 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._finish_save(trainer)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Save one checkpoint. A subclass may write something else, on all ranks; Lightning's name."""
+        """Save one checkpoint. A subclass may write something else, on all ranks. The name is Lightning's."""
         trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
 
     def _settle(self, trainer: Trainer, wait: bool = False) -> None:
-        """Follow up a save beside the training that has ended; raise what it failed with."""
+        """Complete a background save that has ended, and raise its error."""
         job = self._job
         if job is None or not (wait or job.done):
             return
         try:
             job.finish()
         finally:
-            if job.done:  # else Ctrl-C ended the wait, and what is replaced is still needed
+            if job.done:  # otherwise Ctrl-C ended the wait, and the replaced checkpoints are still needed
                 self._job = None
                 if job.error is not None:
                     self._top_k.restore(self._before)
@@ -493,7 +532,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._finish_save(trainer)
 
     def _finish_save(self, trainer: Trainer) -> None:
-        """The newest checkpoint is in place: now what it replaces may go."""
+        """Remove the replaced checkpoints, now that the latest one is in place."""
         if self.verbose:
             announce(f"saved the run as of optimizer step {self._top_k.saved_step} in {self._directory}")
         if trainer.is_global_zero:
@@ -503,7 +542,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         trainer.logbook.call("after_save_checkpoint", self)
 
     def _collect_reserved_paths(self, trainer: Trainer) -> set[str]:
-        """Return what the other callbacks of this run keep, are saving, or will remove once that is in place."""
+        """Return the paths that this run's other callbacks keep, are saving, or will remove afterwards."""
         others = (callback for callback in trainer.checkpoint_callbacks if callback is not self)
         return set().union(*(callback._top_k.reserved_paths for callback in others))
 
@@ -511,18 +550,27 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst ranked checkpoint, which the next better one replaces; "" while there is room."""
+        """Path of the worst ranked checkpoint, which the next better one replaces; "" if none is replaced."""
         return self._top_k.kth_best_model_path
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return whether a checkpoint with this value of ``monitor`` is to be saved among the best.
+        """Return whether a checkpoint with this value of ``monitor`` is among the best.
 
-        A subclass may decide otherwise, the same on every rank.
+        A subclass may decide differently, but identically on every rank.
+
+        Args:
+            trainer: The running Trainer.
+            current: The value, a 0-d tensor, or None.
         """
         return current is not None and bool(self.save_top_k) and self._top_k.is_among_best(current)
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
-        """Return whether a path exists on rank zero's disk. Call it on all ranks."""
+        """Return whether a path exists on rank zero's disk. Call it on all ranks.
+
+        Args:
+            filepath: The path.
+            trainer: The running Trainer.
+        """
         is_main = trainer.is_global_zero
         return bool(trainer.accelerator.world.broadcast(lexists(filepath) if is_main else None))
 
@@ -530,6 +578,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def _filenames(self) -> CheckpointFilenames:
+        """Names of the checkpoints, from the current class attributes."""
         return CheckpointFilenames(
             template=self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}",
             template_of_last=self.CHECKPOINT_NAME_LAST,
@@ -540,7 +589,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def name_depth(self) -> int:
-        """How many folders below ``dirpath`` the names of checkpoints may lead into."""
+        """Number of folder levels below ``dirpath`` in the names of checkpoints."""
         return self._filenames.depth
 
     def format_checkpoint_name(
@@ -549,12 +598,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Return the path for these values.
 
         Args:
-            metrics: values by name; one that the template names and that is not among them counts as 0.
-            filename: the template; by default ``filename`` of the callback.
-            ver: the number for a suffix like ``-v1``.
+            metrics: Values by name; one that the template uses and that is missing counts as 0.
+            filename: The template. Default: the callback's ``filename``.
+            ver: Number of a suffix like ``-v1``. Default: no suffix.
 
         Raises:
-            ValueError: if the template has a format that its value can't be written in.
+            ValueError: If a value cannot be written in its field's format.
         """
         name = self._filenames.fill_in(metrics, filename, ver)
         return name if self.dirpath is None else str(as_path(self.dirpath) / name)
@@ -571,11 +620,11 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Return a path that no other checkpoint has.
 
         Args:
-            trainer: the run's.
-            values: for the template.
-            step: the optimizer step that is saved.
-            replaced: this callback's checkpoint whose path may be used again.
-            last: name the ``last.ckpt``, not a ranked checkpoint.
+            trainer: The running Trainer.
+            values: Values of the template.
+            step: The optimizer step that is saved.
+            replaced: This callback's checkpoint whose path may be reused.
+            last: Return the path of ``last.ckpt`` instead of a ranked checkpoint.
         """
         template = self.CHECKPOINT_NAME_LAST if last else None
         # Paths of this run count too: they may not be on disk yet, or look like what was saved before a resume.

@@ -1,4 +1,4 @@
-"""Print a table of the model's modules when training begins."""
+"""`ModelSummary`: a table of the model's modules when training begins."""
 
 from __future__ import annotations
 
@@ -14,28 +14,48 @@ if TYPE_CHECKING:
 
 
 class ModelSummary(BestEffortCallback):
-    """Print a table of the model's parts when ``fit`` begins: type, parameters, training or evaluation mode, frozen.
+    """Callback that prints a table of the model's modules when ``fit`` begins.
 
-    Where the task has an ``example_input_array``, it is run on it once, and the table shows what goes into each part,
-    what comes out, and how many floating-point operations that takes. Of a sharded model it also says how many of
-    the parameters one process holds. Override `show` to print it otherwise.
+    If the task has an ``example_input_array``, it is run on it once, and the table also shows the shapes of each
+    module's inputs and outputs and its floating-point operations. For a sharded model the table also shows how many of
+    the parameters one process holds. Override `show` to print the table differently.
 
     Args:
-        max_depth: how many levels of parts to show; -1 for all, 0 for no table.
+        max_depth: Levels of nested modules to show; -1 shows all, 0 prints no table. Default: 1.
 
     Raises:
-        ValueError: for a depth that is none.
+        ValueError: If ``max_depth`` is invalid.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import ModelSummary
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class PrintTotals(ModelSummary):
+        ...     def show(self, summary):
+        ...         print(summary.total_parameters, "parameters")
+        >>> trainer = tl.Trainer(
+        ...     max_steps=1,
+        ...     accelerator="cpu",
+        ...     devices=1,
+        ...     logger=False,
+        ...     enable_checkpointing=False,
+        ...     enable_progress_bar=False,
+        ...     callbacks=PrintTotals(),
+        ... )
+        >>> trainer.fit(BoringModel())
+        66 parameters
     """
 
     def __init__(self, max_depth: int = 1) -> None:
         self.max_depth = check_int("max_depth", max_depth, -1, "shows all")
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Print the table. To run a sharded model on its example takes all processes."""
+        """Print the table. Running a sharded model on its example input takes all processes."""
         if self.max_depth and (trainer.is_global_zero or pl_module.example_input_array is not None):
             self._safely(self._look, trainer, pl_module)
 
     def _look(self, trainer: Trainer, task: TaskModule) -> None:
+        """Summarize the task, and print the table on rank zero."""
         accelerator = trainer.accelerator
 
         def prepare(example: Any) -> Any:
@@ -47,5 +67,9 @@ class ModelSummary(BestEffortCallback):
             self.show(summary)
 
     def show(self, summary: Summary) -> None:
-        """Print it. Called on rank zero."""
+        """Print the table. Runs on rank zero.
+
+        Args:
+            summary: The table.
+        """
         announce(str(summary))

@@ -1,4 +1,4 @@
-"""Read monitored metrics: identical on every rank and measured on the current weights."""
+"""Monitored metrics: read identically on every rank, and measured on the current weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ MODES = ("min", "max")
 
 
 class LatestValidation:
-    """Names that the latest validation logged, and the optimizer step it came after.
+    """Names that the latest validation logged, and its optimizer step.
 
-    A value of validation belongs to the weights it was measured on. A checkpoint of later weights must not be ranked by
-    it.
+    A value of a validation belongs to the weights it was measured on. A checkpoint of later weights must not be ranked
+    by it.
 
     Attributes:
-        step: optimizer steps done at the latest validation; None before the first.
-        names: the names it logged.
+        step: Optimizer steps taken before the latest validation; None before the first.
+        names: The names it logged.
+
+    Example:
+        >>> from treadle.callbacks import LatestValidation
+        >>> LatestValidation().state_dict()
+        {'step': None, 'names': []}
     """
 
     def __init__(self) -> None:
@@ -30,24 +35,40 @@ class LatestValidation:
         self.names: frozenset[str] = frozenset()
 
     def end(self, trainer: Trainer) -> None:
-        """Note the names and the step when a validation is over."""
+        """Record the names and the step after a validation.
+
+        Args:
+            trainer: The running Trainer.
+        """
         self.names = trainer.logbook.newest
         self.step = trainer.progress.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: a resumed run restores logged values, which must not count as new."""
+        """Return the state for a checkpoint: restored values must not count as new ones in a resumed run."""
         return {"step": self.step, "names": sorted(self.names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The saved state.
+        """
         self.step, self.names = state_dict["step"], frozenset(state_dict["names"])
 
     def just_measured(self, trainer: Trainer) -> frozenset[str]:
-        """Return the names whose values a validation of the current weights logged."""
+        """Return the names that a validation of the current weights logged.
+
+        Args:
+            trainer: The running Trainer.
+        """
         return self.names if self.step == trainer.progress.step else frozenset()
 
     def stale(self, trainer: Trainer) -> frozenset[str]:
-        """Return the names whose values a validation of older weights logged."""
+        """Return the names that a validation of older weights logged.
+
+        Args:
+            trainer: The running Trainer.
+        """
         return self.names if self.step != trainer.progress.step else frozenset()
 
 
@@ -55,8 +76,11 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
     """Return every logged value, identical on every rank. Call it on all ranks.
 
     Args:
-        trainer: the run's.
-        keep: names for which a step's value of the same name doesn't count, as validation has logged them since.
+        trainer: The running Trainer.
+        keep: Names whose step value is ignored, because a validation has logged them since. Default: none.
+
+    Returns:
+        Values by name.
     """
     values = dict(trainer.logbook.callback_values)
     # The step values that loggers got may be log_every_n_steps old.
@@ -71,14 +95,14 @@ def read_monitored_metric(
     """Return the latest value of ``name``, identical on every rank. Call it on all ranks.
 
     Args:
-        trainer: the run's.
-        name: the logged name.
-        consumer: what needs it, for the error, such as ``"the scheduler's monitor"``.
-        strict: raise for a name that was never logged; else return None.
-        keep: see `read_logged_metrics`.
+        trainer: The running Trainer.
+        name: The logged name.
+        consumer: The object that needs the value, for messages, such as ``"the scheduler's monitor"``.
+        strict: Raise an error if the name was never logged; otherwise return None. Default: True.
+        keep: See `read_logged_metrics`.
 
     Raises:
-        ValueError: lists what was logged.
+        ValueError: If the name was never logged; the message lists those that were.
     """
     values = read_logged_metrics(trainer, keep)
     if name not in values and strict:
@@ -87,44 +111,57 @@ def read_monitored_metric(
 
 
 def checks_at_epoch_end(trainer: Trainer) -> bool:
-    """Return whether a monitored value is checked when epochs end, rather than after each validation.
+    """Return whether a monitored value is checked at the end of epochs, rather than after each validation.
 
-    When an epoch ends, its training values can be watched as well as those of its one validation.
+    At the end of an epoch, its training values are available as well as those of its one validation.
+
+    Args:
+        trainer: The running Trainer.
     """
     once = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
     return once or not trainer.has_validation
 
 
 def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = True) -> float | None:
-    """Return the value of ``name`` for a check, identical on every rank; None if there is no new one. Call it on all.
+    """Return the value of ``name`` for a check, identical on every rank. Call it on all ranks.
 
     Args:
-        trainer: the run's.
-        name: the logged name.
-        consumer: the class of the callback that checks, for messages.
-        strict: raise for a name that was never logged; else warn.
+        trainer: The running Trainer.
+        name: The logged name.
+        consumer: Class name of the callback that checks, for messages.
+        strict: Raise an error if the name was never logged; otherwise warn. Default: True.
+
+    Returns:
+        The value; None if no new one is available.
 
     Raises:
-        ValueError: lists what was logged.
+        ValueError: If the name was never logged; the message lists those that were.
     """
     watch = trainer.logbook.watch
     if name in watch.stale(trainer):
         return None
     values = read_logged_metrics(trainer, keep=watch.just_measured(trainer))
     value = values.get(name)
-    if value is None and not (trainer.has_validation and watch.step is None):  # else no validation yet
+    if value is None and not (trainer.has_validation and watch.step is None):  # else no validation has run yet
         if strict:
             raise make_never_logged_error(trainer, name, f"{consumer}'s monitor", values)
-        warn(f"{consumer}(strict=False) leaves out a check: {name!r} was never logged.")
+        warn(f"{consumer}(strict=False) skips a check, because {name!r} was never logged.")
     return value
 
 
 def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: Iterable[str]) -> ValueError:
-    """Return the error for a name that was not logged, with the names that were."""
+    """Return the error for a name that was not logged, with the names that were.
+
+    Args:
+        trainer: The running Trainer.
+        name: The name.
+        consumer: The object that needs the value.
+        logged: The logged names.
+    """
     names = sorted(logged)
     validation = "" if trainer.has_validation else " This run has no validation."
     if trainer.limit_val_batches and trainer.sources is not None and trainer.sources.empty("val"):
-        validation += " Of its validation loaders at least one is empty."
+        validation += " At least one of its validation dataloaders is empty."
     return ValueError(
         f"{consumer} {name!r} was never logged. Logged so far: {', '.join(names) or 'nothing'}.{nearest(name, names)}"
         f"{validation} Log it with self.log({name!r}, ...) in the step or hook that measures it."
@@ -134,7 +171,13 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
 def is_better(value: float, than: float, mode: str, margin: float = 0.0) -> bool:
     """Return whether ``value`` improves on ``than`` by more than ``margin``.
 
-    NaN never does, and anything improves on it.
+    NaN is never better than a number, and every number is better than NaN.
+
+    Args:
+        value: The new value.
+        than: The value to compare with.
+        mode: ``"min"`` or ``"max"``, whichever is best.
+        margin: Difference that an improvement must exceed. Default: 0.0.
     """
     if math.isnan(value):
         return False

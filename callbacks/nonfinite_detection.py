@@ -1,4 +1,4 @@
-"""Which part of the model is the first to compute something that is not finite."""
+"""`NonFiniteWatch`: the first module that computes a value that is not finite."""
 
 from __future__ import annotations
 
@@ -19,34 +19,48 @@ if TYPE_CHECKING:
 
 
 class NonFiniteWatch(Callback):
-    """Names the rank and the module that first compute NaN or infinity, in forward or in backward.
+    """Callback that names the rank and the module that first compute NaN or infinity, in forward or backward pass.
 
-    For the search of an error: it looks at every module's output and its gradient, and at every parameter's gradient,
-    and waits for the device and for all ranks after each backward. It acts before the task's own hooks
+    For debugging only: it checks every module's output and its gradient and every parameter's gradient, and
+    synchronizes with the device and with all ranks after each backward pass. It runs before the task's own hooks
     (``after_task`` is 0). The error is raised on all ranks.
 
     Args:
-        outputs: look at modules' outputs, in the order in which they are computed.
-        gradients: look at the gradients of modules' outputs, in the order of backward, then at those of parameters,
-            from the end of the model on. Not with float16, where the loss scale lets them overflow now and then.
+        outputs: Check the outputs of modules, in the order of the forward pass. Default: True.
+        gradients: Check the gradients of modules' outputs, in the order of the backward pass, then those of parameters,
+            from the end of the model on. Disabled with float16, where the loss scale makes gradients overflow now and
+            then. Default: True.
 
     Raises:
-        ValueError: if it is to look at nothing; in training, naming step, rank, module and what was found.
-        TypeError: for a value that is neither True nor False.
+        ValueError: If both checks are disabled; in training, with step, rank, module and the tensor that is not finite.
+        TypeError: If an argument is not a bool.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import NonFiniteWatch
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class Broken(BoringModel):
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch / 0).sum()
+        >>> trainer = tl.Trainer(max_steps=1, accelerator="cpu", devices=1, barebones=True, callbacks=NonFiniteWatch())
+        >>> trainer.fit(Broken())  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        ValueError: the output of layer (Linear) is the first to hold NaN or infinity ...
     """
 
     def __init__(self, outputs: bool = True, gradients: bool = True) -> None:
         self.outputs = check_bool("outputs", outputs)
         self.gradients = check_bool("gradients", gradients)
         if not (outputs or gradients):
-            raise ValueError("outputs=False, gradients=False leaves nothing to look at.")
+            raise ValueError("outputs=False, gradients=False disables both checks. Enable at least one.")
         self._handles: list[Any] = []
         self._scaled = False
         self._output_flags: list[tuple[str, Tensor]] = []
         self._gradient_flags: list[tuple[str, Tensor]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Begin to look."""
+        """Register the hooks on all modules."""
         self._scaled = trainer.scaler is not None
         for name, part in pl_module.named_modules():
             if part is not pl_module:
@@ -54,11 +68,11 @@ class NonFiniteWatch(Callback):
                 self._handles.append(part.register_forward_hook(partial(self._look, label)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Forget what validation computed."""
+        """Discard the flags of a validation."""
         self._forget()
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Read what was seen."""
+        """Read the flags of this micro-batch and raise the error if one is set."""
         reduced_names: list[str] = []
         flags = [[*self._output_flags, *self._gradient_flags], []]
         self._forget()
@@ -69,7 +83,7 @@ class NonFiniteWatch(Callback):
                     flags[1].append((f"the gradient of {strip_compile_prefix(name)}", finite))
         world = trainer.accelerator.world
         bad_names = [_find_bad(some, world.device) for some in flags]
-        if not pl_module.automatic_optimization or world.size == 1:  # all gradients are this process's own
+        if not pl_module.automatic_optimization or world.size == 1:  # no gradient is reduced
             bad_by_rank = {world.rank: bad_names[0] + bad_names[1]}
         elif world.any(any(bad_names)):
             gathered = world.gather_objects(bad_names)
@@ -88,16 +102,18 @@ class NonFiniteWatch(Callback):
         )
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Look no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._forget()
 
     def _forget(self) -> None:
+        """Discard all flags."""
         self._output_flags, self._gradient_flags = [], []
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Record for each output of a module whether it is finite."""
         if not torch.is_grad_enabled():
             return
         for tensor in _iterate_tensors(output):
@@ -107,10 +123,12 @@ class NonFiniteWatch(Callback):
                 tensor.register_hook(partial(self._look_back, f"the gradient of the output of {name}"))
 
     def _look_back(self, name: str, gradient: Tensor) -> None:
+        """Record whether a gradient is finite."""
         self._gradient_flags.append((name, local(torch.isfinite(gradient).all())))
 
 
 def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str]:
+    """Return the names whose tensors are not finite."""
     if not flags:
         return []
     finite = torch.stack([flag.to(device) for _, flag in flags]).tolist()
@@ -118,6 +136,7 @@ def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in nested containers."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
             yield value

@@ -1,4 +1,4 @@
-"""Save the run when an error ends it."""
+"""`OnExceptionCheckpoint`: a checkpoint when an error ends the run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from .model_checkpoint import ModelCheckpoint
 
 
 class OnExceptionCheckpoint(ModelCheckpoint):
-    """Saves the run as it was after the last completed step when an error or Ctrl-C ends ``fit``, and never else.
+    """Callback that saves the run as of the last completed step when an error or Ctrl-C ends ``fit``, and only then.
 
-    What ``ModelCheckpoint(save_on_exception=True)`` does, under a name that is always the same: an older one is
-    replaced. It is in addition to the Trainer's other checkpoints. To go on from it, or from another one if that is
-    newer, say ``fit(ckpt_path="auto")``. It acts with them (``after_task`` is 2), when others have put the model in
-    order.
+    It works like ``ModelCheckpoint(save_on_exception=True)`` with a constant name: an older checkpoint is replaced.
+    Other checkpoints of the Trainer are saved as usual. To resume from it, or from another checkpoint if that is newer,
+    call ``fit(ckpt_path="auto")``. It runs with the other checkpoint callbacks (``after_task`` is 2), after other
+    callbacks have restored the model.
 
     Args:
-        dirpath: where to.
-        filename: its name, without the extension.
+        dirpath: Directory of the checkpoint.
+        filename: Its name without the extension. Default: ``"on_exception"``.
 
     Raises:
-        ValueError: for no name.
+        ValueError: If the name is empty.
+
+    Example:
+        >>> import os
+        >>> from treadle.callbacks import OnExceptionCheckpoint
+        >>> os.path.basename(OnExceptionCheckpoint("checkpoints").ckpt_path)
+        'on_exception.ckpt'
     """
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
@@ -36,5 +42,5 @@ class OnExceptionCheckpoint(ModelCheckpoint):
 
     @property
     def ckpt_path(self) -> str:
-        """Where it is saved."""
+        """Path of the checkpoint."""
         return os.path.join(self._directory, f"{self.filename}{self.FILE_EXTENSION}")

@@ -1,4 +1,4 @@
-"""Predictions in files: streamed to disk by all ranks, and read back in the dataset's order."""
+"""Predictions in files: written by all ranks while they are computed, and read in the dataset's order."""
 
 from __future__ import annotations
 
@@ -23,30 +23,44 @@ from .prediction_writer import BasePredictionWriter
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
-_INDEX = "predictions.json"  # written last: a folder without it is not finished
+_INDEX = "predictions.json"  # written last: a folder without it is incomplete
 _NOTE = "predictions"
 _MAX_INDEX_BYTES = 64 * 2**20
 _MEBIBYTE = 2**20
-_MAX_BATCHES = 10_000  # in one file: predictions without tensors, such as text, must not pile up either
+_MAX_BATCHES = 10_000  # per file: limits predictions without tensors, such as text, too
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Write what ``predict_step`` returns to disk as it is made; `read_predictions` reads it in the dataset's order.
+    """Callback that writes predictions to disk; `read_predictions` reads them in the dataset's order.
 
-    Each rank writes its own batches into safetensors files, so the memory needed does not grow with the data. Pass
-    ``return_predictions=False`` to ``Trainer.predict``, which else keeps everything too. Tensors, numpy arrays,
-    numbers, text, and dicts, lists, tuples and dataclasses of these can be written; dataclasses come back as dicts.
+    Each rank writes its own batches to safetensors files, so the memory use does not grow with the data. Pass
+    ``return_predictions=False`` to ``Trainer.predict``, which otherwise also keeps all results. Tensors, numpy arrays,
+    numbers, text, and dicts, lists, tuples and dataclasses of these can be written; dataclasses are read back as dicts.
 
     Args:
-        dirpath: the folder, or its URL. Where it is taken, ``-v1``, ``-v2``... is added to its name. Default:
-            ``predictions`` in the Trainer's ``default_root_dir``.
-        shard_mib: a file is written when it has this many MiB of tensors. Default: 64.
+        dirpath: The folder, or its URL. If it exists and is not empty, ``-v1``, ``-v2``... is appended to its name.
+            Default: ``predictions`` in the Trainer's ``default_root_dir``.
+        shard_mib: Size of the tensors in a file in MiB, at which the file is written. Default: 64.
 
     Attributes:
-        folder: where the latest predictions are; None before, and if ``predict_step`` returned nothing but None.
+        folder: Folder of the latest predictions; None before the first, and if ``predict_step`` returned only None.
 
     Raises:
-        TypeError: in ``predict``, for a prediction that is of another kind; the text names its place.
+        TypeError: In ``predict``, if a prediction has another type; the message names its place.
+
+    Example:
+        >>> import tempfile
+        >>> import treadle as tl
+        >>> from treadle.callbacks import PredictionWriter
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     writer = PredictionWriter(f"{folder}/predictions")
+        ...     trainer = tl.Trainer(
+        ...         limit_predict_batches=3, accelerator="cpu", devices=1, barebones=True, callbacks=writer
+        ...     )
+        ...     trainer.predict(BoringModel(), return_predictions=False)
+        ...     [tuple(prediction.shape) for prediction in tl.read_predictions(writer.folder)]
+        [(1, 2), (1, 2), (1, 2)]
     """
 
     def __init__(self, dirpath: str | Path | None = None, shard_mib: int = 64) -> None:
@@ -57,7 +71,7 @@ class PredictionWriter(BasePredictionWriter):
         self._shards: dict[int, _Shards] = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Make the folder."""
+        """Create the folder."""
         super().on_predict_start(trainer, pl_module)
         wanted = self.dirpath or as_path(trainer.default_root_dir) / "predictions"
         chosen = _make_free_folder(wanted) if trainer.is_global_zero else None
@@ -73,7 +87,17 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Take one batch, and write a file if there are enough."""
+        """Add one batch, and write a file if enough are collected. See `BasePredictionWriter.write_on_batch_end`.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            prediction: The result of ``predict_step``.
+            batch_indices: Indices of the batch's samples in the dataset; None for a stream.
+            batch: The batch.
+            batch_idx: Index of the batch on this process.
+            dataloader_idx: Index of the dataloader.
+        """
         if prediction is None:
             return
         shards = self._shards.get(dataloader_idx)
@@ -85,7 +109,7 @@ class PredictionWriter(BasePredictionWriter):
         shards.add(batch_idx * trainer.world_size + trainer.global_rank, batch_indices, prediction)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write what is left, and the index once all ranks are done."""
+        """Write the remaining batches, and the index once all ranks are done."""
         written = {}
         for loader, shards in self._shards.items():
             shards.flush()
@@ -96,20 +120,20 @@ class PredictionWriter(BasePredictionWriter):
         if trainer.is_global_zero:
             _write_index(local_folder(self.folder), every)
             flush(self.folder)
-        trainer.accelerator.world.barrier()  # who reads next finds the index
+        trainer.accelerator.world.barrier()  # so that a reader on any rank finds the index
         if not any(every):
             self.folder = None
         else:
-            announce(f"the predictions are in {self.folder}; treadle.read_predictions(path) reads them in order")
+            announce(f"predictions saved in {self.folder}; treadle.read_predictions(path) reads them in order")
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Let go of what is not written."""
+        """Discard batches that are not written."""
         super().teardown(trainer, pl_module, stage)
         self._shards = {}
 
 
 class _Shards:
-    """The files of one rank's batches of one loader."""
+    """Files of one rank's batches of one dataloader."""
 
     def __init__(self, folder: Path, stem: str, limit: int) -> None:
         self.files: list[str] = []
@@ -120,10 +144,11 @@ class _Shards:
         self._bytes = 0
 
     def add(self, number: int, indices: Sequence[Any] | None, prediction: Any) -> None:
+        """Add a batch, and write a file if enough are collected."""
         batch = {"prediction": _to_plain(move_data_to_device(prediction, "cpu")), "indices": _to_plain(indices)}
         document, tensors = encode(batch, str(number))
         self._documents.append([number, document])
-        # The loop may hand out the same memory again.
+        # The loop may reuse the memory.
         self._tensors |= {name: tensor.clone() for name, tensor in tensors.items()}
         self.count += 1
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -131,6 +156,7 @@ class _Shards:
             self.flush()
 
     def flush(self) -> None:
+        """Write the collected batches to a file."""
         if not self._documents:
             return
         name = f"{self._stem}-{len(self.files):05}.safetensors"
@@ -140,7 +166,8 @@ class _Shards:
 
 
 def _to_plain(value: Any) -> Any:
-    if isinstance(value, Mapping):  # of any class, such as the outputs of transformers' models
+    """Return a prediction with mappings as dicts and dataclasses as dicts."""
+    if isinstance(value, Mapping):  # any mapping, such as the outputs of transformers' models
         return {key: _to_plain(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
@@ -150,6 +177,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _make_free_folder(wanted: AnyPath) -> AnyPath:
+    """Return an empty folder, with a version in its name if the requested one is not empty."""
     if isinstance(wanted, RemotePath):
         names = (f"{wanted.name}-v{version}" if version else wanted.name for version in itertools.count())
         return next(place for name in names if not (place := wanted.parent / name).exists())
@@ -167,6 +195,7 @@ def _make_free_folder(wanted: AnyPath) -> AnyPath:
 
 
 def _write_index(folder: Path, every: list[dict[int, dict[str, Any]]]) -> None:
+    """Write the index of all files, or remove the folder if there are none."""
     loaders = sorted({loader for written in every for loader in written})
     if not loaders:
         folder.rmdir()
@@ -186,32 +215,38 @@ def _write_index(folder: Path, every: list[dict[int, dict[str, Any]]]) -> None:
 def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool = False) -> Iterator[Any]:
     """Yield the predictions of each batch that a `PredictionWriter` wrote, in the dataset's order.
 
-    One file of each rank is open at a time. Nothing in the files is ever run.
+    One file of each rank is open at a time. No code in the files is run.
 
     Args:
-        path: the folder, or its URL.
-        dataloader_idx: the loader's number, where there were several.
-        indices: yield pairs: the batch's indices in the dataset (None for a stream), and its predictions.
+        path: The folder, or its URL.
+        dataloader_idx: Index of the dataloader, if there were several. Default: 0.
+        indices: Yield pairs: the indices of the batch's samples in the dataset (None for a stream), and the
+            predictions. Default: False.
+
+    Yields:
+        The prediction of a batch, or the pair.
 
     Raises:
-        ValueError: if the folder holds no predictions, is not finished or is damaged, or there was no such loader.
+        ValueError: If the folder has no predictions, is incomplete or damaged, or there was no such dataloader.
     """
     folder = local_folder(path)
     if not (folder / _INDEX).is_file():
         raise ValueError(
-            f"{path} holds no finished predictions: there is no {_INDEX}, which is written last. Predict again."
+            f"{path} has no complete predictions: {_INDEX}, which is written last, is missing. Predict again."
         )
     loaders = _read_index(folder / _INDEX)
     if str(dataloader_idx) not in loaders:
-        raise ValueError(f"{folder} has no predictions of loader {dataloader_idx}, only of {', '.join(loaders)}.")
+        raise ValueError(
+            f"dataloader_idx={dataloader_idx} has no predictions in {folder}. Available: {', '.join(loaders)}."
+        )
     return _read_loader(folder, *loaders[str(dataloader_idx)], indices)
 
 
 def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
-    """Return for each loader the number of batches, and the names of each rank's files.
+    """Return for each dataloader the number of batches, and the names of each rank's files.
 
     Raises:
-        ValueError: if the index is damaged.
+        ValueError: If the index is damaged.
     """
     document = filesystem.read_json(path, _MAX_INDEX_BYTES)
     try:
@@ -221,20 +256,22 @@ def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
         if not whole or not all(isinstance(name, str) and filesystem.is_inside(name) for name in names):
             raise ValueError("it names a file outside of its folder, or no file")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: is no index of predictions: {error!r}. Predict again.") from error
+        raise ValueError(f"{path} is not an index of predictions: {error!r}. Predict again.") from error
     return loaders
 
 
 def _read_loader(folder: Path, batches: int, ranks: list[list[str]], indices: bool) -> Iterator[Any]:
+    """Yield the predictions of one dataloader, merged over ranks."""
     count = 0
     for _, batch in heapq.merge(*(_read_rank(folder, files) for files in ranks), key=lambda numbered: numbered[0]):
         count += 1
         yield (batch["indices"], batch["prediction"]) if indices else batch["prediction"]
     if count != batches:
-        raise ValueError(f"{folder}: {count} of {batches} batches are there. Predict again.")
+        raise ValueError(f"{folder} has only {count} of {batches} batches. Predict again.")
 
 
 def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
+    """Yield the numbers and contents of one rank's batches."""
     for name in files:
         path = folder / name
         pieces, notes = read_safetensors(path)
@@ -242,11 +279,12 @@ def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
         for number, document in _parse_note(path, notes):
             batch = decode(document, tensors)
             if not isinstance(batch, dict) or batch.keys() != {"prediction", "indices"}:
-                raise ValueError(f"{path}: batch {number} is none of a PredictionWriter's.")
+                raise ValueError(f"{path}: batch {number} was not written by a PredictionWriter.")
             yield number, batch
 
 
 def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
+    """Return the numbers and documents of a file's batches."""
     document = filesystem.parse_json(path, notes.get(_NOTE, "").encode())
     pairs: list[Any] = document if isinstance(document, list) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs):
@@ -255,7 +293,7 @@ def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """The tensors of a file, each read when it is asked for."""
+    """Tensors of a file, read on access."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         self._pieces = pieces

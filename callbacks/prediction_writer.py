@@ -1,4 +1,4 @@
-"""Write predictions away as they are made, with the places of their samples in the dataset."""
+"""Base class of callbacks that write predictions, with the indices of their samples in the dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(StrEnum):
-    """When a `BasePredictionWriter` writes."""
+    """Time at which a `BasePredictionWriter` writes."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -24,36 +24,54 @@ class WriteInterval(StrEnum):
 
     @property
     def on_batch(self) -> bool:
-        """True if `BasePredictionWriter.write_on_batch_end` is called."""
+        """Return whether `BasePredictionWriter.write_on_batch_end` is called."""
         return self in (WriteInterval.BATCH, WriteInterval.BATCH_AND_EPOCH)
 
     @property
     def on_epoch(self) -> bool:
-        """True if `BasePredictionWriter.write_on_epoch_end` is called."""
+        """Return whether `BasePredictionWriter.write_on_epoch_end` is called."""
         return self in (WriteInterval.EPOCH, WriteInterval.BATCH_AND_EPOCH)
 
 
 class BasePredictionWriter(Callback):
-    """The base of what writes predictions: override `write_on_batch_end`, `write_on_epoch_end` or both.
+    """Base class of callbacks that write predictions: override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    Each process writes its own: name files by ``trainer.global_rank``. The indices tell where each sample is in the
-    dataset, whatever the sampler and the number of processes; over all processes each comes once, if the sampler
-    yields it once. With ``trainer.predict(..., return_predictions=False)`` and ``"batch"`` nothing is kept in memory,
-    however long the data is. An error in writing ends the prediction: what it is for is lost.
+    Each process writes its own predictions: name files by ``trainer.global_rank``. The indices locate each sample in
+    the dataset, for any sampler and any world size; over all processes each index occurs once, if the sampler yields it
+    once. With ``trainer.predict(..., return_predictions=False)`` and ``"batch"`` no prediction is kept in memory. An
+    error in writing ends the stage, because the predictions would be lost.
 
     Args:
-        write_interval: ``"batch"``, ``"epoch"`` (which keeps all predictions of a process in host memory until then)
-            or ``"batch_and_epoch"``.
+        write_interval: ``"batch"``, ``"epoch"`` (which keeps all predictions of a process in host memory until the end)
+            or ``"batch_and_epoch"``. Default: ``"batch"``.
 
     Raises:
-        ValueError: for another interval, or where the method that it calls is not overridden.
+        ValueError: If the interval is unknown, or the method that it calls is not overridden.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import BasePredictionWriter
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class PrintIndices(BasePredictionWriter):
+        ...     def write_on_batch_end(
+        ...         self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx
+        ...     ):
+        ...         print(batch_indices, tuple(prediction.shape))
+        >>> trainer = tl.Trainer(
+        ...     limit_predict_batches=2, accelerator="cpu", devices=1, barebones=True, callbacks=PrintIndices()
+        ... )
+        >>> trainer.predict(BoringModel(), return_predictions=False)
+        [0] (1, 2)
+        [1] (1, 2)
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
         self.interval = WriteInterval(choose("write_interval", write_interval, tuple(map(str, WriteInterval))))
         for name, when in (("write_on_batch_end", "batch"), ("write_on_epoch_end", "epoch")):
             if when in self.interval and getattr(type(self), name) is getattr(BasePredictionWriter, name):
-                raise ValueError(f"write_interval={write_interval!r} needs {type(self).__name__} to have a {name}.")
+                raise ValueError(
+                    f"write_interval={write_interval!r} needs a method {name}. Define it in {type(self).__name__}."
+                )
         self._predictions: list[list[Any]] = []
         self._indices: list[list[list[Any] | None]] = []
 
@@ -70,14 +88,14 @@ class BasePredictionWriter(Callback):
         """Write one batch.
 
         Args:
-            trainer: the trainer.
-            pl_module: the task.
-            prediction: what ``predict_step`` returned.
-            batch_indices: what the loader's sampler yielded for each of its samples: their indices in the dataset.
-                None for a stream, which has none.
-            batch: the batch.
-            batch_idx: its number, among those of this process.
-            dataloader_idx: its loader's number.
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            prediction: The result of ``predict_step``.
+            batch_indices: Indices of the batch's samples in the dataset, as the sampler yielded them; None for a
+                stream.
+            batch: The batch.
+            batch_idx: Index of the batch on this process.
+            dataloader_idx: Index of the dataloader.
         """
 
     def write_on_epoch_end(
@@ -86,24 +104,25 @@ class BasePredictionWriter(Callback):
         """Write all batches of this process.
 
         Args:
-            trainer: the trainer.
-            pl_module: the task.
-            predictions: what ``predict_step`` returned for each, in host memory; for several loaders a list of these.
-            batch_indices: for each loader, for each batch, as `write_on_batch_end` gets them.
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
+            predictions: Results of ``predict_step`` for each batch, in host memory; with several dataloaders a list of
+                these lists.
+            batch_indices: For each dataloader and each batch, the indices that `write_on_batch_end` gets.
         """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Begin with no predictions."""
+        """Reset the collected predictions."""
         loaders = _get_loaders(trainer)
         self._predictions, self._indices = [[] for _ in loaders], [[] for _ in loaders]
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write the batch, or keep what is written later."""
+        """Write the batch, or collect it for the end of the epoch."""
         indices = batch_indices(_get_loaders(trainer)[dataloader_idx])
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
-            return  # a stand-in, which keeps the processes in step: its sample is another process's
+            return  # a placeholder batch, which keeps the ranks in step: its sample belongs to another process
         if self.interval.on_batch:
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval.on_epoch:
@@ -111,7 +130,7 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write all of them."""
+        """Write all collected batches."""
         if self.interval.on_epoch:
             predictions = self._predictions
             self.write_on_epoch_end(
@@ -119,10 +138,11 @@ class BasePredictionWriter(Callback):
             )
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Let go of what was kept."""
+        """Discard the collected predictions."""
         self._predictions, self._indices = [], []
 
 
 def _get_loaders(trainer: Trainer) -> Any:
+    """Return the predict dataloaders."""
     assert trainer.sources is not None
     return trainer.sources.evaluation("predict")

@@ -1,4 +1,4 @@
-"""Set weights to zero while training goes on, with ``torch.nn.utils.prune``."""
+"""`ModelPruning`: weights set to zero during training, with ``torch.nn.utils.prune``."""
 
 from __future__ import annotations
 
@@ -33,35 +33,60 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], type[prune.BasePruningMethod]]] 
 
 
 class ModelPruning(Callback):
-    """Prunes parameters at the ends of epochs, with masks that stay.
+    """Callback that prunes parameters at the end of epochs with permanent masks.
 
-    A checkpoint's model has the pruned weights under their own names, so that it loads into a model that nobody has
-    pruned. The masks, and the values beneath them, are in it too: a run that goes on is the one that never stopped.
-    Rank zero's masks count.
+    A checkpoint's model has the pruned weights under their own names, so it loads into an unpruned model. The
+    checkpoint also contains the masks and the values below them, so a resumed run equals an uninterrupted one. All
+    processes use rank zero's masks.
 
-    It acts before the task's own hooks (``after_task`` is 0), so that what is saved at an epoch's end is pruned.
+    The callback runs before the task's own hooks (``after_task`` is 0), so a checkpoint at the end of an epoch is
+    pruned.
 
     Args:
-        pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or
-            a class of torch's ``BasePruningMethod``.
-        parameters_to_prune: pairs of a module and its parameter's name; by default all weights and biases.
-        parameter_names: of these, ``"weight"``, ``"bias"`` or both.
-        use_global_unstructured: compare the weights of all layers with each other, not within each layer.
-        amount: the share (float) or number (int) of those left that is pruned each time; or a function of the epoch.
-        apply_pruning: whether to prune; or a function of the epoch.
-        make_pruning_permanent: when training is over put the pruned weights in the place of weights and masks.
-        use_lottery_ticket_hypothesis: set what is left back to its first values each time; or a function of the epoch.
-        resample_parameters: to new ones, from the layer's ``reset_parameters``, in their place.
-        pruning_dim: the dimension that structured pruning cuts along.
-        pruning_norm: the norm of ``"ln_structured"``.
-        verbose: 1 says how much is pruned, 2 for each layer.
-        prune_on_train_epoch_end: else after each validation.
+        pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or a
+            subclass of torch's ``BasePruningMethod``.
+        parameters_to_prune: Pairs of a module and the name of its parameter. Default: all weights and biases.
+        parameter_names: Names to prune by default: ``"weight"``, ``"bias"`` or both. Default: both.
+        use_global_unstructured: Compare the weights of all layers with each other, not only within each layer. Default:
+            True.
+        amount: Fraction (float) or number (int) of the remaining weights to prune each time; or a function of the
+            epoch. Default: 0.5.
+        apply_pruning: Whether to prune; or a function of the epoch. Default: True.
+        make_pruning_permanent: Replace weights and masks by the pruned weights after training. Default: True.
+        use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values each time; or a function of
+            the epoch. Default: True.
+        resample_parameters: Reset them to new values of the layer's ``reset_parameters`` instead. Default: False.
+        pruning_dim: Dimension that structured pruning removes slices of.
+        pruning_norm: The norm of ``"ln_structured"``.
+        verbose: 1 announces how much is pruned, 2 also for each layer. Default: 0.
+        prune_on_train_epoch_end: Prune at the end of epochs (True) or after each validation (False). Default: True.
 
     Raises:
-        ValueError: for values that contradict each other; before the first step, where a parameter is not the model's,
-            the model is sharded, or weights that validations are run with are to be taken out of it only after it
-            was pruned.
-        TypeError: for a value of another kind.
+        ValueError: If arguments contradict each other; before the first step, if a parameter is not in the model, the
+            model is sharded, or an averaging callback still has its averages in the model when it is pruned.
+        TypeError: If an argument has the wrong type.
+
+    References:
+        Frankle and Carbin, "The Lottery Ticket Hypothesis: Finding Sparse, Trainable Neural Networks", 2019,
+        https://arxiv.org/abs/1803.03635.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import ModelPruning
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> pruning = ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.5)
+        >>> trainer = tl.Trainer(
+        ...     max_epochs=1,
+        ...     limit_train_batches=1,
+        ...     accelerator="cpu",
+        ...     devices=1,
+        ...     barebones=True,
+        ...     callbacks=pruning,
+        ... )
+        >>> task = BoringModel()
+        >>> trainer.fit(task)
+        >>> int((task.layer.weight == 0).sum()), task.layer.weight.numel()
+        (32, 64)
     """
 
     PARAMETER_NAMES = _NAMES
@@ -103,12 +128,13 @@ class ModelPruning(Callback):
         self._latest_epoch = -1
 
     def _choose_function(self, function: Any, dim: int | None, norm: int | None) -> Callable[..., Any]:
+        """Return the pruning function or class, and store its options."""
         if isinstance(function, str):
             name = choose("pruning_fn", function.lower(), _FUNCTIONS)
             if name.endswith("_structured"):
                 for argument, value in (("pruning_dim", dim), ("pruning_norm", norm)):
                     if value is None and (argument == "pruning_dim" or name == "ln_structured"):
-                        raise ValueError(f"pruning_fn={name!r} needs {argument}.")
+                        raise ValueError(f"pruning_fn={name!r} needs {argument}. Set it.")
                 self._options = {"dim": dim} | ({"n": norm} if name == "ln_structured" else {})
             function = _FUNCTIONS[name][self._global]
         elif not (isinstance(function, type) and issubclass(function, prune.BasePruningMethod)):
@@ -117,38 +143,45 @@ class ModelPruning(Callback):
                 "BasePruningMethod."
             )
         elif not self._global:
-            raise ValueError("a BasePruningMethod prunes all layers together: use_global_unstructured must be True.")
+            raise ValueError(
+                "use_global_unstructured=False does not work with a BasePruningMethod, which prunes all layers "
+                "together. Set it to True."
+            )
         if self._global and function.PRUNING_TYPE != "unstructured":
             raise ValueError(
-                f"{function.__name__} prunes {function.PRUNING_TYPE}: say use_global_unstructured=False, as only "
-                "unstructured pruning can compare the weights of all layers."
+                f"use_global_unstructured=True needs unstructured pruning, but {function.__name__} is "
+                f"{function.PRUNING_TYPE}. Set use_global_unstructured=False."
             )
         return function  # type: ignore[no-any-return]
 
     def filter_parameters_to_prune(self, parameters_to_prune: Places = ()) -> Places:
-        """Which of the pairs of module and name to prune; override it."""
+        """Return the pairs of module and name to prune. Override it to select some.
+
+        Args:
+            parameters_to_prune: All pairs.
+        """
         return parameters_to_prune
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """See that the model can be pruned."""
+        """Raise an error if the model cannot be pruned."""
         if stage == "fit" and (strategy := trainer.accelerator.strategy).sharded:
             raise ValueError(
-                f"ModelPruning can't run with strategy={strategy.name!r}: torch's pruning compares whole layers. Use "
-                "'ddp'."
+                f"ModelPruning cannot run with strategy={strategy.name!r}, because torch's pruning compares whole "
+                "layers. Use 'ddp'."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Find what to prune, and remember its first values; a run that goes on gets its masks."""
+        """Find the parameters to prune and keep their initial values; restore the masks of a resumed run."""
         self._latest_epoch = -1
         after = trainer.callbacks[trainer.callbacks.index(self) :]
         if not self._at_epoch_end and (
             late := [callback for callback in after if isinstance(callback, WeightAveraging)]
         ):
             raise ValueError(
-                f"ModelPruning(prune_on_train_epoch_end=False) prunes when a validation ends, and "
-                f"{type(late[0]).__name__} still has its averages in the model then: list it before ModelPruning."
+                f"ModelPruning(prune_on_train_epoch_end=False) prunes when a validation ends, but "
+                f"{type(late[0]).__name__} still has its averages in the model then. List it before ModelPruning."
             )
         saved: Mapping[str, Any] | None = None
         if trainer.opened_checkpoint is not None:
@@ -159,11 +192,11 @@ class ModelPruning(Callback):
             is_in_model = id(part) in names and (hasattr(part, name) or f"{name}_orig" in part._parameters)
             if not is_in_model:
                 raise ValueError(
-                    f"parameters_to_prune names {name!r} of a {type(part).__name__}, which is not in the model."
+                    f"parameters_to_prune has {name!r} of a {type(part).__name__} that is not in the model. Remove it."
                 )
         chosen = self.filter_parameters_to_prune(pairs)
         if not chosen:
-            raise ValueError("ModelPruning finds no parameters to prune: name them with parameters_to_prune.")
+            raise ValueError("ModelPruning found no parameters to prune. Pass them as parameters_to_prune.")
         keeps = self._lottery is not False
         self._pruned = [PrunedParameter(part, name, names[id(part)], keeps) for part, name in chosen]
         if saved is not None:
@@ -172,31 +205,31 @@ class ModelPruning(Callback):
                 pruned.load(saved["parameters"].get(pruned.full_name))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune, if that happens when epochs end."""
+        """Prune after an epoch, if it is due there."""
         progress = trainer.progress
         if self._at_epoch_end and progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
             self._run(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune, if that happens after validations."""
+        """Prune after a validation, if it is due there."""
         if not self._at_epoch_end and trainer.stage == "fit" and not trainer.sanity_checking:
             self._run(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Let the pruned weights be the weights: those that the model ends with, averaged ones too."""
+        """Make the pruning of the final weights permanent, averaged weights included."""
         if self._permanent:
             if trainer.last_step is not None:
                 trainer.last_step.changed()
             self.make_pruning_permanent(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """The same after an error, once the run as it was could be saved."""
+        """Make the pruning permanent after an error, once the run could be saved."""
         if stage == "fit" and self._permanent:
             self.make_pruning_permanent(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add masks, and the values beneath them."""
+        """Add the masks and the values below them."""
         if self._pruned:
             parameters = {pruned.full_name: pruned.get_state() for pruned in self._pruned}
             checkpoint[_KEY] = {"parameters": parameters, "latest_epoch": self._latest_epoch}
@@ -204,12 +237,20 @@ class ModelPruning(Callback):
     # -- pruning -------------------------------------------------------------------------------------------------
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Let the pruned weights be the weights: no masks any more."""
+        """Replace weights and masks by the pruned weights.
+
+        Args:
+            module: Ignored.
+        """
         for pruned in self._pruned:
             pruned.make_permanent()
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune so much of what is left."""
+        """Prune a part of the remaining weights.
+
+        Args:
+            amount: Fraction (float) or number (int) of weights.
+        """
         for pruned in self._pruned:
             pruned.refresh()
         pairs = [(pruned.module, pruned.name) for pruned in self._pruned]
@@ -223,7 +264,7 @@ class ModelPruning(Callback):
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Set what is left back to its first values."""
+        """Reset the remaining weights to their initial values."""
         fresh: dict[int, nn.Module] = {}
         for pruned in self._pruned:
             value: Tensor | None = pruned.first
@@ -237,6 +278,7 @@ class ModelPruning(Callback):
                 pruned.parameter.copy_(value)
 
     def _run(self, trainer: Trainer) -> None:
+        """Prune what is due in this epoch, identically on all processes."""
         epoch = trainer.progress.epoch
         amount = self.amount(epoch) if callable(self.amount) else self.amount
         if not _evaluate_decision(self._apply, epoch) or not amount:
@@ -248,13 +290,14 @@ class ModelPruning(Callback):
         if _evaluate_decision(self._lottery, epoch):
             self.apply_lottery_ticket_hypothesis()
         world = trainer.accelerator.world
-        for pruned in self._pruned if world.size > 1 else ():  # each process draws numbers of its own
+        for pruned in self._pruned if world.size > 1 else ():  # random pruning differs between processes
             world.broadcast_tensor(pruned.mask)
             world.broadcast_tensor(pruned.parameter.detach())
         if self._verbose:
             self._say(before)
 
     def _say(self, before: list[int]) -> None:
+        """Announce how much is pruned."""
         after, sizes = (
             [pruned.count_zeros() for pruned in self._pruned],
             [pruned.parameter.numel() for pruned in self._pruned],
@@ -266,6 +309,7 @@ class ModelPruning(Callback):
 
 
 def _check_pairs(places: Any) -> Places:
+    """Return the pairs of module and name, or raise a TypeError."""
     if not isinstance(places, list | tuple) or not all(
         isinstance(pair, list | tuple)
         and len(pair) == 2
@@ -278,15 +322,17 @@ def _check_pairs(places: Any) -> Places:
 
 
 def _check_decision(name: str, value: Any) -> bool | Callable[[int], bool]:
+    """Return a bool or a function of the epoch, or raise a TypeError."""
     return value if callable(value) else check_bool(name, value)  # type: ignore[no-any-return]
 
 
 def _evaluate_decision(decision: bool | Callable[[int], bool], epoch: int) -> bool:
+    """Return the decision for an epoch."""
     return bool(decision(epoch)) if callable(decision) else decision
 
 
 def _resample_layer(module: nn.Module, pruned: list[PrunedParameter]) -> nn.Module:
-    """A copy of a layer with new values, its parameters plain ones."""
+    """Return a copy of a layer with new values and unpruned parameters."""
     pruned_values = {parameter.name: parameter.parameter for parameter in pruned}
     twin = copy.copy(module)
     other_values = {name: value for name, value in module._parameters.items() if not name.endswith("_orig")}

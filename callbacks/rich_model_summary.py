@@ -1,4 +1,4 @@
-"""Print the table of `ModelSummary` with the package ``rich``."""
+"""`RichModelSummary`: the table of `ModelSummary`, drawn by the package ``rich``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from .model_summary import ModelSummary
 
 
 class RichModelSummary(ModelSummary):
-    """Table of the model's modules, drawn by the package ``rich``.
+    """Callback that prints the table of the model's modules with the package ``rich``.
 
     Args:
-        max_depth: see `ModelSummary`.
-        header_style: rich's style of the table's head.
+        max_depth: See `ModelSummary`. Default: 1.
+        header_style: Rich's style of the header. Default: ``"bold magenta"``.
 
     Raises:
-        ModuleNotFoundError: without the package.
+        ModuleNotFoundError: If the package is not installed.
+
+    Example:
+        >>> from treadle.callbacks import RichModelSummary
+        >>> RichModelSummary(max_depth=2, header_style="bold").max_depth
+        2
     """
 
     def __init__(self, max_depth: int = 1, header_style: str = "bold magenta") -> None:
@@ -26,7 +31,11 @@ class RichModelSummary(ModelSummary):
         self.header_style = header_style
 
     def show(self, summary: Summary) -> None:
-        """Print it on standard error."""
+        """Print the table on standard error.
+
+        Args:
+            summary: The table.
+        """
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -36,7 +45,7 @@ class RichModelSummary(ModelSummary):
         for head, _ in columns:
             table.add_column(head, justify="right" if head in summary.NUMBERS else "left", no_wrap=head == "name")
         for row in zip(*(cells for _, cells in columns), strict=True):
-            table.add_row(*map(Text, row))  # Text: rich would read a shape in brackets as markup
+            table.add_row(*map(Text, row))  # Text, because rich would interpret a shape in brackets as markup
         console = Console(file=sys.stderr)
         console.print(table)
         console.print(Text(summary.totals()))

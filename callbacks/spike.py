@@ -1,4 +1,4 @@
-"""Notice a loss, or a gradient, that leaps out of its usual range."""
+"""`SpikeWatch`: sudden increases of the loss or of the gradients' norm."""
 
 from __future__ import annotations
 
@@ -21,38 +21,49 @@ if TYPE_CHECKING:
 
 _WATCHED = ("loss", "grad_norm")
 _ACTIONS = ("warn", "stop", "save", "raise")
-_DEVIATION = 1.4826  # of a normal distribution, in median absolute deviations
+_DEVIATION = 1.4826  # standard deviation of a normal distribution in median absolute deviations
 
 
 class SpikeWatch(Callback):
-    """Notices when the loss, or the gradients' norm, leaps above what the last steps had.
+    """Callback that detects a sudden increase of the loss or of the gradients' norm over the last steps.
 
-    A step is a spike if its value is not finite, or above the median of the ``window`` steps before by more than
-    ``threshold`` robust standard deviations (1.4826 times the median absolute deviation) and ``rise`` of the median.
-    Spikes themselves don't enter the window.
+    A step is a spike if its value is not finite, or exceeds the median of the ``window`` steps before by more than
+    ``threshold`` robust standard deviations (1.4826 times the median absolute deviation) and by more than ``rise``
+    times the median. Spikes are not added to the window.
 
-    Values stay on the device and are looked at together, every ``every_n_steps``, as the mean over the processes (the
-    norm of all gradients together); so all processes act after the same step, and no step waits for the device. It
-    acts after the task's own hooks (``after_task`` is 1). A run that goes on remembers the window; what rank zero saw
-    since the last look then stands for all processes.
+    Values stay on the device and are checked together every ``every_n_steps``, as the mean over the processes (for the
+    norm: that of all gradients). So all processes react after the same step, and no step waits for the device. The
+    callback runs after the task's own hooks (``after_task`` is 1). A resumed run restores the window; values of rank
+    zero since the last check then count for all processes.
 
     Args:
-        monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, before it is clipped.
-        action: ``"warn"``; ``"stop"`` the run; ``"save"`` it (which holds the steps after the spike, too) and go on;
-            or ``"raise"`` an error.
-        window: steps to compare with.
-        warmup: steps that must be known before anything is a spike.
-        threshold: robust standard deviations.
-        rise: the least that is a spike, as a share of the median.
-        every_n_steps: optimizer steps between looks.
-        dirpath: where ``"save"`` saves; by default ``spikes`` in the run's folder.
+        monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, before clipping. Default:
+            ``"loss"``.
+        action: ``"warn"``; ``"stop"`` the run; ``"save"`` it (with the steps after the spike) and continue; or
+            ``"raise"`` an error. Default: ``"warn"``.
+        window: Number of steps to compare with. Default: 100.
+        warmup: Number of steps before the first spike is reported. Default: 20.
+        threshold: Robust standard deviations above the median. Default: 8.0.
+        rise: Minimum increase as a fraction of the median. Default: 0.1.
+        every_n_steps: Optimizer steps between checks. Default: 50.
+        dirpath: Directory of the checkpoints of ``"save"``. Default: ``spikes`` in the run's folder.
 
     Attributes:
-        spikes: the optimizer step and value of each.
+        spikes: The optimizer step and the value of each spike.
 
     Raises:
-        ValueError: for a value that can't be; in training, with ``action="raise"``.
-        TypeError: for a value of another kind.
+        ValueError: If an argument is invalid; in training, with ``action="raise"``.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import SpikeWatch
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> watch = SpikeWatch(every_n_steps=1)  # reports no spike before step 20
+        >>> trainer = tl.Trainer(max_steps=3, accelerator="cpu", devices=1, barebones=True, callbacks=watch)
+        >>> trainer.fit(BoringModel())
+        >>> watch.spikes
+        []
     """
 
     after_task = 1
@@ -74,17 +85,17 @@ class SpikeWatch(Callback):
         self.window = check_int("window", window, 3)
         self.warmup = check_int("warmup", warmup, 2)
         if warmup > window:
-            raise ValueError(f"warmup={warmup} is more than window={window}, the steps that are remembered.")
+            raise ValueError(f"warmup={warmup} must be at most window={window}, the number of steps that are kept.")
         self.threshold = check_number("threshold", threshold, 0.0)
         self.rise = check_number("rise", rise, 0.0)
         self.every_n_steps = check_int("every_n_steps", every_n_steps, 1)
         if dirpath is not None and action != "save":
-            raise ValueError(f"dirpath={str(dirpath)!r} is for action='save'; with {action!r} nothing is saved.")
+            raise ValueError(f"dirpath={str(dirpath)!r} has no effect with action={action!r}. Use action='save'.")
         self.dirpath = dirpath
         self.spikes: list[tuple[int, float]] = []
         self._window_values: list[float] = []
-        self._new: list[Tensor] = []  # since the last look, on the device
-        self._sum: Tensor | None = None  # of the step's micro-batches
+        self._new: list[Tensor] = []  # values since the last check, on the device
+        self._sum: Tensor | None = None  # over the step's micro-batches
         self._parts = 0
         self._step = 0
 
@@ -103,7 +114,7 @@ class SpikeWatch(Callback):
         self.spikes = [tuple(spike) for spike in state_dict["spikes"]]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """A new run begins with nothing; one that goes on gets it back after this."""
+        """Reset the state of an earlier run; a resumed run restores its own afterwards."""
         if stage == "fit":
             self._window_values, self._new, self.spikes = [], [], []
             self._forget()
@@ -111,7 +122,7 @@ class SpikeWatch(Callback):
     # -- values --------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Values that were saved go where the others are."""
+        """Move restored values to the device."""
         self._new = [value.to(trainer.accelerator.device) for value in self._new]
         self._step = trainer.progress.step
 
@@ -127,37 +138,40 @@ class SpikeWatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add a micro-batch's loss; keep the step's value if it is over."""
+        """Add a micro-batch's loss; keep the step's value if the step is over."""
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
             self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
         if not trainer.progress.in_step:  # the step's last one
             step, self._step = self._step, trainer.progress.step
-            if self._sum is not None and step != self._step:  # else float16 has left it out
+            if self._sum is not None and step != self._step:  # otherwise float16 skipped the step
                 self._new.append(self._sum if self._parts == 1 else self._sum / self._parts)
             self._forget()
 
     def _add(self, value: Tensor) -> None:
+        """Add a value to the sum of the step."""
         value = value.reshape(()).float()
         self._sum = value if self._sum is None else self._sum + value
         self._parts += self.monitor == "loss" or self._parts == 0
 
     def _forget(self) -> None:
+        """Reset the sum of the step."""
         self._sum, self._parts = None, 0
 
     # -- looks ---------------------------------------------------------------------------------------------------
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Look, if it is time."""
+        """Check if it is due."""
         if self._new and trainer.progress.step % self.every_n_steps == 0:
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Look before the epoch is saved."""
+        """Check before the epoch is saved."""
         if self._new:
             self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
+        """Reduce the new values over the processes, and react to spikes."""
         values = torch.stack(self._new).double() if self._new[0].device.type != "mps" else torch.stack(self._new)
         world = trainer.accelerator.world
         if world.size > 1:
@@ -180,7 +194,7 @@ class SpikeWatch(Callback):
             self._act(trainer, new_spikes)
 
     def _find_usual(self, value: float) -> float | None:
-        """The median, if ``value`` is a spike; else None."""
+        """Return the median if ``value`` is a spike; else None."""
         if len(self._window_values) < self.warmup:
             return None if math.isfinite(value) else math.nan
         middle = median(self._window_values)
@@ -190,11 +204,12 @@ class SpikeWatch(Callback):
         return None if fine and math.isfinite(value) else middle
 
     def _act(self, trainer: Trainer, new_spikes: list[tuple[int, float, float]]) -> None:
+        """Warn of spikes, and stop, save or raise as configured."""
         words = ", ".join(f"{value:.4g} in step {step} (usual: {usual:.4g})" for step, value, usual in new_spikes[:5])
         more = f" and {len(new_spikes) - 5} more" if len(new_spikes) > 5 else ""
-        text = f"{self.monitor} leapt: {words}{more}"
+        text = f"{self.monitor} spiked: {words}{more}"
         if self.action == "raise":
-            raise ValueError(f"{text}. Lower the learning rate, clip gradients, or look at the data of these steps.")
+            raise ValueError(f"{text}. Lower the learning rate, clip gradients, or check the data of these steps.")
         warn(text)
         if self.action == "stop":
             trainer.should_stop = True
@@ -205,7 +220,7 @@ class SpikeWatch(Callback):
 
 
 def _compute_squared_norm(gradients: list[Tensor]) -> Tensor:
-    """The squared norm of what this process has of them."""
+    """Return the squared norm of this process's gradients."""
     if not gradients:
         return torch.zeros(())
     norms = torch._foreach_norm([local(g) if is_sharded(g) else g for g in gradients])

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: a constant learning rate at the end, and the mean of the weights it passes through."""
+"""`StochasticWeightAveraging`: a constant learning rate at the end, and the mean of the weights it reaches."""
 
 from __future__ import annotations
 
@@ -23,26 +23,49 @@ _STRATEGIES: dict[str, Callable[[float], float]] = {
 
 
 class StochasticWeightAveraging(Averaging):
-    """From an epoch on, anneals the learning rates to ``swa_lrs`` and averages the weights at the end of each epoch.
+    """Callback that anneals the learning rates to ``swa_lrs`` and averages the weights of each epoch, from an epoch on.
 
-    The task's own schedulers stop there. When training is over the model gets the averages, and BatchNorm's statistics
-    are measured for them, in one more pass over the training data. Validations, and a checkpoint's model, have the
-    weights that are trained; the averages are in the checkpoint too, for a run that goes on and for
-    `averaged_weights`. A run that is stopped early ends with the averages as well, if there are any.
+    The task's own schedulers stop at that epoch. After training, the model gets the averages, and BatchNorm's
+    statistics are recomputed for them in one more pass over the training data. Validations, and a checkpoint's model,
+    have the trained weights; the averages are also in the checkpoint, for a resumed run and for `averaged_weights`. A
+    run that is stopped early also ends with the averages, if there are any.
 
-    It acts before the task's own hooks (``after_task`` is 0).
+    The callback runs before the task's own hooks (``after_task`` is 0).
 
     Args:
-        swa_lrs: the learning rate, or one for each of the optimizer's groups.
-        swa_epoch_start: the first such epoch, counted from 1, or a share of ``max_epochs``.
-        annealing_epochs: epochs until the rates are there; 0 for at once.
-        annealing_strategy: ``"cos"`` or ``"linear"``.
-        avg_fn: ``avg_fn(averaged, current, num_averaged)``; by default all weights count the same.
-        device: where the averages lie; None for where the weights are, as is always so where the model is sharded.
+        swa_lrs: The learning rate, or one for each of the optimizer's groups.
+        swa_epoch_start: The first epoch, counted from 1, or a fraction of ``max_epochs``. Default: 0.8.
+        annealing_epochs: Epochs until the rates are reached; 0 sets them at once. Default: 10.
+        annealing_strategy: ``"cos"`` or ``"linear"``. Default: ``"cos"``.
+        avg_fn: ``avg_fn(averaged, current, num_averaged)``. Default: all weights count the same.
+        device: Device of the averages; None uses the device of the weights, which a sharded model always does. Default:
+            ``"cpu"``.
 
     Raises:
-        ValueError: for a value that can't be; before the first step, where a run has no one optimizer to anneal.
-        TypeError: for a value of another kind.
+        ValueError: If an argument is invalid; before the first step, if the Trainer does not step exactly one
+            optimizer.
+        TypeError: If an argument has the wrong type.
+
+    References:
+        Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
+        https://arxiv.org/abs/1803.05407.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import StochasticWeightAveraging
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+        >>> trainer = tl.Trainer(
+        ...     max_epochs=2,
+        ...     limit_train_batches=1,
+        ...     accelerator="cpu",
+        ...     devices=1,
+        ...     barebones=True,
+        ...     callbacks=averaging,
+        ... )
+        >>> trainer.fit(BoringModel())
+        >>> averaging.n_averaged
+        2
     """
 
     _key = KEYS[1]
@@ -62,11 +85,13 @@ class StochasticWeightAveraging(Averaging):
             check_positive("swa_lrs", check_number("swa_lrs", rate))
         if isinstance(swa_epoch_start, float):
             if not 0 <= swa_epoch_start <= 1:
-                raise ValueError(f"swa_epoch_start={swa_epoch_start!r} must be an epoch from 1 on, or a share up to 1.")
+                raise ValueError(
+                    f"swa_epoch_start={swa_epoch_start!r} must be an int of at least 1, or a float in [0, 1]."
+                )
         else:
             check_int("swa_epoch_start", swa_epoch_start, 1)
         if avg_fn is not None and not callable(avg_fn):
-            raise TypeError(f"avg_fn={avg_fn!r} is no function.")
+            raise TypeError(f"avg_fn={avg_fn!r} must be a function.")
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start
         self.annealing_epochs = check_int("annealing_epochs", annealing_epochs, 0)
@@ -74,26 +99,26 @@ class StochasticWeightAveraging(Averaging):
         self.device = device
         self._average = average_equally if avg_fn is None else wrap_avg_fn(avg_fn)
         self._start = 0
-        self._initial: list[float] | None = None  # rates when it began
+        self._initial: list[float] | None = None  # rates at the start of the annealing
 
     @property
     def n_averaged(self) -> int:
-        """How many times the weights were averaged."""
+        """Number of times that the weights were averaged."""
         return 0 if self._averages is None else self._averages.count
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """See that the run can be averaged, and make room for it."""
+        """Check that the run can be averaged, and create the averages."""
         if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
             raise ValueError(
-                f"StochasticWeightAveraging anneals the rates of one optimizer that the Trainer steps; there are "
+                f"StochasticWeightAveraging needs one optimizer and automatic_optimization=True, but there are "
                 f"{len(trainer.optimizers)}, and automatic_optimization is {pl_module.automatic_optimization}."
             )
         if isinstance(self.swa_epoch_start, float) and trainer.max_epochs == -1:
             raise ValueError(
-                f"swa_epoch_start={self.swa_epoch_start} is a share of max_epochs, and there is no max_epochs: give "
-                "one, or an epoch as a whole number."
+                f"swa_epoch_start={self.swa_epoch_start} is a fraction of max_epochs, which is not set. Set "
+                "max_epochs, or pass an epoch as an int."
             )
         start = self.swa_epoch_start
         start = int(trainer.max_epochs * start) if isinstance(start, float) else start
@@ -102,18 +127,18 @@ class StochasticWeightAveraging(Averaging):
         self._initial = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the epoch's learning rates."""
+        """Set the learning rates of the epoch."""
         past = trainer.progress.epoch - self._start
         if past < 0:
             return
         groups = trainer.optimizers[0].param_groups
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
         if len(rates) != len(groups):
-            raise ValueError(f"swa_lrs has {len(rates)} rates, and the optimizer has {len(groups)} groups.")
+            raise ValueError(f"swa_lrs has {len(rates)} rates, but must have one for each of {len(groups)} groups.")
         if self._initial is None:
             self._initial = [float(group["lr"]) for group in groups]
-            announce(f"stochastic weight averaging begins with epoch {trainer.progress.epoch}: the schedulers stop")
-        self._initial += [float(group["lr"]) for group in groups[len(self._initial) :]]  # of groups that came later
+            announce(f"stochastic weight averaging starts in epoch {trainer.progress.epoch}; the schedulers stop")
+        self._initial += [float(group["lr"]) for group in groups[len(self._initial) :]]  # of groups added later
         assert trainer.steps is not None
         trainer.steps.schedules.stop()
         share = min(1.0, past / self.annealing_epochs) if self.annealing_epochs else 1.0
@@ -126,7 +151,7 @@ class StochasticWeightAveraging(Averaging):
                 group["lr"] = value
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Average, before anyone saves the epoch."""
+        """Update the averages before the epoch is saved."""
         progress = trainer.progress
         if progress.epoch_is_over and progress.epoch >= self._start and progress.epoch > self._latest_epoch:
             assert self._averages is not None
@@ -134,7 +159,7 @@ class StochasticWeightAveraging(Averaging):
             self._averages.update(self._average)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The model gets the averages, and the statistics that belong to them."""
+        """Put the averages into the model, and recompute BatchNorm's statistics."""
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True

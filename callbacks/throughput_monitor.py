@@ -1,4 +1,4 @@
-"""Log how fast a run is: batches, samples, items and operations per second."""
+"""`ThroughputMonitor`: batches, samples, items and operations per second in the loggers."""
 
 from __future__ import annotations
 
@@ -20,26 +20,46 @@ if TYPE_CHECKING:
 
 
 class ThroughputMonitor(BestEffortCallback):
-    """Send to the loggers how fast a run is, as ``train/device/samples_per_sec`` and the like; see `Throughput`.
+    """Monitor that logs the throughput of a run under names such as ``train/device/samples_per_sec``; see `Throughput`.
 
-    In training rank zero measures every ``log_every_n_steps``: it waits for the device, once, and takes the time; steps
-    in between are left alone. Time spent in validations is left out. A rate is over the newest measurements that hold
-    ``window_size`` batches. Of each evaluation there is one row when it ends, over all of it.
+    In training, rank zero measures every ``log_every_n_steps``: it synchronizes with the device once and reads the
+    clock; steps in between have no overhead. Time in validations is excluded. A rate covers the latest measurements
+    that span ``window_size`` batches. Each evaluation is logged once, at its end, as a whole.
 
-    Samples are those that the loaders really dealt, over all processes. Operations are counted where the task says
-    what a batch takes, in an attribute ``flops_per_batch`` (`measure_flops` finds out), and ``device/mfu``, the share
-    of what the device could do at best, where that is known.
+    Samples are those that the dataloaders really returned, over all processes. Operations are counted if the task has
+    an attribute ``flops_per_batch`` (`measure_flops` computes it), with ``device/mfu``, the fraction of the device's
+    peak, if that is known.
 
     Args:
-        batch_size_fn: the samples in a batch, to be counted instead of what the loaders know.
-        length_fn: the items in a batch, such as its tokens.
-        window_size: batches that a rate is over, at least.
-        separator: what stands between the parts of a name.
-        available_flops: operations per second that one device could do at best, where `get_available_flops` does not
-            know.
+        batch_size_fn: Function that returns the samples in a batch, used instead of the dataloaders' count.
+        length_fn: Function that returns the items in a batch, such as its tokens.
+        window_size: Minimum number of batches that a rate covers. Default: 100.
+        separator: Text between the components of a name. Default: ``"/"``.
+        available_flops: Peak operations per second of one device, if `get_available_flops` does not know it.
 
     Raises:
-        ValueError, TypeError: for an argument that can't be honoured; in ``fit``, where ``log_every_n_steps`` is 0.
+        ValueError, TypeError: If an argument is invalid; in ``fit``, if ``log_every_n_steps`` is 0.
+
+    Example:
+        >>> import tempfile
+        >>> import treadle as tl
+        >>> from treadle.callbacks import ThroughputMonitor
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> from treadle.loggers import CSVLogger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer = tl.Trainer(
+        ...         max_steps=4,
+        ...         accelerator="cpu",
+        ...         devices=1,
+        ...         logger=CSVLogger(folder),
+        ...         log_every_n_steps=1,
+        ...         callbacks=ThroughputMonitor(window_size=2),
+        ...         enable_checkpointing=False,
+        ...         enable_progress_bar=False,
+        ...     )
+        ...     trainer.fit(BoringModel())
+        ...     "train/device/samples_per_sec" in open(f"{trainer.log_dir}/metrics.csv").readline()
+        True
     """
 
     exchanges = True
@@ -63,7 +83,7 @@ class ThroughputMonitor(BestEffortCallback):
         self.available_flops = (
             None if available_flops is None else check_number("available_flops", available_flops, 1.0)
         )
-        self._before = 0.0  # seconds, of the runs that this one goes on from
+        self._before = 0.0  # seconds of the runs that this one continues
         self._lengths = 0.0  # items of one device, on average
         self._counted = 0.0  # samples of one device, where they are counted here
         self._reset()
@@ -71,8 +91,8 @@ class ThroughputMonitor(BestEffortCallback):
     def _reset(self) -> None:
         self._throughput: Throughput | None = None
         self._began = self._paused = 0.0
-        self._step = -1  # that was measured last
-        self._local_counts = [0.0, 0.0, 0.0]  # samples, items and operations of this process since then
+        self._step = -1  # of the last measurement
+        self._local_counts = [0.0, 0.0, 0.0]  # samples, items and operations of this process since that step
         self._must_count = self._has_flops = self._failed = False
         self._evaluation_began: float | None = None
         self._evaluated = 0  # samples, of all processes
@@ -92,21 +112,24 @@ class ThroughputMonitor(BestEffortCallback):
     # -- training ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Find out what there is to count."""
+        """Check what there is to count."""
         super().setup(trainer, pl_module, stage)
         self._reset()
         if stage == "fit" and not trainer.log_every_n_steps:
-            raise ValueError("ThroughputMonitor measures every log_every_n_steps, which is 0: drop one of them.")
+            raise ValueError(
+                "log_every_n_steps=0 does not work with ThroughputMonitor, which measures at that interval. Set it to "
+                "at least 1, or remove the callback."
+            )
         self._has_flops = hasattr(pl_module, "flops_per_batch")
         if self.available_flops is not None and not self._has_flops:
             raise ValueError(
-                f"ThroughputMonitor(available_flops={self.available_flops!r}) needs {type(pl_module).__name__} to have "
-                "an attribute flops_per_batch, what a batch takes; treadle.callbacks.measure_flops finds out."
+                f"ThroughputMonitor(available_flops={self.available_flops!r}) needs the attribute flops_per_batch of "
+                f"{type(pl_module).__name__}. Compute it with treadle.callbacks.measure_flops."
             )
         self._must_count = self._has_flops or self.batch_size_fn is not None or self.length_fn is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The clock starts."""
+        """Start the clock."""
         interval = trainer.log_every_n_steps * trainer.accumulate_grad_batches
         self._throughput = self._make_throughput(trainer, 1 + max(1, math.ceil(self.window_size / interval)))
         self._safely(_wait_for, trainer)
@@ -114,6 +137,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._safely(self._measure, trainer)
 
     def _make_throughput(self, trainer: Trainer, window: int) -> Throughput:
+        """Return the converter of measurements to rates."""
         precision, device = trainer.accelerator.precision, trainer.accelerator.device
         peak = self.available_flops
         if peak is None and self._has_flops:
@@ -121,12 +145,13 @@ class ThroughputMonitor(BestEffortCallback):
             peak = self._safely(get_available_flops, device, dtype)
             if peak is None and device.type != "cpu":
                 warn(
-                    f"what {device} could do at best in {dtype} is not known, so device/mfu is left out: give "
+                    f"the peak performance of {device} in {dtype} is unknown, so device/mfu is not logged. Set "
                     "ThroughputMonitor(available_flops=...)."
                 )
         return Throughput(peak, trainer.world_size, window, self.separator)
 
     def _compute_elapsed(self) -> float:
+        """Return the seconds of training so far."""
         if self._throughput is None or not self._began:
             return self._before
         return self._before + time.perf_counter() - self._began - self._paused
@@ -134,15 +159,16 @@ class ThroughputMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count what the loaders do not know."""
+        """Count what the dataloaders do not know."""
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 
     def _count(self, trainer: Trainer, task: TaskModule, batch: Any, counts: list[Any]) -> None:
+        """Add a batch to the counts; count no more after an error."""
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
-            return  # a stand-in, which keeps the processes in step
+            return  # a placeholder batch, which keeps the ranks in step
         if self._failed:
-            counts[0] = math.nan  # all processes hear of it when they measure next
+            counts[0] = math.nan  # NaN informs all processes in the next measurement
             return
         try:
             with torch.no_grad():
@@ -151,10 +177,10 @@ class ThroughputMonitor(BestEffortCallback):
                 counts[2] += float(task.flops_per_batch) if self._has_flops else 0.0  # type: ignore[arg-type]
         except Exception as error:
             counts[0], self._failed = math.nan, True
-            warn(f"ThroughputMonitor can't count a batch, and leaves it: {type(error).__name__}: {error}")
+            warn(f"ThroughputMonitor could not count a batch and is disabled: {type(error).__name__}: {error}")
 
     def _average_counts(self, trainer: Trainer, numbers: list[Any]) -> list[float] | None:
-        """What was counted, per device, over all processes: one small exchange. None where one could not count."""
+        """Return the counts per device over all processes, in one small exchange; None if a process could not count."""
         world = trainer.accelerator.data_world
         counts: list[float] = read_numbers(numbers)
         if world.size > 1:
@@ -163,7 +189,7 @@ class ThroughputMonitor(BestEffortCallback):
         return None if math.isnan(counts[0]) else counts
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Measure, every so many steps."""
+        """Measure if it is due."""
         step = trainer.progress.step
         if step % trainer.log_every_n_steps == 0 and step != self._step and self._throughput is not None:
             self._step = step
@@ -201,7 +227,7 @@ class ThroughputMonitor(BestEffortCallback):
             trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The clock stops."""
+        """Stop the clock."""
         self._before, self._throughput = self._compute_elapsed(), None
 
     # -- evaluation ----------------------------------------------------------------------------------------------
@@ -229,7 +255,7 @@ class ThroughputMonitor(BestEffortCallback):
             self._safely(self._write_evaluation, trainer, stage, seconds, counted)
 
     def _write_evaluation(self, trainer: Trainer, stage: str, seconds: float, counted: list[float]) -> None:
-        # Without operations: what a batch takes in training it does not take here.
+        # Without operations, because flops_per_batch is that of a training batch.
         throughput = Throughput(None, trainer.world_size, 2, self.separator)
         samples = self._evaluated / trainer.world_size if self.batch_size_fn is None else counted[0]
         none, lengths = (None, None) if self.length_fn is None else (0.0, counted[1])
@@ -238,53 +264,53 @@ class ThroughputMonitor(BestEffortCallback):
         self._write(trainer, stage, throughput)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The evaluation's clock starts; training's stops."""
+        """Start the clock of the evaluation and pause that of training."""
         self._begin(trainer)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """Count."""
+        """Count the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """One row."""
+        """Log the evaluation."""
         self._end(trainer, "validate")
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self._begin(trainer)
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Count."""
+        """Count the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """One row."""
+        """Log the evaluation."""
         self._end(trainer, "test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self._begin(trainer)
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Count."""
+        """Count the batch."""
         self._tick(trainer, pl_module, batch)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """One row."""
+        """Log the evaluation."""
         self._end(trainer, "predict")
 
 
 def _as_number(value: Any) -> Any:
-    """Return a number; one that a GPU still computes stays there, to be read with the others."""
+    """Return a number; one that a GPU still computes stays there and is read with the others."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value.detach().reshape(()).clone()
     return float(value)
 
 
 def _wait_for(trainer: Trainer) -> None:
-    """Until the device has done all that was asked of it, or the time would be that of asking."""
+    """Synchronize with the device, so that the clock measures work and not only its launch."""
     device = trainer.accelerator.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Measure how long training takes, and stop it after a given time."""
+"""`Timer`: measure the duration of training, and stop it after a given time."""
 
 from __future__ import annotations
 
@@ -20,28 +20,39 @@ _STAGES = ("train", "validate", "test")
 
 
 class Interval(StrEnum):
-    """When a `Timer` checks the time."""
+    """Time at which a `Timer` checks the clock."""
 
     step = "step"
     epoch = "epoch"
 
 
 class Timer(Callback):
-    """Measures how long training takes, over all resumed runs, and stops it after ``duration``.
+    """Callback that measures the duration of training, over all resumed runs, and stops it after ``duration``.
 
-    It also knows how long the newest validation or test took: ask with their name, ``"validate"`` or ``"test"``.
+    It also measures the latest validation and test: pass their name, ``"validate"`` or ``"test"``, to its methods.
 
-    Where the processes' clocks differ they still stop after the same step. ``Trainer(max_time=...)`` stops too;
-    a Timer can also be asked. A run that goes on when its time is over already takes no step.
+    All processes stop after the same step, even if their clocks differ. ``Trainer(max_time=...)`` stops the run too; a
+    Timer can also be queried. A run that is resumed after its time is up takes no step.
 
     Args:
-        duration: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments; None only measures.
-        interval: look after each optimizer ``"step"``, or when an ``"epoch"`` ends.
-        verbose: say so when it stops the run.
+        duration: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments; None only measures. Default: None.
+        interval: Check the clock after each optimizer ``"step"`` or at the end of each ``"epoch"``. Default:
+            ``"step"``.
+        verbose: Announce when it stops the run. Default: True.
 
     Raises:
-        ValueError: for a duration that is not positive or in another form, and for an unknown interval.
-        TypeError: for an argument of another type.
+        ValueError: If the duration is not positive or has an invalid form, or the interval is unknown.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import Timer
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> timer = Timer(duration="00:01:00:00")
+        >>> trainer = tl.Trainer(max_steps=1, accelerator="cpu", devices=1, barebones=True, callbacks=timer)
+        >>> trainer.fit(BoringModel())
+        >>> 0 < timer.time_elapsed() < 3600
+        True
     """
 
     after_task = 1
@@ -52,30 +63,47 @@ class Timer(Callback):
         self._limit = None if duration is None else parse_duration("duration", duration).total_seconds()
         self.interval = Interval(choose("interval", interval, tuple(map(str, Interval))))
         self.verbose = check_bool("verbose", verbose)
-        self._before = 0.0  # seconds of training of the runs this one goes on from
+        self._before = 0.0  # seconds of training of the runs that this one continues
         self._began: dict[str, float] = {}
         self._ended: dict[str, float] = {}
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When a stage began last, by ``time.monotonic()``; None if it did not."""
+        """Return the time at which a stage last began, by ``time.monotonic()``; None if it never did.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
+        """
         return self._began.get(choose("stage", stage, _STAGES))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """When a stage ended last, by ``time.monotonic()``; None if it did not, or has begun anew."""
+        """Return the time at which a stage last ended, by ``time.monotonic()``; None if it has not, or runs again.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
+        """
         return self._ended.get(choose("stage", stage, _STAGES))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds spent in training so far; or those of the newest ``"validate"`` or ``"test"``."""
+        """Return the seconds of training so far, or those of the latest validation or test.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
+        """
         began, before = self.start_time(stage), self._before if stage == "train" else 0.0
         if began is None:
             return before
         return before + self._ended.get(stage, time.monotonic()) - began
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds until it stops the run, 0 once they are over; None without a duration."""
+        """Return the seconds until the run is stopped, 0 after that; None without a duration.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
+        """
         return None if self._limit is None else max(0.0, self._limit - self.time_elapsed(stage))
 
     def _begin(self, stage: str) -> None:
+        """Start the clock of a stage."""
         self._ended.pop(stage, None)
         self._began[stage] = time.monotonic()
 
@@ -90,48 +118,49 @@ class Timer(Callback):
         self._ended.pop("train", None)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Begin to count. Look: the time may be over already."""
-        if "train" in self._ended:  # a fit after another one goes on counting
+        """Start the clock, and stop the run if its time is already up."""
+        if "train" in self._ended:  # another fit continues the count
             self._before = self.time_elapsed()
         self._begin("train")
-        if self.interval == "step" or not trainer.progress.batch:  # else the epoch is worked off first
+        if self.interval == "step" or not trainer.progress.batch:  # otherwise a resumed epoch is completed first
             self._look(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Look, if that happens after each step."""
+        """Stop the run if its time is up."""
         if self.interval == "step":
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Look: an epoch that time is up for isn't begun."""
+        """Stop the run if its time is up, so that no other epoch begins."""
         self._look(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Keep the time."""
+        """Stop the clock of training."""
         self._ended["train"] = time.monotonic()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """What an error has ended took time up to here."""
+        """Stop the clocks of stages that an error has ended."""
         for name in self._began:
             self._ended.setdefault(name, time.monotonic())
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Begin to count the validation."""
+        """Start the clock of the validation."""
         self._begin("validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Keep its time."""
+        """Stop the clock of the validation."""
         self._ended["validate"] = time.monotonic()
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Begin to count the test."""
+        """Start the clock of the test."""
         self._begin("test")
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Keep its time."""
+        """Stop the clock of the test."""
         self._ended["test"] = time.monotonic()
 
     def _look(self, trainer: Trainer) -> None:
+        """Stop the run if its time is up."""
         if self._limit is None or trainer.should_stop or self.time_elapsed() < self._limit:
             return
         trainer.should_stop = True

@@ -1,4 +1,4 @@
-"""Average the weights while they are trained, and validate with the averages."""
+"""Averages of the weights during training, used in validation and for the final model."""
 
 from __future__ import annotations
 
@@ -19,26 +19,48 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 
 
 class WeightAveraging(Averaging):
-    """Keeps an average of the weights, which validation runs with, and which the model has when training is over.
+    """Callback that averages the weights, validates with the averages, and leaves them in the model after training.
 
-    Each process averages what it holds, after optimizer steps, without a word to the others, also where the model is
-    sharded. Until the first update there is no average, and validation sees the weights themselves.
+    Each process averages the tensors it holds after optimizer steps, without communication, also if the model is
+    sharded. Before the first update there are no averages, and validation uses the trained weights.
 
-    A checkpoint's model is the weights that are trained. The averages are in it too: a run that goes on has them
-    again, on any number of processes; ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` run with them where
-    the Trainer has this callback; and `averaged_weights` reads them for any other use.
+    A checkpoint's model has the trained weights. The averages are also in the checkpoint: a resumed run restores them,
+    with any world size; ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use them if the Trainer has this
+    callback; and `averaged_weights` reads them for other uses.
 
-    It acts before the task's own hooks (``after_task`` is 0), so everyone validates with the averages.
+    The callback runs before the task's own hooks (``after_task`` is 0), so the whole validation uses the averages.
 
     Args:
-        device: where the averages lie; by default where the weights are. Elsewhere each update waits for the device.
-        use_buffers: average the buffers that are saved, too; else the model's own are used.
+        device: Device of the averages. On a device other than the weights', each update synchronizes. Default: the
+            weights' device.
+        use_buffers: Also average the persistent buffers; otherwise the model's own are used. Default: True.
         kwargs: ``avg_fn(averaged, current, num_averaged)``, or ``multi_avg_fn`` with lists of these, as in torch's
-            ``AveragedModel``. By default all that is averaged counts the same.
+            ``AveragedModel``. Default: all averaged values count the same.
 
     Raises:
-        TypeError: for an argument that doesn't exist, or something that is no function.
-        ValueError: where a run can't be averaged, before its first step.
+        TypeError: If an argument does not exist, or a function is not callable.
+        ValueError: Before the first step, if the run cannot be averaged.
+
+    References:
+        Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", SIAM Journal on Control and
+        Optimization, 1992.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import WeightAveraging
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class AverageEpochs(WeightAveraging):
+        ...     def should_update(self, step_idx=None, epoch_idx=None):
+        ...         return epoch_idx is not None
+        >>> trainer = tl.Trainer(
+        ...     max_epochs=2,
+        ...     limit_train_batches=1,
+        ...     accelerator="cpu",
+        ...     devices=1,
+        ...     barebones=True,
+        ...     callbacks=AverageEpochs(),
+        ... )
+        >>> trainer.fit(BoringModel())
     """
 
     _key = KEYS[0]
@@ -49,37 +71,38 @@ class WeightAveraging(Averaging):
         self._device = device
         self._use_buffers = check_bool("use_buffers", use_buffers)
         self._average = _choose_average(type(self).__name__, kwargs)
-        self._borrowed: Averages | None = None  # of a checkpoint that is evaluated
+        self._borrowed: Averages | None = None  # the averages of an evaluated checkpoint
         self._epoch = 0
         self._latest_step = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to average now; override it.
+        """Return whether to average now. Override it to choose other times.
 
         Args:
-            step_idx: after an optimizer step its number, from 0.
-            epoch_idx: after an epoch its number, from 0.
+            step_idx: After an optimizer step, its index; else None.
+            epoch_idx: After an epoch, its index; else None.
         """
         return step_idx is not None
 
     # -- averaging -----------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The model lies as it will be trained: make room for its averages."""
+        """Create the averages of the prepared model."""
         self._make_room(trainer, pl_module, self._use_buffers, self._device, strict=True)
         self._latest_step = trainer.progress.step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Average after an optimizer step, before its validation."""
+        """Update the averages after an optimizer step, before its validation."""
         self._follow(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Average after the step that an error came after, before this was told of it."""
+        """Update the averages for a step that an error followed before the callback could."""
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
+        """Update the averages if an optimizer step was taken."""
         step = trainer.progress.step
         if step != self._latest_step:
             self._latest_step = step
@@ -88,7 +111,7 @@ class WeightAveraging(Averaging):
                 self._averages.update(self._average)  # type: ignore[union-attr]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Average after an epoch, if that is asked for."""
+        """Update the averages after an epoch, if requested."""
         progress = trainer.progress
         if progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
@@ -98,23 +121,23 @@ class WeightAveraging(Averaging):
     # -- in the model --------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Validate with the averages."""
+        """Put the averages into the model."""
         self._begin(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Go on with the weights."""
+        """Put the trained weights back."""
         self._end()
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Go on with the weights."""
+        """Put the trained weights back. See `Callback.leave_validation`."""
         self._end()
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Validate with the averages."""
+        """Put the averages into the model. See `Callback.return_to_validation`."""
         self._begin(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Test with a checkpoint's averages."""
+        """Put a checkpoint's averages into the model."""
         self._begin(trainer, pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -122,7 +145,7 @@ class WeightAveraging(Averaging):
         self._end()
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Predict with a checkpoint's averages."""
+        """Put a checkpoint's averages into the model."""
         self._begin(trainer, pl_module)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -130,20 +153,21 @@ class WeightAveraging(Averaging):
         self._end()
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The model gets the averages for good."""
+        """Put the averages into the model for good."""
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True
             _apply_averages(trainer, averages)
 
     def _begin(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Put the averages of the run, or of the evaluated checkpoint, into the model."""
         if trainer.stage == "fit":
             if self._averages is not None and self._averages.count:
                 _apply_averages(trainer, self._averages)
         elif trainer.opened_checkpoint is not None:
             saved = find_saved_averages(trainer.opened_checkpoint)
             if saved is None or not saved["weights"]:
-                warn(f"{trainer.ckpt_path} holds no averaged weights: those that were trained are used.")
+                warn(f"{trainer.ckpt_path} has no averaged weights, so the trained weights are used.")
                 return
             with torch.inference_mode(False):
                 self._borrowed = Averages(pl_module, self._use_buffers)
@@ -151,6 +175,7 @@ class WeightAveraging(Averaging):
             self._borrowed.apply_to_model()
 
     def _end(self) -> None:
+        """Put the model's own weights back."""
         super()._end()
         if self._borrowed is not None:
             self._borrowed.restore_model()
@@ -159,36 +184,50 @@ class WeightAveraging(Averaging):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add the averages.
+        """Add the averages to the checkpoint.
 
         Raises:
-            ValueError: in a validation, while the model has the averages.
+            ValueError: In a validation, while the averages are in the model.
         """
         if self._averages is not None and self._averages.is_applied and not self._ended:
             raise ValueError(
-                "a checkpoint holds the weights that are trained, and in a validation the model has the averaged ones: "
-                "save in on_step_end; or in on_validation_end, and list the averaging callback before the one that "
+                "a checkpoint must hold the trained weights, but during a validation the model has the averaged ones. "
+                "Save in on_step_end; or in on_validation_end, with the averaging callback listed before the one that "
                 "saves."
             )
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """An exponential moving average: after each update it is ``decay * average + (1 - decay) * weights``.
+    """Exponential moving average of the weights: each update sets it to ``decay * average + (1 - decay) * weights``.
 
-    The first update takes the weights as they are.
+    The first update copies the weights.
 
     Args:
-        device: see `WeightAveraging`.
-        use_buffers: see `WeightAveraging`.
-        decay: how much of the average stays, from 0 to 1.
-        update_every_n_steps: optimizer steps between updates; 0 updates at the ends of epochs only.
-        update_starting_at_step: the first step to average after, counted from 0.
-        update_starting_at_epoch: the first epoch to average in, counted from 0.
+        device: See `WeightAveraging`.
+        use_buffers: See `WeightAveraging`.
+        decay: Fraction of the average that is kept, from 0 to 1. Default: 0.999.
+        update_every_n_steps: Optimizer steps between updates; 0 updates only at the end of epochs. Default: 1.
+        update_starting_at_step: Index of the first step to average after. Default: 0.
+        update_starting_at_epoch: Index of the first epoch to average in. Default: 0.
+        kwargs: Unknown arguments, for the error that names the closest one.
 
     Raises:
-        ValueError: for a value that can't be.
-        TypeError: for one of another kind, or an argument that doesn't exist.
+        ValueError: If an argument is invalid.
+        TypeError: If an argument has the wrong type or does not exist.
+
+    References:
+        Morales-Brotons et al., "Exponential Moving Average of Weights in Deep Learning: Dynamics and Benefits", 2024,
+        https://arxiv.org/abs/2411.18704.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import EMAWeightAveraging
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> trainer = tl.Trainer(
+        ...     max_steps=2, accelerator="cpu", devices=1, barebones=True, callbacks=EMAWeightAveraging(decay=0.9)
+        ... )
+        >>> trainer.fit(BoringModel())
     """
 
     def __init__(
@@ -206,7 +245,7 @@ class EMAWeightAveraging(WeightAveraging):
             raise TypeError(f"EMAWeightAveraging has no argument {min(kwargs)!r}.{nearest(min(kwargs), valid_names)}")
         super().__init__(device, use_buffers)
         if check_number("decay", decay, 0.0) > 1.0:
-            raise ValueError(f"decay={decay!r} must be at most 1: the share of the average that stays.")
+            raise ValueError(f"decay={decay!r} must be at most 1. It is the fraction of the average that is kept.")
         self._average = lerp(1.0 - decay)
         self.decay = decay
         self.update_every_n_steps = check_int(
@@ -229,28 +268,32 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 def _apply_averages(trainer: Trainer, averages: Averages) -> None:
+    """Put the averages into the model, with rank zero's buffers on all processes."""
     averages.apply_to_model()
     world = trainer.accelerator.world
-    if world.size > 1:  # buffers go on apart on each process; all evaluate one model
+    if world.size > 1:  # buffers differ between processes, but all must evaluate the same model
         for buffer in averages.buffers:
             world.broadcast_tensor(buffer)
 
 
 def _choose_average(name: str, kwargs: dict[str, Any]) -> Average:
+    """Return the averaging function of the arguments, or raise an error."""
     for key, value in kwargs.items():
         if key not in _FUNCTIONS:
             raise TypeError(f"{name} has no argument {key!r}.{nearest(key, _FUNCTIONS)}")
         if value is not None and not callable(value):
-            raise TypeError(f"{name}: {key}={value!r} is no function.")
+            raise TypeError(f"{name}: {key}={value!r} must be a function.")
     avg_fn, multi_avg_fn = (kwargs.get(key) for key in _FUNCTIONS)
     if avg_fn is not None and multi_avg_fn is not None:
-        raise ValueError(f"{name}: give avg_fn or multi_avg_fn, not both.")
+        raise ValueError(f"{name}: avg_fn and multi_avg_fn exclude each other. Pass only one.")
     if multi_avg_fn is not None:
         return _wrap_multi_avg_fn(multi_avg_fn)
     return average_equally if avg_fn is None else wrap_avg_fn(avg_fn)
 
 
 def _wrap_multi_avg_fn(function: Callable[[list[Tensor], list[Tensor], Tensor], Any]) -> Average:
+    """Return an averaging function that calls torch's ``multi_avg_fn``."""
+
     def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
         function(averages, current, torch.tensor(count, device="cpu"))
 

@@ -1,4 +1,4 @@
-"""Pruning of the trials of an Optuna study."""
+"""`PruningCallback`: pruning of the trials of an Optuna study."""
 
 from __future__ import annotations
 
@@ -15,48 +15,57 @@ if TYPE_CHECKING:
 
 
 class PruningCallback(Callback):
-    """Report a logged value to a trial of Optuna, and raise ``optuna.TrialPruned`` when the study's pruner says so.
+    """Callback that reports a logged value to an Optuna trial and raises ``optuna.TrialPruned`` to prune it.
 
-    Rank zero alone talks to the study's storage; all ranks raise after the same step. The checkpoints of a pruned trial
-    stay, that of its last epoch included.
+    Only rank zero accesses the study's storage; all ranks raise after the same step. The checkpoints of a pruned trial
+    are kept, that of its last epoch included.
 
-    A value is reported once per epoch, under the number of the epoch, from 0. Where validation runs several times in an
-    epoch, each is reported, under the number of the validation.
+    A value is reported once per epoch, under the index of the epoch. If validations run several times in an epoch, each
+    is reported, under the index of the validation.
 
     Args:
-        trial: the trial, on rank zero. Other ranks may pass None, or what Optuna's ``TorchDistributedTrial`` wraps.
-        monitor: the logged value to report.
+        trial: The trial, on rank zero. Other ranks may pass None, or what Optuna's ``TorchDistributedTrial`` wraps.
+        monitor: Name of the logged value to report.
 
     Attributes:
-        pruned: why the trial was pruned; None if it was not.
+        pruned: The reason for which the trial was pruned; None if it was not.
 
     Raises:
-        ModuleNotFoundError: Optuna is not installed.
-        ValueError: rank zero has no trial; in training, for a value that was never logged.
+        ModuleNotFoundError: If Optuna is not installed.
+        ValueError: If rank zero has no trial; in training, if the value was never logged.
 
     Example:
         >>> import optuna
-        >>> from torch.utils.data import DataLoader
+        >>> import torch
         >>> import treadle as tl
+        >>> from treadle.compat.demos.boring_classes import BoringModel
         >>> from treadle.integrations import PruningCallback
-        >>> class Line(tl.TaskModule):
+        >>> class Model(BoringModel):
         ...     def __init__(self, lr):
         ...         super().__init__()
-        ...         self.lr, self.net = lr, torch.nn.Linear(1, 1)
-        ...     def training_step(self, batch, batch_idx):
-        ...         return self.net(batch).square().mean()
-        ...     def validation_step(self, batch, batch_idx):
-        ...         self.log("val_loss", self.net(batch).square().mean())
+        ...         self.lr = lr
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=self.lr)
+        ...     def on_validation_epoch_end(self):
+        ...         self.log("val_norm", self.layer.weight.norm())
         >>> def objective(trial):
-        ...     task = Line(trial.suggest_float("lr", 1e-3, 1e-1, log=True))
-        ...     flags = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        ...     trainer = tl.Trainer(callbacks=[PruningCallback(trial, "val_loss")], **flags)
-        ...     trainer.fit(task, DataLoader(torch.ones(8, 1)), DataLoader(torch.ones(8, 1)))
-        ...     return trainer.callback_metrics["val_loss"].item()
+        ...     trainer = tl.Trainer(
+        ...         max_epochs=2,
+        ...         limit_train_batches=2,
+        ...         limit_val_batches=1,
+        ...         accelerator="cpu",
+        ...         devices=1,
+        ...         logger=False,
+        ...         enable_checkpointing=False,
+        ...         enable_progress_bar=False,
+        ...         callbacks=PruningCallback(trial, "val_norm"),
+        ...     )
+        ...     trainer.fit(Model(trial.suggest_float("lr", 1e-3, 1e-1, log=True)))
+        ...     return trainer.callback_metrics["val_norm"].item()
         >>> study = optuna.create_study(pruner=optuna.pruners.MedianPruner())
         >>> study.optimize(objective, n_trials=3)
+        >>> len(study.trials)
+        3
     """
 
     after_task = 3  # the checkpoint of the same epoch is saved before the error is raised
@@ -66,7 +75,7 @@ class PruningCallback(Callback):
 
     def __init__(self, trial: BaseTrial | None, monitor: str) -> None:
         require("PruningCallback", "optuna", extra="sweep")
-        # Optuna's wrapper for several processes makes a collective of each call; what it wraps is rank zero's trial.
+        # Optuna's wrapper for several processes turns each call into a collective; it wraps rank zero's trial.
         self._trial: Any = getattr(trial, "_delegate", trial)
         self.monitor = check_monitor(monitor)
         self.pruned: str | None = None
@@ -92,20 +101,21 @@ class PruningCallback(Callback):
             with trainer.accelerator.world.together():
                 if trainer.is_global_zero and self._trial is None:
                     raise ValueError(
-                        "PruningCallback(trial=None, ...) on rank zero: it needs the trial. Pass it there."
+                        "PruningCallback(trial=None, ...) is allowed on other ranks than zero only. Pass the trial."
                     )
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report, unless that happens when epochs end."""
+        """Report after a validation, if a report is due there."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not checks_at_epoch_end(trainer):
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report, if that happens when epochs end."""
+        """Report after an epoch, if a report is due there."""
         if trainer.progress.epoch_is_over and checks_at_epoch_end(trainer):
             self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
+        """Report a new value, and end the trial if the pruner decides so."""
         value = read_new_value(trainer, self.monitor, type(self).__name__)
         if value is None:
             return
@@ -124,21 +134,24 @@ class PruningCallback(Callback):
             self._prune(trainer)
 
     def _ask_pruner(self, trainer: Trainer, value: float, number: int) -> bool:
-        """Report on rank zero; returns whether the trial is to be pruned."""
+        """Report on rank zero, and return whether to prune the trial."""
         self._trial.report(value, number)
         return bool(self._trial.should_prune())
 
     def _note(self, trainer: Trainer, value: float, number: int) -> None:
-        """Note a value that was reported; called on all ranks."""
+        """Record a reported value. Runs on all ranks."""
 
     def _prune(self, trainer: Trainer) -> None:
-        """End the trial; called on all ranks after the same step."""
+        """End the trial. Runs on all ranks after the same step."""
         from optuna import TrialPruned
 
         raise TrialPruned(self.pruned)
 
     def check_pruned(self) -> None:
-        """Raise ``TrialPruned`` if the trial was pruned. `Trainer.fit` has done so; for scripts that call it too."""
+        """Raise ``TrialPruned`` if the trial was pruned.
+
+        `Trainer.fit` already does; this is for scripts that call it too.
+        """
         if self.pruned is not None:
             from optuna import TrialPruned
 
@@ -146,4 +159,4 @@ class PruningCallback(Callback):
 
 
 PyTorchLightningPruningCallback = PruningCallback
-"""The name that Optuna gives it."""
+"""Optuna's name of the callback."""

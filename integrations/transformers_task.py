@@ -1,4 +1,4 @@
-"""A task around a model of Hugging Face transformers."""
+"""`TransformersTask`: a task around a model of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 IGNORED = -100
-"""The label that transformers' losses leave out."""
+"""Label that transformers' losses ignore."""
 
 
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -30,38 +30,55 @@ _WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt", *_BY_METR
 
 
 class TransformersTask(TaskModule):
-    """Fine-tune, evaluate and generate with any transformers model whose ``forward`` returns a loss.
+    """Task that fine-tunes, evaluates and generates with any transformers model whose ``forward`` returns a loss.
 
-    A batch is what the model takes: a dict with ``input_ids``, ``attention_mask``, ``labels``, ..., as transformers'
-    collators make it. Where labels are tokens, each batch's loss weighs as many as it is a mean over, so that padding,
-    accumulation and several processes change no gradient.
+    A batch is the input of the model: a dict with ``input_ids``, ``attention_mask``, ``labels``, ..., as transformers'
+    collators build it. If labels are tokens, each batch's loss is weighted by their number, so padding, accumulation
+    and world size do not change gradients.
 
-    Logged are ``train_loss``, ``val_loss``, ``test_loss``, and each of ``metrics`` under ``val_NAME`` and
-    ``test_NAME``. `Trainer.predict` returns generated texts with ``generation``, else the logits.
+    ``train_loss``, ``val_loss`` and ``test_loss`` are logged, and each of ``metrics`` as ``val_NAME`` and
+    ``test_NAME``. `Trainer.predict` returns generated texts with ``generation``, else logits.
 
     Args:
-        model: a model; or the name or folder that ``from_pretrained`` loads, with ``auto_class``.
-        auto_class: the class to load it with, such as ``"AutoModelForCausalLM"``.
-        tokenizer: a tokenizer, or the name or folder of one. Default: the one beside ``model``, where that is a name.
-            Only generation, and `save_pretrained`, need it.
-        learning_rate: AdamW's, at its highest.
-        weight_decay: AdamW's, of all but biases and norms.
-        optimizer_options: further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
-        lr_scheduler: a name that ``transformers.get_scheduler`` knows. It advances with each optimizer step;
-            ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, by its ``val_loss``.
-        warmup_steps: optimizer steps to warm up; below 1 a share of all.
-        scheduler_options: further arguments of the scheduler.
-        metrics: objects of torchmetrics by name. They get logits and labels of the samples, or of the tokens that have
-            a label; override `update_metrics` for others.
-        generation: arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
-        adapter: a configuration of peft, as an object or a dict: the model's own weights are frozen then and adapters
-            trained. ``ModelCheckpoint(save_trainable_only=True)`` saves these alone.
-        gradient_checkpointing: compute activations again in the backward pass, to save memory.
-        model_options: further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
+        model: A model; or the name or folder that ``from_pretrained`` loads, with ``auto_class``.
+        auto_class: The class that loads it, such as ``"AutoModelForCausalLM"``.
+        tokenizer: A tokenizer, or the name or folder of one. Only generation and `save_pretrained` need it. Default:
+            the tokenizer of ``model``, if that is a name.
+        learning_rate: AdamW's peak learning rate. Default: 5e-5.
+        weight_decay: AdamW's weight decay, for all parameters except biases and norms. Default: 0.0.
+        optimizer_options: Further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
+        lr_scheduler: A name that ``transformers.get_scheduler`` knows. The scheduler advances with each optimizer step;
+            ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, by its ``val_loss``. Default:
+            ``"linear"``.
+        warmup_steps: Optimizer steps of the warmup; below 1 a fraction of all steps. Default: 0.
+        scheduler_options: Further arguments of the scheduler.
+        metrics: torchmetrics objects by name. They get logits and labels of the samples, or of the tokens that have a
+            label; override `update_metrics` for others.
+        generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
+        adapter: A peft configuration, as an object or a dict: the model's own weights are frozen and adapters are
+            trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only these.
+        gradient_checkpointing: Recompute activations in the backward pass to save memory. Default: False.
+        model_options: Further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
 
     Raises:
-        ModuleNotFoundError: transformers, or peft for ``adapter``, is not installed.
-        ValueError: for an ``auto_class`` that transformers does not have, or none beside a name.
+        ModuleNotFoundError: If transformers, or peft for ``adapter``, is not installed.
+        ValueError: If transformers has no such ``auto_class``, or a name is passed without one.
+
+    Example:
+        >>> import torch
+        >>> import treadle as tl
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from treadle.integrations import TransformersTask
+        >>> config = LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        ... )
+        >>> task = TransformersTask(LlamaForCausalLM(config), lr_scheduler="constant")
+        >>> tokens = torch.arange(16).reshape(2, 8)
+        >>> batches = [{"input_ids": tokens, "labels": tokens}]
+        >>> trainer = tl.Trainer(max_steps=1, accelerator="cpu", devices=1, barebones=True)
+        >>> trainer.fit(task, batches)
+        >>> trainer.global_step
+        1
     """
 
     model: Any
@@ -97,13 +114,15 @@ class TransformersTask(TaskModule):
         if isinstance(model, str | os.PathLike):
             built = _load_model(model, auto_class, dict(model_options or {}))
         elif auto_class is not None or model_options:
-            raise ValueError("auto_class and model_options say how to load a model by its name; this one is built.")
+            raise ValueError(
+                "auto_class and model_options load a model by its name, but model is an object. Remove them."
+            )
         else:
             built = model
         self.model = built if adapter is None else _add_adapter(built, adapter)
-        self.model.train()  # from_pretrained leaves it without dropout
+        self.model.train()  # from_pretrained leaves it in evaluation mode, without dropout
         if check_bool("gradient_checkpointing", gradient_checkpointing):
-            # By its name in transformers 5; in 4 it is another one.
+            # The name in transformers 5; transformers 4 has another one.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self.tokenizer = _load_tokenizer(tokenizer, model if named else None)
@@ -114,13 +133,26 @@ class TransformersTask(TaskModule):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; one positional argument is a batch."""
+        """Call the model. A single positional mapping is passed as keyword arguments.
+
+        Args:
+            args: A batch, or positional arguments of the model.
+            kwargs: Keyword arguments of the model.
+
+        Returns:
+            The model's output.
+        """
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
             return self.model(**args[0])
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Return the loss of a batch, and how many labels it is a mean over where these are tokens."""
+        """Return the loss of a batch, and the number of its labels if these are tokens.
+
+        Args:
+            batch: The input of the model.
+            batch_idx: Index of the batch.
+        """
         outputs = self(batch)
         weight = self.count_targets(batch)
         loss = self._get_loss(outputs, batch, weight)
@@ -128,24 +160,45 @@ class TransformersTask(TaskModule):
         return {"loss": loss} if weight is None else {"loss": loss, "weight": weight}
 
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log ``val_loss`` and the metrics."""
+        """Log ``val_loss`` and the metrics.
+
+        Args:
+            batch: The input of the model.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
         self._evaluate(batch, "val", self.val_metrics)
 
     def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log ``test_loss`` and the metrics."""
+        """Log ``test_loss`` and the metrics.
+
+        Args:
+            batch: The input of the model.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
         self._evaluate(batch, "test", self.test_metrics)
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Return a list of generated texts, or the logits if there is no ``generation``."""
+        """Return a list of generated texts, or the logits without ``generation``.
+
+        Args:
+            batch: The input of the model; its labels are ignored.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+
+        Raises:
+            ValueError: If ``generation`` is set but there is no tokenizer.
+        """
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         if self.hparams.generation is None:
             return self(inputs).logits
-        # A rank that is done must take part in the others' calls where each has parts of the model.
+        # If the model is sharded, a rank that is done must participate in the other ranks' calls.
         together = self.trainer.accelerator.strategy.sharded and self.trainer.world_size > 1
         tokens = self.model.generate(**inputs, **self.hparams.generation, synced_gpus=together)
         if self.tokenizer is None:
-            raise ValueError("generation needs a tokenizer to make texts of tokens: pass tokenizer=.")
-        if not self.model.config.is_encoder_decoder:  # which returns the prompt too
+            raise ValueError("generation needs a tokenizer, which converts tokens to texts. Pass tokenizer.")
+        if not self.model.config.is_encoder_decoder:  # decoder-only models return the prompt too
             tokens = tokens[:, inputs["input_ids"].shape[1] :]
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
@@ -153,7 +206,7 @@ class TransformersTask(TaskModule):
         """Return AdamW and the schedule.
 
         Raises:
-            ValueError: if nothing is trained, or if the schedule needs the length of a run that has none.
+            ValueError: If nothing is trained, or the schedule needs the length of a run whose length is unknown.
         """
         options = self.hparams
         decayed: list[nn.Parameter] = []
@@ -163,24 +216,31 @@ class TransformersTask(TaskModule):
         groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         if not groups:
-            raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
+            raise ValueError("no parameter of the model requires a gradient. Unfreeze at least one to train.")
         optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, **dict(options.optimizer_options or {}))
         return {"optimizer": optimizer, "lr_scheduler": self._make_scheduler(optimizer)}
 
     # -- what you may override -----------------------------------------------------------------------------------
 
     def count_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return how many labels the loss of a batch is a mean over, a 0-d tensor; None if that is its samples."""
+        """Return the number of labels that the loss of a batch is the mean of.
+
+        Args:
+            batch: The input of the model.
+
+        Returns:
+            A 0-d tensor; None if the loss is a mean over samples.
+        """
         labels = self._select_targets(batch)
         return None if labels is None else (labels != IGNORED).sum()
 
     def update_metrics(self, metrics: nn.ModuleDict, logits: Tensor, batch: Mapping[str, Any]) -> None:
-        """Give the metrics a batch.
+        """Update the metrics with a batch.
 
         Args:
-            metrics: objects of torchmetrics, by name.
-            logits: ``[samples, labels]``, or ``[samples, tokens, labels]``.
-            batch: what the model was called with.
+            metrics: torchmetrics objects by name.
+            logits: Tensor of shape ``[samples, labels]`` or ``[samples, tokens, labels]``.
+            batch: The input of the model.
         """
         targets = self._select_targets(batch)
         if targets is None:
@@ -196,10 +256,12 @@ class TransformersTask(TaskModule):
     # -- what you call -------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write model and tokenizer for ``from_pretrained``; of a model with adapters these. Call it on all processes.
+        """Write model and tokenizer for ``from_pretrained``; for a model with adapters, only these.
+
+        Call it on all processes.
 
         Args:
-            folder: made if it is not there.
+            folder: The folder; created if missing.
         """
         if self._trainer is None:
             weights, writes = self.state_dict(), True
@@ -215,32 +277,34 @@ class TransformersTask(TaskModule):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _evaluate(self, batch: Mapping[str, Any], stage: str, metrics: nn.ModuleDict) -> None:
+        """Log the loss and the metrics of a batch."""
         outputs = self(batch)
         count = self.count_targets(batch)
-        weight = None if count is None else int(count)  # one read per batch; training has none
+        weight = None if count is None else int(count)  # one synchronization per batch; training has none
         self.log(f"{stage}_loss", self._get_loss(outputs, batch, count), prog_bar=True, batch_size=weight)
         if metrics:
             self.update_metrics(metrics, outputs.logits, batch)
             self.log_dict({f"{stage}_{name}": metric for name, metric in metrics.items()}, on_step=False, on_epoch=True)
 
     def _get_loss(self, outputs: Any, batch: Mapping[str, Any], count: Tensor | None) -> Tensor:
+        """Return the loss of a batch; 0 if none of its labels counts."""
         loss: Tensor | None = getattr(outputs, "loss", None)
         if loss is None:
             raise ValueError(
-                f"{type(self.model).__name__} returned no loss for a batch with {', '.join(batch)}: it needs labels."
+                f"{type(self.model).__name__} returned no loss for a batch with {', '.join(batch)}. Add labels."
             )
-        # A batch whose labels are all left out has a mean over nothing, which is not a number.
+        # The mean of a batch whose labels are all ignored is NaN.
         return loss if count is None else torch.where(count > 0, loss, torch.zeros_like(loss))
 
     def _select_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the labels of tokens as the loss takes them; None if labels are of whole samples."""
+        """Return the labels of tokens as the loss uses them; None if labels belong to whole samples."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point() or "input_ids" not in batch:
             return None
         return labels[:, 1:] if _predicts_next_token(self.model) else labels
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the scheduler that ``lr_scheduler`` names, and when it steps."""
+        """Return the scheduler that ``lr_scheduler`` names, and the interval of its steps."""
         from transformers import SchedulerType, get_scheduler
 
         options = self.hparams
@@ -249,8 +313,8 @@ class TransformersTask(TaskModule):
         has_length, extra = math.isfinite(steps), dict(options.scheduler_options or {})
         if not has_length and (0 < warmup < 1 or (name not in _WITHOUT_LENGTH and "num_stable_steps" not in extra)):
             raise ValueError(
-                f"lr_scheduler={name!r} with warmup_steps={warmup} follows the length of the run, which nothing tells: "
-                "the training loader has no length. Give Trainer(max_steps=...), or use lr_scheduler='constant', or "
+                f"lr_scheduler={name!r} with warmup_steps={warmup} needs the length of the run, but the training "
+                "dataloader has no length. Set Trainer(max_steps=...), or use lr_scheduler='constant', or "
                 "'constant_with_warmup' with a number of steps."
             )
         scheduler = get_scheduler(
@@ -265,7 +329,7 @@ class TransformersTask(TaskModule):
         return {"scheduler": scheduler, "interval": "step"}
 
     def _iterate_trained(self) -> Iterator[tuple[nn.Parameter, bool]]:
-        """Yield each parameter that is trained, and whether it decays."""
+        """Yield each trained parameter, and whether it gets weight decay."""
         visited = set()
         for part in self.modules():
             is_norm = "norm" in type(part).__name__.lower()
@@ -276,7 +340,7 @@ class TransformersTask(TaskModule):
 
 
 def _predicts_next_token(model: Any) -> bool:
-    """Return whether a model's loss compares each token with the next label, as those of causal language models do."""
+    """Return whether a model's loss compares each token with the next label, like that of a causal language model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model = getattr(model, "base_model", model).model if hasattr(model, "peft_config") else model
@@ -287,20 +351,22 @@ def _predicts_next_token(model: Any) -> bool:
 
 
 def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: dict[str, Any]) -> Any:
+    """Return the pretrained model with this name."""
     import transformers
 
     known = [name for name in dir(transformers) if name.startswith("AutoModelFor")]
     if auto_class is None:
         raise ValueError(
-            f"model={str(name)!r} needs auto_class=, the class that loads it: 'AutoModelForCausalLM', "
+            f"model={str(name)!r} needs auto_class, the class that loads it. Set it to 'AutoModelForCausalLM', "
             "'AutoModelForSequenceClassification', 'AutoModelForSeq2SeqLM', ..."
         )
     if auto_class not in known:
-        raise ValueError(f"auto_class={auto_class!r} is no class of transformers.{nearest(auto_class, known)}")
+        raise ValueError(f"auto_class={auto_class!r} is not a class of transformers.{nearest(auto_class, known)}")
     return getattr(transformers, auto_class).from_pretrained(name, **options)
 
 
 def _load_tokenizer(tokenizer: Any, model: Any) -> Any:
+    """Return the tokenizer, loaded by name if needed; None if there is none."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | os.PathLike):
@@ -309,15 +375,15 @@ def _load_tokenizer(tokenizer: Any, model: Any) -> Any:
         return tokenizer
     try:
         return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):  # there is none beside it
+    except (OSError, ValueError):  # the model has no tokenizer
         return None
 
 
 def _describe_adapter(adapter: Any) -> dict[str, Any]:
-    """Return a configuration of peft as plain data, which checkpoints keep."""
+    """Return a peft configuration as plain data for checkpoints."""
     values = dict(adapter) if isinstance(adapter, Mapping) else adapter.to_dict()
     if "peft_type" not in values:
-        raise ValueError("adapter={...} needs a 'peft_type', such as 'LORA'; or give a configuration, LoraConfig(...).")
+        raise ValueError("adapter={...} has no 'peft_type'. Add one, such as 'LORA', or pass a LoraConfig(...).")
     plain = {
         name: sorted(v) if isinstance(v, set | frozenset) else getattr(v, "value", v) for name, v in values.items()
     }
@@ -325,6 +391,7 @@ def _describe_adapter(adapter: Any) -> dict[str, Any]:
 
 
 def _add_adapter(model: Any, adapter: dict[str, Any]) -> Any:
+    """Return the model with trainable adapters."""
     require("TransformersTask(adapter=...)", "peft", extra="transformers")
     from peft import PeftConfig, get_peft_model
 

@@ -1,4 +1,4 @@
-"""Metrics, hyperparameters and checkpoints for ClearML."""
+"""`ClearMLLogger`: metrics, hyperparameters and checkpoints on a ClearML server."""
 
 from __future__ import annotations
 
@@ -18,34 +18,41 @@ SUBSETS = ("train", "val", "test", "eval")
 
 
 class ClearMLLogger(ServiceLogger):
-    """Sends metrics, hyperparameters and checkpoints to ClearML, or writes a folder (``pip install clearml``).
+    """Logger that sends metrics, hyperparameters and checkpoints to ClearML, or writes files (``pip install clearml``).
 
-    One task on rank 0, begun when something is logged. It stays open after a fit, so several fits, and
-    ``logger.experiment`` after them, continue it; it is completed with the process or with `finish`, and failed by a
-    fit that failed. A task that you began is used, unless a ``task_id`` asks for another.
+    It has one task on rank zero, which begins with the first log. The task stays open after a fit, so several fits, and
+    ``logger.experiment`` after them, continue it; it is completed when the process ends or by `finish`, and fails if a
+    fit fails. A task that you have started is used, unless a ``task_id`` selects another.
 
-    ``train_loss`` is the series ``train`` of the plot ``loss``, and so are ``val_``, ``test_`` and ``eval_``; of other
-    names plot and series are one. ClearML would report a value that is not finite as 0: it is left out, with a warning.
+    ``train_loss`` becomes the series ``train`` of the plot ``loss``; ``val_``, ``test_`` and ``eval_`` are treated the
+    same way. For other names, plot and series have the same name. ClearML would report a value that is not finite as 0:
+    it is left out, with a warning.
 
-    Unlike ``Task.init`` alone, this does not seed random generators, keeps the signal handlers, makes a new task each
-    time, and reports from a thread instead of a fork of the training process.
+    Unlike ``Task.init`` alone, this does not seed RNGs, keeps the signal handlers, creates a new task each time, and
+    reports from a thread instead of a fork of the training process.
 
     Args:
         project_name: Project of the task. Default: ``CLEARML_PROJECT``, or ``"treadle_logs"``.
-        task_name: What the task is called. Default: ``CLEARML_TASK``, or ``"training"``.
-        task_id: A task to continue. Default: a new one.
+        task_name: Name of the task. Default: ``CLEARML_TASK``, or ``"training"``.
+        task_id: ID of the task to continue. Default: a new task.
         offline: Only write files, in ``CLEARML_CACHE_DIR`` or ``~/.clearml``; ``Task.import_offline_session`` sends
             them. This is ``Task.set_offline(True)`` for the whole process. Default: False.
-        tags: Of the task. Default: none.
-        prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
-        log_model: Upload checkpoints as artifacts: True those that are kept, when a fit ends; ``"all"`` each as it is
-            saved. Default: False.
-        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
-        **kwargs: For ``Task.init``: ``task_type``, ``output_uri``, ``auto_connect_frameworks``, ...
+        tags: Tags of the task. Default: none.
+        prefix: Text before every metric's name, as ``prefix-name``. Default: none.
+        log_model: Upload checkpoints as artifacts: True uploads the kept ones at the end of a fit; ``"all"`` uploads
+            each as it is saved. Default: False.
+        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+            continues without this logger. Default: False.
+        **kwargs: Arguments of ``Task.init``: ``task_type``, ``output_uri``, ``auto_connect_frameworks``, ...
 
     Raises:
-        ModuleNotFoundError: clearml is not installed.
-        TypeError: An argument has the wrong type, or ``Task.init`` does not take it.
+        ModuleNotFoundError: If ClearML is not installed.
+        TypeError: If an argument has the wrong type, or ``Task.init`` does not accept it.
+
+    Example:
+        >>> from treadle.loggers import ClearMLLogger
+        >>> ClearMLLogger("digits", task_name="baseline", offline=True).name
+        'digits'
     """
 
     closes_with_stage = False
@@ -74,7 +81,7 @@ class ClearMLLogger(ServiceLogger):
         )
         check_options("clearml.Task.init", kwargs)
         self._offline = check_bool("offline", offline)
-        # Scalars and checkpoints are reported by this logger, and would be a second time by ClearML's own hooks.
+        # This logger reports scalars and checkpoints; ClearML's own hooks would report them a second time.
         own = {"auto_connect_frameworks": {"pytorch": False, "tensorboard": False}, "tags": tags}
         name = task_name or os.environ.get("CLEARML_TASK") or "training"
         self._options = {"task_name": name, **own, **kwargs}
@@ -89,9 +96,9 @@ class ClearMLLogger(ServiceLogger):
             if self._version == task.id or (self._version is None and not self._is_of_a_logger(task)):
                 self._version = task.id
                 return task
-            task.close()  # there is one at a time, and it can be continued by its id
+            task.close()  # ClearML has one task at a time, and it can be continued by its ID
         _make_gentle(Task)
-        # Steps are counted from the start of training, also where it is continued.
+        # Steps are counted from the start of training, also in a continued task.
         again = {"continue_last_task": 0} if self._version is not None else {}
         reused = {"reuse_last_task_id": self._version or False, **again}
         task = Task.init(project_name=self._name, **{**reused, **self._options})
@@ -111,7 +118,7 @@ class ClearMLLogger(ServiceLogger):
         logger = run.get_logger()
         for name, value in row.items():
             if not math.isfinite(value):
-                warn(f"ClearML cannot keep {name}={value}, which is not finite: left out of its plot.")
+                warn(f"ClearML cannot store {name}={value}, which is not finite. It is left out of the plot.")
                 logger.report_text(f"{name}={value} at step {step}", print_console=False)
                 continue
             start, _, rest = name.partition("_")
@@ -126,7 +133,7 @@ class ClearMLLogger(ServiceLogger):
         run.upload_artifact(Path(path).name, artifact_object=Path(path), metadata=metadata, wait_on_upload=True)
 
     def save(self) -> None:
-        """Wait until all is sent, or written."""
+        """Wait until everything is sent or written."""
         run = self._find_open_run()
         if run is not None:
             run.flush(wait_for_uploads=True)
@@ -140,17 +147,18 @@ class ClearMLLogger(ServiceLogger):
 
 
 def _make_gentle(task_class: Any) -> None:
-    """Set up ``Task.init`` so that it leaves the training process as it is."""
+    """Set up ``Task.init`` so that it does not change the training process."""
     from clearml.config import config
 
     task_class.set_random_seed(None)
     if config.get("development.report_use_subprocess", None) is None:
-        # The default is to fork this process, with what locks and pipes its other threads hold: the end of a task
+        # By default ClearML forks this process with the locks and pipes of its other threads: the end of a task
         # then waits for up to 5 minutes.
         task_class._report_subprocess_enabled = False
 
 
 def _untag(task: Any) -> None:
+    """Remove the tag of a failed task."""
     tags = task.get_tags() or []
     if FAILED in tags:
         task.set_tags([tag for tag in tags if tag != FAILED])

@@ -1,4 +1,4 @@
-"""Metrics in a CSV file, for runs without any other tool."""
+"""`CSVLogger`: metrics in a CSV file, for runs without any other tool."""
 
 from __future__ import annotations
 
@@ -20,24 +20,36 @@ STEP = "step"
 
 
 class CSVLogger(DirectoryLogger):
-    """Writes metrics to ``metrics.csv`` and hyperparameters to ``hparams.yaml`` in ``save_dir/name/version_N``.
+    """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``save_dir/name/version_N``.
 
-    Each call of `log_metrics` is one row: the step, and the value of each metric or nothing. A metric seen for the
-    first time becomes a new last column. An existing file is continued: its rows stay, new ones follow.
+    Each call of `log_metrics` is one row: the step, and a cell for each metric, which may be empty. A new metric adds a
+    column at the end. An existing file is continued: its rows stay, and new ones follow.
 
     Args:
-        save_dir: Local directory above all experiments.
-        name: Directory of the experiment below it. None or ``""``: none. Default: ``"treadle_logs"``.
-        version: A number N for ``version_N``, or a directory name used as it is. Default: the next free number.
-        prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
-        flush_logs_every_n_steps: Write to the file at the latest when rows of this many steps are waiting. A process
-            that is killed loses the waiting ones. Default: 100.
-        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
+        save_dir: Directory above all experiments, or a URL; see `DirectoryLogger`.
+        name: Directory of the experiment below it; None or ``""`` for none. Default: ``"treadle_logs"``.
+        version: A number N for ``version_N``, or the name of a directory. Default: the next free number.
+        prefix: Text before every metric's name, as ``prefix-name``. Default: none.
+        flush_logs_every_n_steps: Number of steps after which waiting rows are written at the latest. A killed process
+            loses the waiting rows. Default: 100.
+        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+            continues without this logger. Default: False.
 
     Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: ``flush_logs_every_n_steps`` is not a whole number of at least 1, ``version`` is negative, or
-            ``save_dir`` is a URL.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``flush_logs_every_n_steps`` is not an integer of at least 1, ``version`` is negative, or
+            ``save_dir`` is a URL that cannot be written to.
+
+    Example:
+        >>> import tempfile
+        >>> from treadle.loggers import CSVLogger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     logger = CSVLogger(folder)
+        ...     logger.log_metrics({"loss": 0.5}, step=1)
+        ...     logger.save()
+        ...     print(open(f"{logger.log_dir}/metrics.csv").read().rstrip())
+        step,loss
+        1,0.5
     """
 
     def __init__(
@@ -58,7 +70,7 @@ class CSVLogger(DirectoryLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The `MetricsFile` of this version, opened at the first read."""
+        """`MetricsFile` of this version, opened on first access."""
         if self._experiment is None:
             self._experiment = MetricsFile(str(self.files_dir), self._flush_every)
         return self._experiment
@@ -67,17 +79,17 @@ class CSVLogger(DirectoryLogger):
         """Add one row.
 
         Args:
-            metrics: Value by name: a number, a tensor of one element, or a dict of them, whose columns are
+            metrics: Values by name: a number, a tensor with one element, or a dict of them, whose columns are
                 ``name/key``.
-            step: Optimizer step the values belong to. Default: one more than the highest so far.
+            step: Optimizer step of the values. Default: one more than the highest so far.
 
         Raises:
-            TypeError: A value is not a number, or the step is not an integer.
-            ValueError: A value is more than one number, the step is negative, or a metric is named ``step``.
+            TypeError: If a value is not a number, or the step is not an integer.
+            ValueError: If a value is more than one number, the step is negative, or a metric is named ``step``.
         """
         row = dict(flatten(as_metrics(metrics, self._prefix)))
         if STEP in row:
-            raise ValueError(f"metric {STEP!r} has the name of the column of steps: log it under another name")
+            raise ValueError(f"metric {STEP!r} has the name of the step column. Log it under another name.")
         self.experiment.log_metrics(row, self.next_step(step))
 
     def log_hyperparams(self, params: Params = None, metrics: dict[str, Any] | None = None) -> None:
@@ -85,17 +97,21 @@ class CSVLogger(DirectoryLogger):
 
         Args:
             params: Settings by name, nested or not: a dict, a namespace or a dataclass. Default: none.
-            metrics: Starting values of the metrics by which runs are compared. Default: none.
+            metrics: Initial values of the metrics that compare runs. Default: none.
 
         Raises:
-            TypeError: ``params`` has no names, or a metric is not a number.
+            TypeError: If ``params`` has no names, or a metric is not a number.
         """
         self.save_hyperparams(params)
         if metrics:
             self.log_metrics(metrics, step=0)
 
     def go_on(self, step: int) -> None:
-        """Drop the rows of later steps from the file that is continued."""
+        """Drop the rows of later steps from the continued file.
+
+        Args:
+            step: Number of optimizer steps done.
+        """
         if process_rank() == 0 and self._version is not None:
             self.experiment.go_on(step)
 
@@ -105,19 +121,23 @@ class CSVLogger(DirectoryLogger):
             self._experiment.save()
 
     def finalize(self, status: str) -> None:
-        """Write the waiting rows. A later `log_metrics` continues the file."""
+        """Write the waiting rows. A later `log_metrics` continues the file.
+
+        Args:
+            status: ``"success"`` or ``"failed"``.
+        """
         self.save()
-        if self._experiment is not None and not self._experiment.waiting:  # else a subclass's save() keeps them
+        if self._experiment is not None and not self._experiment.waiting:  # otherwise a subclass's save() keeps them
             self._experiment = None
             flush(str(self.log_dir))
 
 
 class MetricsFile:
-    """Rows for a ``metrics.csv``. Only the rows that wait to be written are in memory; no file is held open.
+    """Writer of ``metrics.csv``. Only the waiting rows are in memory; no file is held open.
 
     Args:
         log_dir: Directory of the file; created if missing.
-        flush_every: Number of steps, or of rows, after which waiting rows are written.
+        flush_every: Number of steps, or of rows, after which waiting rows are written. Default: 100.
 
     Attributes:
         waiting: Rows that are not written yet.
@@ -136,17 +156,17 @@ class MetricsFile:
 
     @property
     def metrics_file_path(self) -> str:
-        """Path of the file, under Lightning's name."""
+        """Path of the file. The name is Lightning's."""
         return self.path
 
     @property
     def log_dir(self) -> str:
-        """Directory of the file, under Lightning's name."""
+        """Directory of the file. The name is Lightning's."""
         return os.path.dirname(self.path)
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """All rows so far, those in the file and those that wait, each without its empty cells. Reads the file."""
+        """All rows so far, written and waiting, without empty cells. Reads the file."""
         rows: list[dict[str, float]] = []
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
@@ -155,14 +175,19 @@ class MetricsFile:
         return [*rows, *(dict(row) for row in self.waiting)]
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Add one row, and write the waiting ones if they span enough steps."""
+        """Add one row, and write the waiting ones if they span enough steps.
+
+        Args:
+            metrics: Numbers by name.
+            step: Optimizer step of the values.
+        """
         self.waiting.append({STEP: step, **metrics})
         steps = step - self.waiting[0][STEP] + 1
         if steps >= self._flush_every or len(self.waiting) >= self._flush_every:
             self.save()
 
     def save(self) -> None:
-        """Write the waiting rows; they keep waiting if the disk refuses them."""
+        """Write the waiting rows; they are kept if the write fails."""
         if not self.waiting:
             return
         row_columns = dict.fromkeys(key for row in self.waiting for key in row)
@@ -176,22 +201,26 @@ class MetricsFile:
                 file.write(text)
         except OSError:
             with contextlib.suppress(OSError):
-                os.truncate(self.path, size)  # what was written in part would be there twice after the next try
+                os.truncate(self.path, size)  # otherwise a partial write would be duplicated by the next try
             raise
         self.waiting.clear()
 
     def go_on(self, step: int) -> None:
-        """Drop the rows of later steps."""
+        """Drop the rows of later steps.
+
+        Args:
+            step: Number of optimizer steps done.
+        """
         self.save()
         if os.path.exists(self.path):
             self._write_anew(self._columns, step)
 
     def _write_anew(self, columns: list[str], until: float = math.inf) -> None:
-        """Write the file anew, row by row: with further columns at the end of each, and without those of later steps.
+        """Rewrite the file row by row, with new columns at the end of each and without the rows of later steps.
 
-        Rows whose step no number is, which someone else has written, stay.
+        Rows that another program wrote, whose step is not a number, are kept.
         """
-        # In rows of an evaluation's batches, the step counts batches: there the optimizer steps come first.
+        # In rows of an evaluation's batches the step counts batches, so the column of optimizer steps comes first.
         places = [place for place, name in enumerate(self._columns) if name.endswith(EVALUATED_AT)]
         places += [place for place, name in enumerate(self._columns) if name == STEP]
         with open(self.path + ".tmp", "w", newline="", encoding="utf-8") as target:
@@ -204,13 +233,13 @@ class MetricsFile:
                         if not _is_later([row[place] for place in places if place < len(row)], until):
                             target.write(_format_csv([row + [""] * (len(columns) - len(row))]))
             target.flush()
-            os.fsync(target.fileno())  # the old file is gone after the next line: the new one must be on the disk
+            os.fsync(target.fileno())  # the next line replaces the old file, so the new one must be on disk
         os.replace(self.path + ".tmp", self.path)
         self._columns = columns
 
 
 def _parse_cell(cell: str) -> Any:
-    """Return the number in a cell, or the text that someone else has written there."""
+    """Return the number in a cell, or its text if another program wrote one."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(cell)
@@ -218,7 +247,7 @@ def _parse_cell(cell: str) -> Any:
 
 
 def _is_later(cells: list[str], step: float) -> bool:
-    """Whether the first cell that is not empty holds a later step."""
+    """Return whether the first cell that is not empty has a later step."""
     try:
         return float(next(filter(None, cells))) > step
     except (StopIteration, ValueError):
@@ -233,7 +262,7 @@ def _format_csv(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _drop_torn_row(path: str) -> None:
-    """Cut off what follows the last line end: a row that a crash left half-written, whose last number may be wrong."""
+    """Truncate the file after its last line end: a crash may leave a partial row, whose last number may be wrong."""
     with open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         position, block = end, b""

@@ -1,4 +1,4 @@
-"""A logger that writes files into a numbered directory, ``save_dir/name/version_N``."""
+"""`DirectoryLogger`: base class of loggers that write files to a numbered directory, ``save_dir/name/version_N``."""
 
 from __future__ import annotations
 
@@ -16,22 +16,38 @@ from .values import as_mapping, check_step, plain
 
 
 class DirectoryLogger(Logger):
-    """A logger that writes files into ``save_dir/name/version_N``.
+    r"""Base class of loggers that write files to ``save_dir/name/version_N``.
 
-    Without a version, rank 0 takes the next free number when the version is first needed. It claims the number by
+    Without a version, rank zero takes the next free number when the version is first needed. It claims the number by
     creating its directory, so two jobs started at once never share one.
 
     Args:
-        save_dir: Directory above all experiments, or a URL such as ``s3://bucket/logs``, to which files are uploaded
-            as they change. ``~`` and ``$VARIABLES`` are expanded.
-        name: Directory of the experiment below it. None or ``""``: none.
-        version: A number N for ``version_N``, or a directory name used as it is. An existing one is continued.
-            Default: the next free number.
-        prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
+        save_dir: Directory above all experiments, or a URL such as ``s3://bucket/logs``, to which files are uploaded as
+            they change. ``~`` and ``$VARIABLES`` are expanded.
+        name: Directory of the experiment below it; None or ``""`` for none. Default: ``"treadle_logs"``.
+        version: A number N for ``version_N``, or the name of a directory. An existing one is continued. Default: the
+            next free number.
+        prefix: Text before every metric's name, as ``prefix-name``. Default: none.
 
     Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: ``save_dir`` is a URL that can't be written to, or ``version`` is negative.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``save_dir`` is a URL that cannot be written to, or ``version`` is negative.
+
+    Example:
+        >>> import os, tempfile
+        >>> from treadle.loggers import DirectoryLogger
+        >>> class TextLogger(DirectoryLogger):
+        ...     def log_metrics(self, metrics, step=None):
+        ...         os.makedirs(self.log_dir, exist_ok=True)
+        ...         with open(os.path.join(self.log_dir, "log.txt"), "a") as file:
+        ...             file.write(f"{self.next_step(step)}: {metrics}\\n")
+        ...     def log_hyperparams(self, params, metrics=None):
+        ...         self.save_hyperparams(params)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     logger = TextLogger(folder, name="digits")
+        ...     logger.log_metrics({"loss": 0.5})
+        ...     print(os.path.relpath(logger.log_dir, folder), os.listdir(logger.log_dir))
+        digits/version_0 ['log.txt']
     """
 
     def __init__(
@@ -59,7 +75,7 @@ class DirectoryLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Name of the experiment, ``""`` if it has no directory of its own."""
+        """Name of the experiment, ``""`` if it has no directory."""
         return self._name
 
     @property
@@ -78,7 +94,10 @@ class DirectoryLogger(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """Which run of the experiment this is. The first read on rank 0 takes a number; other ranks are told it."""
+        """Version of the experiment.
+
+        The first access on rank zero claims a number; other ranks receive it from the Trainer.
+        """
         if self._version is None and process_rank() == 0:
             self._version = claim_version(self._versions_dir)
         return self._version
@@ -88,13 +107,13 @@ class DirectoryLogger(Logger):
         check_version(version)
         if self._experiment is not None and version != self._version:
             raise ValueError(
-                f"version={version!r} cannot replace {self._version!r} while files are open: call finalize() first"
+                f"version={version!r} cannot replace {self._version!r} while files are open. Call finalize() first."
             )
         self._version = version
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of this version. None on ranks other than 0 until the version was assigned."""
+        """Directory of this version; None on other ranks than zero until the version is assigned."""
         version = self.version
         if version is None:
             return None
@@ -103,17 +122,20 @@ class DirectoryLogger(Logger):
 
     @property
     def files_dir(self) -> Path:
-        """Where the files of `log_dir` are written: itself, or for a URL a folder that is mirrored there."""
+        """Local folder with the files of `log_dir`: the directory itself, or a folder that is uploaded to the URL."""
         return local_folder(str(self.log_dir))
 
     def save_hyperparams(self, params: Params) -> None:
-        """Add to ``hparams.yaml`` in `log_dir`, which is written at once so that a crash does not lose it.
+        """Add hyperparameters to ``hparams.yaml`` in `log_dir`.
+
+        The file is written at once, so a crash does not lose them.
 
         Args:
-            params: Settings by name, nested or not. What YAML has no type for is written as its ``str``.
+            params: Settings by name, nested or not. A value of a type that YAML does not have is written as its
+                ``str``.
 
         Raises:
-            TypeError: ``params`` is not a mapping, a namespace or a dataclass.
+            TypeError: If ``params`` is not a mapping, a namespace or a dataclass.
         """
         self._hparams.update(plain(as_mapping(params)))
         directory = self.log_dir
@@ -130,11 +152,14 @@ class DirectoryLogger(Logger):
         os.replace(part, target)
 
     def next_step(self, step: int | None) -> int:
-        """Return the step to write, one more than the highest so far where the caller names none.
+        """Return the step to write.
+
+        Args:
+            step: The step; None stands for one more than the highest so far.
 
         Raises:
-            TypeError: ``step`` is not an integer.
-            ValueError: ``step`` is negative.
+            TypeError: If ``step`` is not an integer.
+            ValueError: If ``step`` is negative.
         """
         step = check_step(self._last_step + 1 if step is None else step)
         self._last_step = max(self._last_step, step)
@@ -142,16 +167,30 @@ class DirectoryLogger(Logger):
 
 
 def check_version(version: int | str | None) -> int | str | None:
-    """Return a version unchanged if it can be one; raise TypeError or ValueError otherwise."""
+    """Return a version unchanged if it is valid.
+
+    Args:
+        version: The version.
+
+    Raises:
+        TypeError: If it is not an integer, a string or None.
+        ValueError: If it is negative.
+    """
     if version is not None and (isinstance(version, bool) or not isinstance(version, int | str)):
-        raise TypeError(f"version={version!r} must be a number, a directory name or None, not {type(version).__name__}")
+        raise TypeError(
+            f"version={version!r} must be a number, a directory name or None, not a {type(version).__name__}."
+        )
     if isinstance(version, int) and version < 0:
-        raise ValueError(f"version={version} is negative: versions count from 0, and None takes the next free one")
+        raise ValueError(f"version={version} is negative. Pass a number of at least 0, or None for the next free one.")
     return version
 
 
 def claim_version(root_dir: str) -> int:
-    """Create ``version_N`` in ``root_dir`` for the first N above all that exist, and return N."""
+    """Create ``version_N`` in ``root_dir`` for the first N above all existing ones, and return N.
+
+    Args:
+        root_dir: Directory, or URL, above all versions; created if missing.
+    """
     root = as_path(root_dir)
     if isinstance(root, Path):
         os.makedirs(root, exist_ok=True)
@@ -159,9 +198,9 @@ def claim_version(root_dir: str) -> int:
     existing_versions = [int(match[1]) for entry in names if (match := re.fullmatch(r"version_(\d+)", entry))]
     version = max(existing_versions, default=-1) + 1
     while True:
-        # Exclusive creation is the claim: a look first and a creation after it would let two jobs take the same one.
+        # Exclusive creation is the claim: with a check before the creation, two jobs could take the same number.
         with contextlib.suppress(FileExistsError):
-            if isinstance(root, RemotePath):  # where a folder is there once an object is in it
+            if isinstance(root, RemotePath):  # a folder exists once it contains an object
                 (root / f"version_{version}" / ".claim").write_bytes(b"", exclusive=True)
             else:
                 os.mkdir(root / f"version_{version}")

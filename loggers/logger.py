@@ -1,4 +1,4 @@
-"""What a logger is: the base class for any backend."""
+"""Base class of all loggers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ from typing import Any
 from ..common.rank_zero import rank_zero_only
 
 EVALUATED_AT = "evaluation/global_step"
-"""In rows of an evaluation's single batches, whose step counts batches: the optimizer steps done."""
+"""Name of the number of optimizer steps in rows of an evaluation's single batches, whose step counts batches."""
 
 Params = Mapping[str, Any] | argparse.Namespace | None
 
 
 def process_rank() -> int:
-    """Return the global rank that ``rank_zero_only.rank`` holds."""
+    """Return the global rank, from ``rank_zero_only.rank``."""
     return rank_zero_only.rank  # type: ignore[attr-defined, no-any-return]
 
 
 class NullExperiment:
-    """Takes any use of an experiment and does nothing, so that user code needs no ``if rank == 0``.
+    """Experiment object that ignores every use, so that user code needs no ``if rank == 0``.
 
-    Every attribute, call and item is the object itself; it is false, empty and a context manager; what is assigned
-    to it is forgotten.
+    Every attribute, call and item returns the object itself; it is false, empty and a context manager; assignments to
+    it are ignored.
+
+    Example:
+        >>> from treadle.loggers import NullExperiment
+        >>> experiment = NullExperiment()
+        >>> experiment.add_image("samples", None).anything is experiment
+        True
+        >>> bool(experiment)
+        False
     """
 
     def __getattr__(self, name: str) -> NullExperiment:
-        # Python and numpy ask any object for protocols by such names (__array__, __deepcopy__): "no" must stay "no".
+        # Python and numpy look up protocols by such names (__array__, __deepcopy__), which must be absent.
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         return self
@@ -38,6 +46,7 @@ class NullExperiment:
         pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> NullExperiment:
+        """Return the object itself."""
         return self
 
     def __getitem__(self, key: Any) -> NullExperiment:
@@ -60,12 +69,12 @@ class NullExperiment:
 
 
 def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make an ``experiment`` getter answer with a `NullExperiment` on every rank but 0, where it is never entered.
+    """Make an ``experiment`` getter return a `NullExperiment` on every rank except zero, where it is never called.
 
-    Write it under ``@property``.
+    Write it below ``@property``.
 
     Args:
-        method: The getter, which builds the backend's object at its first call.
+        method: The getter, which creates the backend's object on first access.
 
     Returns:
         The getter for all ranks.
@@ -79,25 +88,27 @@ def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class Logger(ABC):
-    """Where the numbers of a run go. Subclass it, write `log_metrics` and `log_hyperparams`, and pass it to a Trainer.
+    """Base class of loggers. Write `log_metrics` and `log_hyperparams` in a subclass, and pass it to a Trainer.
 
-    The Trainer calls a logger's methods on rank 0 only, so they need no guard and must not communicate. ``name``,
-    ``version`` and ``log_dir`` are read on every rank: they cost nothing and never communicate, so one rank alone may
-    read them. The Trainer hands rank 0's version to the other ranks by assigning ``logger.version``; a subclass that
-    replaces the property leaves it settable. ``experiment`` is for user code, which runs on every rank: put
-    ``@rank_zero_experiment`` under its ``@property``.
-
-    Example:
-        >>> class Print(Logger):
-        ...     def log_metrics(self, metrics, step=None):
-        ...         print(step, metrics)
-        ...
-        ...     def log_hyperparams(self, params, metrics=None):
-        ...         print(params)
+    The Trainer calls a logger's methods on rank zero only, so they need no check of the rank and must not communicate.
+    ``name``, ``version`` and ``log_dir`` are read on every rank: they must be fast and never communicate, so one rank
+    alone may read them. The Trainer passes rank zero's version to the other ranks by assigning ``logger.version``; a
+    subclass that replaces the property must keep it settable. ``experiment`` is for user code, which runs on every
+    rank: put ``@rank_zero_experiment`` below its ``@property``.
 
     Attributes:
-        strict: if a method fails, let its error end the run. Else the Trainer warns once, the logger gets nothing more
-            and the run goes on. Default: False.
+        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, the logger is no
+            longer called, and the run continues. Default: False.
+
+    Example:
+        >>> from treadle.loggers import Logger
+        >>> class PrintLogger(Logger):
+        ...     def log_metrics(self, metrics, step=None):
+        ...         print(step, metrics)
+        ...     def log_hyperparams(self, params, metrics=None):
+        ...         print(params)
+        >>> PrintLogger().log_metrics({"loss": 0.5}, step=1)
+        1 {'loss': 0.5}
     """
 
     strict: bool = False
@@ -105,12 +116,12 @@ class Logger(ABC):
 
     @property
     def name(self) -> str | None:
-        """Name of the experiment, None if it has none."""
+        """Name of the experiment, or None."""
         return None
 
     @property
     def version(self) -> int | str | None:
-        """Which run of the experiment this is. None until it is known on this rank."""
+        """Version of the experiment; None until it is known on this rank."""
         return self._version
 
     @version.setter
@@ -119,22 +130,22 @@ class Logger(ABC):
 
     @property
     def save_dir(self) -> str | None:
-        """Directory above all experiments, None if nothing is written to files."""
+        """Directory above all experiments; None if no files are written."""
         return None
 
     @property
     def root_dir(self) -> str | None:
-        """Directory above all versions of this experiment, None if nothing is written to files."""
+        """Directory above all versions of this experiment; None if no files are written."""
         return None
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of this version. None if no files are written, or until the version is known on this rank."""
+        """Directory of this version; None if no files are written, or until the version is known on this rank."""
         return None
 
     @property
     def experiment(self) -> Any:
-        """The backend's own object, for what this class does not offer; a `NullExperiment` on ranks other than 0."""
+        """Object of the backend, for its other functions; a `NullExperiment` on other ranks than zero."""
         return None
 
     @abstractmethod
@@ -142,57 +153,57 @@ class Logger(ABC):
         """Record numbers.
 
         Args:
-            metrics: Value by name.
-            step: Optimizer step the values belong to. Default: the logger numbers them itself.
+            metrics: Values by name.
+            step: Optimizer step of the values. Default: the logger counts the calls.
         """
 
     @abstractmethod
     def log_hyperparams(self, params: Params, metrics: dict[str, float] | None = None) -> None:
-        """Record what the run was configured with.
+        """Record the settings of the run.
 
         Args:
             params: Settings by name, nested or not.
-            metrics: Starting values of the metrics by which runs are compared. Default: none.
+            metrics: Initial values of the metrics that compare runs. Default: none.
         """
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Record the structure of a model. Does nothing unless a subclass writes it.
+        """Record the structure of a model. Does nothing unless overridden.
 
         Args:
             model: The module.
-            input_array: What its ``forward`` is called with. Default: the module's ``example_input_array``.
+            input_array: Input of its ``forward``. Default: the module's ``example_input_array``.
         """
         return None
 
     def go_on(self, step: int) -> None:
-        """Drop what was logged for later steps: a run goes on from a checkpoint of this one, and logs them again.
+        """Drop the logs of later steps: a run resumes from a checkpoint of this run, and logs these steps again.
 
-        Called before its first step, also where nothing was logged yet. Does nothing unless a subclass writes it.
+        Runs before its first step, even if nothing has been logged yet. Does nothing unless overridden.
 
         Args:
-            step: Optimizer steps that are done.
+            step: Number of optimizer steps done.
         """
         return None
 
     @property
     def saves_each_row(self) -> bool:
-        """True for a custom logger with a ``save`` of its own, which is called after each `log_metrics`."""
+        """Return whether a custom logger overrides ``save``, which is then called after each `log_metrics`."""
         return type(self).save is not Logger.save and not type(self).save.__module__.startswith("treadle.")
 
     def save(self) -> None:
-        """Write out what is still in memory; called after each `log_metrics`. Does nothing unless a subclass does."""
+        """Write buffered values; called after each `log_metrics`. Does nothing unless overridden."""
         return None
 
     def finalize(self, status: str) -> None:
         """Finish a fit, validation or test. The logger may be used again afterwards.
 
         Args:
-            status: How it ended: ``"success"`` or ``"failed"``.
+            status: ``"success"`` or ``"failed"``.
         """
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Take note of a checkpoint that is complete on disk. Does nothing unless a subclass writes it.
+        """React to a checkpoint that is complete on disk. Does nothing unless overridden.
 
         Args:
             checkpoint_callback: The callback that saved it.

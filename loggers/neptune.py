@@ -1,4 +1,4 @@
-"""Neptune's calls, kept by GoodSeed, which has Neptune's interface: Neptune's own service ended in March 2026."""
+"""`NeptuneLogger`: Neptune's interface on GoodSeed, because Neptune's own service ended in March 2026."""
 
 from __future__ import annotations
 
@@ -15,35 +15,44 @@ from ._services import ServiceLogger, check_options
 from .values import flatten
 
 STORAGES = {"async": "cloud", "sync": "cloud", "offline": "local", "debug": "disabled"}
-"""Neptune's modes, and GoodSeed's words for where the data goes."""
+"""GoodSeed's storage for each of Neptune's modes."""
 
 
 class NeptuneLogger(ServiceLogger):
-    """Writes what was meant for Neptune with GoodSeed, which has Neptune's interface (``pip install goodseed``).
+    """Logger with Neptune's interface that writes to GoodSeed (``pip install goodseed``).
 
-    Neptune's service ended on 5 March 2026, and its clients have nowhere to send to. The arguments are those of
-    Lightning's ``NeptuneLogger``, and ``logger.experiment[path]`` has ``append``, ``log``, ``assign`` and ``extend``.
+    Neptune's service ended on 5 March 2026, so its clients cannot send anything. The arguments are those of Lightning's
+    ``NeptuneLogger``, and ``logger.experiment[path]`` has ``append``, ``log``, ``assign`` and ``extend``.
 
-    One run on rank 0, begun when something is logged. It is closed after each fit, validation or test, as ``finished``
-    or ``failed``, and continued by what is logged later. A value of a step that has one takes its place. GoodSeed keeps
-    no value that is not a number, which is left out with a warning, and no files: of checkpoints it gets the paths.
+    It has one run on rank zero, which begins with the first log. The run is closed after each fit, validation or test,
+    as ``finished`` or ``failed``, and continued by later logs. A second value for the same step replaces the first.
+    GoodSeed stores neither NaN, which is left out with a warning, nor files: it gets the paths of checkpoints.
 
     Args:
-        api_key: Of GoodSeed. With one, runs are sent, beside the local file. Default: ``GOODSEED_API_KEY``.
+        api_key: API key of GoodSeed. With one, runs are sent as well as written to a local file. Default:
+            ``GOODSEED_API_KEY``.
         project: Project of the run, ``"workspace/project"``. Default: ``GOODSEED_PROJECT``, or ``"treadle_logs"``.
-        name: What the run is called. Default: ``"Untitled"``.
-        run: A ``goodseed`` run that was begun already. Default: begin one.
+        name: Name of the run. Default: ``"Untitled"``.
+        run: A ``goodseed`` run that has begun. Default: a new run.
         log_model_checkpoints: Record the paths and scores of checkpoints. Default: True.
-        prefix: Put before every metric's and hyperparameter's path, as ``prefix/path``. Default: ``"training"``.
-        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
-        **neptune_run_kwargs: As of ``neptune.init_run``: ``with_id`` (a run to continue), ``mode`` (``"offline"``, or
-            ``"async"`` with an ``api_key``), ``tags``, ``description``, ``custom_id``, ``capture_stdout``, ...; and
-            ``goodseed_home``, the directory of the local files. Default: ``GOODSEED_HOME``, or ``~/.goodseed``.
+        prefix: Text before the path of every metric and hyperparameter, as ``prefix/path``. Default: ``"training"``.
+        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+            continues without this logger. Default: False.
+        **neptune_run_kwargs: Arguments of ``neptune.init_run``: ``with_id`` (a run to continue), ``mode``
+            (``"offline"``, or ``"async"`` with an ``api_key``), ``tags``, ``description``, ``custom_id``,
+            ``capture_stdout``, ...; and ``goodseed_home``, the directory of the local files. Default:
+            ``GOODSEED_HOME``, or ``~/.goodseed``.
 
     Raises:
-        ModuleNotFoundError: goodseed is not installed.
-        TypeError: An argument has the wrong type, or a run does not take it.
-        ValueError: The mode is unknown.
+        ModuleNotFoundError: If GoodSeed is not installed.
+        TypeError: If an argument has the wrong type, or a run does not accept it.
+        ValueError: If the mode is unknown.
+
+    Example:
+        >>> from treadle.loggers import NeptuneLogger
+        >>> logger = NeptuneLogger(project="team/digits", mode="offline", name="baseline")
+        >>> logger.name
+        'team/digits'
     """
 
     def __init__(
@@ -63,7 +72,7 @@ class NeptuneLogger(ServiceLogger):
         api_key = options.pop("api_token", api_key) or os.environ.get("GOODSEED_API_KEY")
         mode = options.pop("mode", None)
         if mode is not None and mode not in STORAGES:
-            raise ValueError(f"mode={mode!r} is not one of {', '.join(STORAGES)}")
+            raise ValueError(f"mode={mode!r} must be one of {', '.join(STORAGES)}.")
         with_id, custom_id = options.pop("with_id", None), options.pop("custom_id", None)
         check_options("goodseed.Run", options)
         storage = STORAGES[mode] if mode is not None else os.environ.get("GOODSEED_STORAGE")
@@ -86,7 +95,7 @@ class NeptuneLogger(ServiceLogger):
     def _open(self) -> Any:
         from goodseed.neptune import Run
 
-        # GoodSeed's own ids are drawn from Python's generator, and so the same in each run with one seed.
+        # GoodSeed draws its IDs from Python's generator, so runs with the same seed would get the same ID.
         run_id = str(self._version or "") or secrets.token_hex(6)
         if self._must_exist or self._find_file(run_id).exists():
             self._mark_as_ended(run_id)
@@ -97,6 +106,7 @@ class NeptuneLogger(ServiceLogger):
         return run
 
     def _find_file(self, run_id: str) -> Path:
+        """Return the path of a run's local file."""
         from goodseed.config import get_run_db_path
 
         if self._options.get("log_dir"):
@@ -104,7 +114,7 @@ class NeptuneLogger(ServiceLogger):
         return get_run_db_path(self._name, run_id, self._options.get("goodseed_home"))
 
     def _mark_as_ended(self, run_id: str) -> None:
-        """Note that a run ended whose process was killed: GoodSeed continues none that is running."""
+        """Record the end of a run whose process was killed: GoodSeed does not continue a run that is running."""
         from goodseed.storage import read_run_meta, write_run_meta
 
         file = self._find_file(run_id)
@@ -117,7 +127,7 @@ class NeptuneLogger(ServiceLogger):
     def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
         missing = [name for name, value in row.items() if math.isnan(value)]
         for name in missing:
-            warn(f"GoodSeed cannot keep a value that is not a number: {name} is left out where it is NaN.")
+            warn(f"GoodSeed cannot store NaN. Values of {name} that are NaN are left out.")
         run.log_metrics({name: value for name, value in row.items() if name not in missing}, step=step)
 
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:
@@ -131,7 +141,7 @@ class NeptuneLogger(ServiceLogger):
             run[f"{self._prefix}model/best_model_score"] = facts["score"]
 
     def _upload_waiting(self) -> None:
-        """Nothing waits: paths are recorded as soon as their checkpoints are saved."""
+        """Do nothing: paths are recorded as soon as their checkpoints are saved."""
 
     def _close(self, run: Any, failed: bool) -> None:
         run.close(status="failed" if failed else "finished")

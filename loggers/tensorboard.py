@@ -1,4 +1,4 @@
-"""Metrics, hyperparameters and the model's graph for TensorBoard."""
+"""`TensorBoardLogger`: metrics, hyperparameters and the model's graph for TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,26 +21,37 @@ WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_
 
 
 class TensorBoardLogger(DirectoryLogger):
-    """Writes event files for TensorBoard, and ``hparams.yaml``, into ``save_dir/name/version_N``.
+    """Logger that writes event files for TensorBoard, and ``hparams.yaml``, to ``save_dir/name/version_N``.
 
-    Look at them with ``tensorboard --logdir save_dir``.
+    ``tensorboard --logdir save_dir`` displays them.
 
     Args:
-        save_dir: Local directory above all experiments.
-        name: Directory of the experiment below it. None or ``""``: none. Default: ``"treadle_logs"``.
-        version: A number N for ``version_N``, or a directory name used as it is. Default: the next free number.
+        save_dir: Directory above all experiments, or a URL; see `DirectoryLogger`.
+        name: Directory of the experiment below it; None or ``""`` for none. Default: ``"treadle_logs"``.
+        version: A number N for ``version_N``, or the name of a directory. Default: the next free number.
         log_graph: Whether `log_graph` records the model's graph. Default: False.
-        default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1, so that
-            TensorBoard lists the run among its hyperparameters. Default: True.
-        prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
+        default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1, so that TensorBoard
+            lists the run among its hyperparameters. Default: True.
+        prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         sub_dir: Directory below ``version_N`` for the files. Default: none.
-        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
-        **kwargs: For ``torch.utils.tensorboard.SummaryWriter``: ``max_queue`` (events), ``flush_secs`` (seconds),
-            ``filename_suffix``, ``purge_step``, ``comment``.
+        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+            continues without this logger. Default: False.
+        **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``: ``max_queue`` (events), ``flush_secs``
+            (seconds), ``filename_suffix``, ``purge_step``, ``comment``.
 
     Raises:
-        TypeError: An argument has the wrong type, or ``kwargs`` holds a name that is not listed.
-        ValueError: ``version`` is negative, or ``save_dir`` is a URL.
+        TypeError: If an argument has the wrong type, or ``kwargs`` has another name.
+        ValueError: If ``version`` is negative, or ``save_dir`` is a URL that cannot be written to.
+
+    Example:
+        >>> import os, tempfile
+        >>> from treadle.loggers import TensorBoardLogger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     logger = TensorBoardLogger(folder, name="digits")
+        ...     logger.log_metrics({"loss": 0.5}, step=1)
+        ...     logger.finalize("success")
+        ...     len(os.listdir(logger.log_dir))
+        1
     """
 
     def __init__(
@@ -59,7 +70,9 @@ class TensorBoardLogger(DirectoryLogger):
         self.strict = check_bool("strict", strict)
         for option in kwargs:
             if option not in WRITER_OPTIONS:
-                raise TypeError(f"{option}={kwargs[option]!r} is no argument: SummaryWriter takes {WRITER_OPTIONS}")
+                raise TypeError(
+                    f"{option}={kwargs[option]!r} is not an argument. SummaryWriter accepts {WRITER_OPTIONS}."
+                )
         self._sub_dir = None if sub_dir is None else os.path.expandvars(os.path.expanduser(os.fspath(sub_dir)))
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
@@ -67,21 +80,21 @@ class TensorBoardLogger(DirectoryLogger):
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of the files of this version. None on ranks other than 0 until the version was assigned."""
+        """Directory of the files of this version; None on other ranks than zero until the version is assigned."""
         directory = super().log_dir
         return os.path.join(directory, self._sub_dir) if directory is not None and self._sub_dir else directory
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The ``SummaryWriter``, opened at the first read."""
+        """``SummaryWriter``, opened on first access."""
         if self._experiment is None:
             from torch.utils.tensorboard import SummaryWriter
 
             directory = str(self.files_dir)
             os.makedirs(directory, exist_ok=True)
             self._experiment = SummaryWriter(directory, **self._writer_options)
-            # It hides what an earlier job wrote. A writer opened again would hide what this one wrote.
+            # It hides events of an earlier job. If the writer is opened again, it would hide this job's events.
             self._writer_options.pop("purge_step", None)
         return self._experiment
 
@@ -89,12 +102,12 @@ class TensorBoardLogger(DirectoryLogger):
         """Record numbers as scalars.
 
         Args:
-            metrics: Value by name: a number, a tensor of one element, or a dict of them, which shares one chart.
-            step: Optimizer step the values belong to. Default: one more than the highest so far.
+            metrics: Values by name: a number, a tensor with one element, or a dict of them, which share one chart.
+            step: Optimizer step of the values. Default: one more than the highest so far.
 
         Raises:
-            TypeError: A value is not a number, or the step is not an integer.
-            ValueError: A value is more than one number, or the step is negative.
+            TypeError: If a value is not a number, or the step is not an integer.
+            ValueError: If a value is more than one number, or the step is negative.
         """
         numbers = as_metrics(metrics, self._prefix)
         step = self.next_step(step)
@@ -108,16 +121,16 @@ class TensorBoardLogger(DirectoryLogger):
     def log_hyperparams(
         self, params: Params, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Record hyperparameters for TensorBoard's HPARAMS page, in this run's own directory, and in ``hparams.yaml``.
+        """Record hyperparameters for TensorBoard's HPARAMS page, in this run's directory, and in ``hparams.yaml``.
 
         Args:
             params: Settings by name: a dict, a namespace or a dataclass. Nested names are joined by ``/``.
-            metrics: Starting values of the metrics by which runs are compared; a number stands for ``hp_metric``.
-                Log under the same names later. Default: ``hp_metric`` = -1, or none if ``default_hp_metric`` is False.
+            metrics: Initial values of the metrics that compare runs; a number stands for ``hp_metric``. Log the same
+                names later. Default: ``hp_metric`` = -1, or none if ``default_hp_metric`` is False.
             step: Optimizer step of these values. Default: 0.
 
         Raises:
-            TypeError: ``params`` has no names, or a metric is not a number.
+            TypeError: If ``params`` has no names, or a metric is not a number.
         """
         if metrics is None:
             metrics = {"hp_metric": -1} if self._default_hp_metric else {}
@@ -125,7 +138,7 @@ class TensorBoardLogger(DirectoryLogger):
             metrics = {"hp_metric": as_number("hp_metric", metrics)}
         tags = as_metrics(metrics, self._prefix)
         flat = {
-            name: value if isinstance(value, bool | int | float | str) else str(value)  # the types that it has
+            name: value if isinstance(value, bool | int | float | str) else str(value)  # TensorBoard's types
             for name, value in flatten(plain(as_mapping(params)))
         }
         self.save_hyperparams(params)
@@ -135,20 +148,21 @@ class TensorBoardLogger(DirectoryLogger):
 
         if metrics:
             self.log_metrics(metrics, 0 if step is None else step)
-        # SummaryWriter.add_hparams would put them into a run of their own, away from the metrics. The writer's
+        # SummaryWriter.add_hparams would create another run for them, away from the metrics. The writer's
         # `file_writer` is None after a user closed it; this method opens it again, as all its add_* methods do.
         file_writer = self.experiment._get_file_writer()
         for summary in hparams(flat, tags):
             file_writer.add_summary(summary)
 
     def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
-        """Record the model's graph if the logger was built with ``log_graph=True``; once, and never at a run's cost.
+        """Record the model's graph once, if the logger was created with ``log_graph=True``.
 
-        A model that cannot be traced gives a warning. Random state and the modules' modes are as before.
+        A model that cannot be traced gives a warning and never ends the run. RNG state and the modules' modes are
+        restored.
 
         Args:
             model: The module, not wrapped for distributed training.
-            input_array: What its ``forward`` is called with. Default: the module's ``example_input_array``.
+            input_array: Input of its ``forward``. Default: the module's ``example_input_array``.
         """
         if not self._log_graph or process_rank() != 0:
             return
@@ -157,8 +171,8 @@ class TensorBoardLogger(DirectoryLogger):
             input_array = getattr(model, "example_input_array", None)
         if input_array is None:
             warnings.warn(
-                "log_graph=True, but there is no input to trace the model with: set `example_input_array` on the "
-                "model, or pass log_graph=False",
+                "log_graph=True needs an input to trace the model. Set `example_input_array` on the model, or pass "
+                "log_graph=False.",
                 stacklevel=2,
             )
             return
@@ -167,24 +181,32 @@ class TensorBoardLogger(DirectoryLogger):
                 self.experiment.add_graph(model, input_array)
         except Exception as error:
             warnings.warn(
-                f"the model's graph is not recorded, tracing {type(model).__name__} failed: {error}. "
-                "Pass log_graph=False if it cannot be traced",
+                f"the model's graph is not recorded, because tracing {type(model).__name__} failed: {error}. "
+                "Pass log_graph=False if it cannot be traced.",
                 stacklevel=2,
             )
 
     def go_on(self, step: int) -> None:
-        """Let TensorBoard forget the events of later steps in the directory that is continued."""
+        """Let TensorBoard ignore the events of later steps in the continued directory.
+
+        Args:
+            step: Number of optimizer steps done.
+        """
         if process_rank() == 0 and self._version is not None:
             self.finalize("success")
             self._writer_options.setdefault("purge_step", step + 1)
 
     def save(self) -> None:
-        """Write out the events that wait in memory."""
+        """Write the buffered events."""
         if self._experiment is not None:
             self._experiment.flush()
 
     def finalize(self, status: str) -> None:
-        """Write out all events and close the file. A later `log_metrics` opens a further one in the same directory."""
+        """Write all events and close the file. A later `log_metrics` opens another one in the same directory.
+
+        Args:
+            status: ``"success"`` or ``"failed"``.
+        """
         if self._experiment is not None:
             self._experiment.flush()
             self._experiment.close()
@@ -194,10 +216,10 @@ class TensorBoardLogger(DirectoryLogger):
 
 @contextlib.contextmanager
 def _restore_after_tracing(model: torch.nn.Module) -> Iterator[None]:
-    """Put random state and each module's mode back after tracing.
+    """Restore the RNG state and each module's mode after tracing.
 
-    Tracing runs ``forward``, and torch (seen in 2.13) then gives every submodule the mode of the outermost one, which
-    would wake frozen layers.
+    Tracing runs ``forward``, and torch (seen in 2.13) then sets every submodule to the mode of the outermost one, which
+    would put frozen layers into training mode.
     """
     import torch
 

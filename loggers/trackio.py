@@ -1,4 +1,4 @@
-"""Metrics, hyperparameters and checkpoints for Trackio."""
+"""`TrackioLogger`: metrics, hyperparameters and checkpoints in Trackio."""
 
 from __future__ import annotations
 
@@ -11,26 +11,34 @@ from ._services import ServiceLogger, check_options
 
 
 class TrackioLogger(ServiceLogger):
-    """Writes metrics, hyperparameters and checkpoints to Trackio (``pip install trackio``).
+    """Logger that writes metrics, hyperparameters and checkpoints to Trackio (``pip install trackio``).
 
-    Trackio keeps a SQLite file per project in ``TRACKIO_DIR``, by default in the cache of Hugging Face; with
-    ``space_id`` or ``server_url`` it sends them. One run on rank 0, begun when something is logged. It is closed after
-    each fit, validation or test, and continued by what is logged later. Trackio has no status: a run that failed gets
-    an alert of the level ``error``. Trackio itself turns errors of its storage into warnings, also with ``strict``.
+    Trackio stores one SQLite file per project in ``TRACKIO_DIR``, by default in the cache of Hugging Face; with
+    ``space_id`` or ``server_url`` it sends the data. There is one run on rank zero, which begins with the first log.
+    The run is closed after each fit, validation or test, and continued by later logs. Trackio has no status: a failed
+    run gets an alert of the level ``error``. Trackio turns errors of its storage into warnings, even with ``strict``.
 
     Args:
         project: Project of the run. Default: ``"treadle_logs"``.
-        name: What the run is called, which is its ``version``. Default: a new name.
-        prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
-        log_model: Copy checkpoints to Trackio's artifacts: True those that are kept, when a fit ends; ``"all"`` each
-            as it is saved. Default: False.
-        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
-        **kwargs: For ``trackio.init``: ``group``, ``space_id``, ``server_url``, ``config``, ...; ``resume="allow"``
-            continues the newest run of the name, if there is one, and ``"must"`` needs one. Default: a new run.
+        name: Name of the run, which is also its ``version``. Default: a new name.
+        prefix: Text before every metric's name, as ``prefix-name``. Default: none.
+        log_model: Copy checkpoints to Trackio's artifacts: True copies the kept ones at the end of a fit; ``"all"``
+            copies each as it is saved. Default: False.
+        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+            continues without this logger. Default: False.
+        **kwargs: Arguments of ``trackio.init``: ``group``, ``space_id``, ``server_url``, ``config``, ...;
+            ``resume="allow"`` continues the latest run of this name, if there is one, and ``"must"`` requires one.
+            Default: a new run.
 
     Raises:
-        ModuleNotFoundError: trackio is not installed.
-        TypeError: An argument has the wrong type, or ``trackio.init`` does not take it.
+        ModuleNotFoundError: If Trackio is not installed.
+        TypeError: If an argument has the wrong type, or ``trackio.init`` does not accept it.
+
+    Example:
+        >>> from treadle.loggers import TrackioLogger
+        >>> logger = TrackioLogger("digits", name="baseline")
+        >>> logger.name, logger.version
+        ('digits', 'baseline')
     """
 
     def __init__(
@@ -53,7 +61,7 @@ class TrackioLogger(ServiceLogger):
     def _open(self) -> Any:
         import trackio
 
-        # Trackio's own names are drawn from Python's generator, and so the same in each run with one seed.
+        # Trackio draws its names from Python's generator, so runs with the same seed would get the same name.
         name = str(self._version or "") or f"run-{secrets.token_hex(4)}"
         options = {**self._options, "resume": "must"} if self._begun else self._options
         run = trackio.init(project=str(self._name), name=name, **options)
@@ -63,14 +71,14 @@ class TrackioLogger(ServiceLogger):
         return run
 
     def _read_config(self, run: Any) -> dict[str, Any]:
-        """Return what a continued run was configured with, which Trackio replaces by what this process says."""
+        """Return the configuration of a continued run, which Trackio would replace by this process's."""
         from trackio import Api
 
         if not run._is_local:
             return {}
         try:
             runs = Api().runs(str(self._name))
-        except ValueError:  # there is no such project yet
+        except ValueError:  # the project does not exist yet
             return {}
         return next((found.config or {} for found in runs if found.id == run.id), {})
 
@@ -84,7 +92,7 @@ class TrackioLogger(ServiceLogger):
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:
         if all(key in run.config and run.config[key] == value for key, value in params.items()):
             return
-        if self._has_rows:  # Trackio writes the configuration with the first row, and not again
+        if self._has_rows:  # Trackio writes the configuration only with the first row
             run.finish()
             run = self.experiment
         run.config.update(params)
@@ -92,7 +100,7 @@ class TrackioLogger(ServiceLogger):
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
         from trackio import Artifact
 
-        name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"model-{self._version}")  # an artifact's may have nothing else
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"model-{self._version}")  # all that artifact names may contain
         artifact = Artifact(name, type="model", metadata=facts)
         artifact.add_dir(path)
         run.log_artifact(artifact, aliases=aliases)

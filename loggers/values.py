@@ -1,4 +1,4 @@
-"""What loggers are given, made into plain numbers and plain data."""
+"""Conversion of logged values to plain numbers and plain data."""
 
 from __future__ import annotations
 
@@ -13,29 +13,49 @@ from typing import Any
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return a metric's value as a plain number; raise TypeError or ValueError naming the metric otherwise."""
+    """Return a metric's value as a plain number.
+
+    Args:
+        name: Name of the metric, for messages.
+        value: A number, or a tensor or array with one element.
+
+    Raises:
+        TypeError: If the value is not a number.
+        ValueError: If it is more than one number.
+    """
     number = value
     if callable(getattr(value, "item", None)):  # a tensor, an array or a numpy number
         try:
             number = value.item()
         except (RuntimeError, ValueError):
             raise ValueError(
-                f"metric {name!r} holds {tuple(value.shape)} values and must be one number: "
-                "reduce it first, for example with .mean()"
+                f"metric {name!r} holds {tuple(value.shape)} values, but must be one number. Reduce it first, for "
+                "example with .mean()."
             ) from None
     if isinstance(number, numbers.Real):
         return int(number) if isinstance(number, numbers.Integral) else float(number)
-    raise TypeError(f"metric {name!r} is {value!r} ({type(value).__name__}) and must be one number: pass float(value)")
+    raise TypeError(
+        f"metric {name!r} is {value!r} ({type(value).__name__}), but must be one number. Pass float(value)."
+    )
 
 
 def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | dict[str, float]]:
-    """Return metrics with plain numbers and full names, a mapping of numbers as a dict; raise on anything else."""
+    """Return metrics with plain numbers and full names. Nested mappings of numbers become dicts.
+
+    Args:
+        metrics: Values by name.
+        prefix: Text before every name. Default: none.
+
+    Raises:
+        TypeError: If ``metrics`` is not a mapping, or a name or a value has the wrong type.
+        ValueError: If a value is more than one number.
+    """
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics={metrics!r} must be a dict of numbers by name, not {type(metrics).__name__}")
+        raise TypeError(f"metrics={metrics!r} must be a dict of numbers by name, not a {type(metrics).__name__}.")
     result: dict[str, float | dict[str, float]] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f"metric name {name!r} must be a string that is not empty: pass str(name)")
+            raise TypeError(f"metric name {name!r} must be a string that is not empty. Pass str(name).")
         if isinstance(value, Mapping):
             result[prefix + name] = {str(key): as_number(f"{name}/{key}", inner) for key, inner in value.items()}
         else:
@@ -44,7 +64,15 @@ def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float 
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Give name and value of each entry, nested names joined by ``/``."""
+    """Yield name and value of each entry; nested names are joined by ``/``.
+
+    Args:
+        values: The nested values.
+        prefix: Text before every name. Default: none.
+
+    Yields:
+        Pairs of name and value.
+    """
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}/")
@@ -53,7 +81,14 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def as_mapping(params: Any) -> Mapping[str, Any]:
-    """Return hyperparameters as a mapping, empty for None; raise TypeError on what has no names."""
+    """Return hyperparameters as a mapping, empty for None.
+
+    Args:
+        params: A mapping, a namespace, a dataclass or None.
+
+    Raises:
+        TypeError: If ``params`` has no names.
+    """
     if params is None:
         return {}
     if isinstance(params, Mapping):
@@ -63,35 +98,47 @@ def as_mapping(params: Any) -> Mapping[str, Any]:
     if dataclasses.is_dataclass(params) and not isinstance(params, type):
         return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     raise TypeError(
-        f"params={params!r} must be a dict, a namespace or a dataclass, not {type(params).__name__}: "
-        "pass {'name': value}"
+        f"params={params!r} must be a dict, a namespace or a dataclass, not a {type(params).__name__}. "
+        "Pass {'name': value}."
     )
 
 
 def plain(value: Any) -> Any:
-    """Return a value made only of dict, list, str, int, float, bool and None; what is none of them becomes its str."""
+    """Return a value made only of dict, list, str, int, float, bool and None; any other object becomes its ``str``.
+
+    Args:
+        value: The value.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping | argparse.Namespace) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     ):
         return {str(key): plain(inner) for key, inner in as_mapping(value).items()}
-    if isinstance(value, MutableSequence | tuple | Set):  # a list of OmegaConf is no list, but this
+    if isinstance(value, MutableSequence | tuple | Set):  # a list of OmegaConf is a MutableSequence, but not a list
         return [plain(inner) for inner in value]
     if not isinstance(value, Enum):
         with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):
-            number = value.item()  # one tensor element or a numpy number, whose own type YAML does not know
+            number = value.item()  # a tensor with one element or a numpy number, whose type YAML does not support
             if type(number) in (int, float, bool):
                 return number
     return str(value)
 
 
 def check_step(step: Any) -> int:
-    """Return a step as an integer; raise TypeError or ValueError if it is none."""
+    """Return a step as an integer.
+
+    Args:
+        step: The step.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is negative.
+    """
     try:
         step = operator.index(step)
     except TypeError:
-        raise TypeError(f"step={step!r} must be an integer: pass int(step)") from None
+        raise TypeError(f"step={step!r} must be an integer. Pass int(step).") from None
     if step < 0:
-        raise ValueError(f"step={step} is negative: steps count from 0")
+        raise ValueError(f"step={step} is negative. Pass a step of at least 0.")
     return int(step)

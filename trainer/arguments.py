@@ -1,4 +1,4 @@
-"""Flags that come in several forms, checked and made into one."""
+"""Flags of the Trainer that accept several forms: checked and converted to one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from .settings import Limit
 
 
 def check_limit(name: str, value: Limit) -> int | float:
-    """A share of an epoch (float from 0 to 1) or a number of batches (int).
+    """Return a fraction of an epoch (float from 0 to 1) or a number of batches (int).
+
+    Args:
+        name: Name of the flag, for messages.
+        value: Value of the flag; None stands for 1.0.
 
     Raises:
-        ValueError, TypeError: names the flag, the value and the rule.
+        ValueError, TypeError: If the value is invalid; the message states flag, value and rule.
     """
-    rule = "it must be a whole number of batches of at least 0, or a share of the epoch from 0.0 to 1.0"
+    rule = "it must be a whole number of batches of at least 0, or a fraction of the epoch from 0.0 to 1.0"
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -35,99 +39,144 @@ def check_limit(name: str, value: Limit) -> int | float:
 
 
 def limited(name: str, limit: int | float, total: int | None) -> int | None:
-    """How many of ``total`` batches a checked limit lets through; None for all of them.
+    """Return how many of ``total`` batches a checked limit allows; None for all of them.
+
+    Args:
+        name: Name of the flag, for messages.
+        limit: The checked limit.
+        total: Number of batches, or None if the dataloader has no length.
 
     Raises:
-        ValueError: for a share of a loader that has no length.
+        ValueError: If the limit is a fraction of a dataloader without a length, or of less than one batch.
     """
     if isinstance(limit, int):
         return limit if total is None or limit < total else None
     if limit == 1.0:
         return None
     if total is None and limit > 0:
-        raise ValueError(f"{name}={limit} is a share, but the loader has no length: give a whole number of batches.")
+        raise ValueError(
+            f"{name}={limit} is a fraction, but the dataloader has no length. Pass a whole number of batches."
+        )
     count = int((total or 0) * limit)
     if limit > 0 and total and not count:
-        raise ValueError(f"{name}={limit} of {total} batches is less than one: give at least {1 / total:.3g}.")
+        raise ValueError(f"{name}={limit} of {total} batches is less than one. Pass at least {1 / total:.3g}.")
     return count
 
 
 def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> float | None:
     """Return a duration in seconds, and None for None.
 
+    Args:
+        name: Name of the flag, for messages.
+        value: Value of the flag.
+
     Raises:
-        TypeError, ValueError: see `parse_duration`.
+        TypeError, ValueError: See `parse_duration`.
     """
     return None if value is None else parse_duration(name, value).total_seconds()
 
 
 def check_bounds(unit: str, low: int, high: int) -> None:
-    """``min_<what>`` may not be more than ``max_<what>``, where -1 is no limit.
+    """Raise an error if ``min_<unit>`` exceeds ``max_<unit>``; -1 is no limit.
+
+    Args:
+        unit: ``"epochs"`` or ``"steps"``.
+        low: The minimum.
+        high: The maximum.
 
     Raises:
-        ValueError: names both.
+        ValueError: If it does; the message states both.
     """
     if 0 <= high < low:
-        raise ValueError(f"min_{unit}={low} is more than max_{unit}={high}: raise one or lower the other.")
+        raise ValueError(f"min_{unit}={low} must be at most max_{unit}={high}. Lower min_{unit} or raise max_{unit}.")
 
 
 def check_directory(name: str, value: Any) -> str:
     """Return a path as a string, and the working directory for None.
 
+    Args:
+        name: Name of the flag, for messages.
+        value: Value of the flag.
+
     Raises:
-        TypeError: for anything that is not a path.
+        TypeError: If the value is not a path.
     """
     return os.getcwd() if value is None else check_path(name, value)
 
 
 def check_clipping(name: str, value: float | None) -> float | None:
-    """Accept a number above zero; None and 0 leave it off.
+    """Return a positive number; None for None and 0, which disable clipping.
+
+    Args:
+        name: Name of the flag, for messages.
+        value: Value of the flag.
 
     Raises:
-        ValueError: for any other value.
+        ValueError: If the value is invalid.
     """
     if value is None or (value == 0 and not isinstance(value, bool)):
         return None
-    return check_positive(name, value, "or None to leave it off")
+    return check_positive(name, value, "or None to disable it")
 
 
 def check_batches(name: str, value: int | bool) -> int:
-    """A whole number of batches; True is one, False none."""
+    """Return a number of batches; True stands for one, False for none.
+
+    Args:
+        name: Name of the flag, for messages.
+        value: Value of the flag.
+
+    Raises:
+        TypeError, ValueError: If the value is invalid.
+    """
     return int(value) if isinstance(value, bool) else check_int(name, value, 0)
 
 
 def check_interval(name: str, value: int | float | None) -> int | float:
-    """As `check_limit`, but more than zero.
+    """Return a limit like `check_limit`, which must be positive.
+
+    Args:
+        name: Name of the flag, for messages.
+        value: Value of the flag.
 
     Raises:
-        ValueError: names the flag, the value and the rule.
+        ValueError: If the value is invalid; the message states flag, value and rule.
     """
     if value is not None and not value:
-        raise ValueError(f"{name}={value!r} must be more than 0; limit_val_batches=0 turns validation off.")
+        raise ValueError(f"{name}={value!r} must be more than 0. limit_val_batches=0 disables validation.")
     return check_limit(name, value)
 
 
 def check_epochs(name: str, value: int | None, interval: int | float | None) -> int | None:
-    """A whole number of epochs, or None to count across them, which takes an interval in batches, or None: in time.
+    """Return a number of epochs, or None to count across epochs, which needs an interval in batches or in time.
+
+    Args:
+        name: Name of the flag, for messages.
+        value: Value of the flag.
+        interval: ``val_check_interval``; None if it is a duration.
 
     Raises:
-        ValueError: names the flag, the value and the rule.
+        ValueError: If the value is invalid; the message states flag, value and rule.
     """
     if value is not None:
         return check_int(name, value, 1)
     if interval is None or isinstance(interval, int):
         return None
     raise ValueError(
-        f"{name}=None counts batches across epochs, but val_check_interval={interval} is a share of one: give "
-        "val_check_interval a whole number of batches."
+        f"{name}=None counts batches across epochs, but val_check_interval={interval} is a fraction of one. Set "
+        "val_check_interval to a whole number of batches."
     )
 
 
 def set_determinism(deterministic: bool | str | None, benchmark: bool | None) -> None:
-    """Set torch's switches; they are the whole process's, and None leaves them alone.
+    """Set torch's determinism for the whole process; None changes nothing.
+
+    Args:
+        deterministic: The flag ``deterministic``.
+        benchmark: The flag ``benchmark``.
 
     Raises:
-        ValueError: for a value that is neither a bool nor ``"warn"``.
+        ValueError: If ``deterministic`` is neither a bool nor ``"warn"``.
     """
     if deterministic not in (None, True, False, "warn"):
         raise ValueError(f"deterministic={deterministic!r} must be True, False or 'warn'.")
@@ -136,29 +185,32 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is created
     if benchmark is not None or deterministic:
         torch.backends.cudnn.benchmark = bool(benchmark)
 
 
 def set_matmul_precision(precision: str | None) -> None:
-    """Set how float32 matrices are multiplied; it is the whole process's, and None leaves it alone.
+    """Set torch's precision of float32 matrix products for the whole process; None changes nothing.
+
+    Args:
+        precision: The flag ``float32_matmul_precision``.
 
     Raises:
-        ValueError: for a value that torch doesn't have.
+        ValueError: If torch does not have this precision.
     """
     if precision is not None:
         torch.set_float32_matmul_precision(choose("float32_matmul_precision", precision, MATMUL_PRECISIONS))
 
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")
-"""Of the products of float32 matrices; `torch.set_float32_matmul_precision` says what each is."""
+"""Precisions of float32 matrix products; see `torch.set_float32_matmul_precision`."""
 
 _ABSENT = {
-    "model_registry": "it is one vendor's; give fit's ckpt_path a path",
-    "suggest_integrations": "there is nothing to silence",
-    "weights_save_path": "give ModelCheckpoint a dirpath",
-    "resume_from_checkpoint": "give fit a ckpt_path",
+    "model_registry": "it belongs to one vendor; pass a path as ckpt_path of fit",
+    "suggest_integrations": "Treadle suggests none",
+    "weights_save_path": "pass dirpath to ModelCheckpoint",
+    "resume_from_checkpoint": "pass ckpt_path to fit",
     "checkpoint_callback": "use enable_checkpointing",
     "gpus": "use accelerator='gpu' and devices",
     "num_processes": "use devices",
@@ -178,25 +230,30 @@ _ABSENT = {
     "move_metrics_to_cpu": "logged values cost no device memory",
     "multiple_trainloader_mode": "pass a CombinedLoader(loaders, mode)",
 }
-"""Lightning's flags, of today or once, that are deliberately absent, and what to do instead."""
+"""Current and former flags of Lightning that are deliberately absent, with their replacements."""
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
-    """Raise a TypeError for an argument that a Trainer doesn't have."""
+    """Raise a TypeError for an argument that the Trainer does not have.
+
+    Args:
+        arguments: The unknown arguments by name.
+        valid: Names of the Trainer's arguments.
+    """
     for name in arguments:
-        advice = f" {_ABSENT[name].capitalize()}." if name in _ABSENT else nearest(name, valid)
+        advice = f" {_ABSENT[name][0].upper()}{_ABSENT[name][1:]}." if name in _ABSENT else nearest(name, valid)
         raise TypeError(f"Trainer() has no argument {name!r}.{advice}")
 
 
 def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The flags that differ from their defaults, by name.
+    """Return the flags that differ from their defaults, by name.
 
     Args:
-        arguments: all arguments of the Trainer's constructor.
-        defaults: its defaults.
+        arguments: All arguments of the Trainer's constructor.
+        defaults: Its defaults.
 
     Raises:
-        TypeError: for an argument that a Trainer doesn't have.
+        TypeError: If the Trainer does not have an argument.
     """
     defaults = defaults or {}
     refuse_unknown(arguments["unknown"], defaults)
@@ -208,63 +265,86 @@ def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, An
 
 
 def refuse_with_barebones(**flags: Any) -> None:
-    """Raise a ValueError for what is asked for and ``barebones`` leaves out."""
+    """Raise a ValueError for a flag that requests what ``barebones`` disables.
+
+    Args:
+        flags: Flags by name.
+    """
     for name, value in flags.items():
         if value:
-            raise ValueError(f"Trainer(barebones=True, {name}={value!r}): barebones leaves that out; drop one of them.")
+            raise ValueError(
+                f"Trainer(barebones=True, {name}={value!r}): barebones disables {name}. Remove one of them."
+            )
 
 
 def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[Any, bool]:
-    """The precision and the ``sync_batchnorm`` that ``plugins`` and the flags of these names ask for together.
+    """Return the precision and ``sync_batchnorm`` that ``plugins`` and the flags of these names set together.
+
+    Args:
+        plugins: The flag ``plugins``.
+        precision: The flag ``precision``.
+        sync_batchnorm: The flag ``sync_batchnorm``.
 
     Raises:
-        TypeError: for something that is no plugin.
-        ValueError: if a flag and a plugin say the same thing.
+        TypeError: If an object is not a plugin.
+        ValueError: If a flag and a plugin set the same thing.
     """
     check_bool("sync_batchnorm", sync_batchnorm)
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
     for plugin in plugins if several else [] if plugins is None else [plugins]:
         if isinstance(plugin, Precision):
             if precision is not None:
-                raise ValueError(f"precision={precision!r} and a plugin {plugin.name!r} both say it; give one of them.")
+                raise ValueError(
+                    f"precision={precision!r} and a plugin {plugin.name!r} set the precision. Pass only one."
+                )
             precision = plugin
         elif isinstance(plugin, TorchSyncBatchNorm):
             if sync_batchnorm:
-                raise ValueError("sync_batchnorm=True and TorchSyncBatchNorm() say the same; give one of them.")
+                raise ValueError("sync_batchnorm=True and TorchSyncBatchNorm() are the same setting. Pass only one.")
             sync_batchnorm = True
-        elif not isinstance(plugin, LaunchEnvironment):  # which is read in any case
+        elif not isinstance(plugin, LaunchEnvironment):  # a LaunchEnvironment is detected in any case
             raise TypeError(
-                f"plugins takes a treadle.plugins.Precision or TorchSyncBatchNorm(), not {plugin!r:.100}. Leave it "
-                "out: the cluster is found in the environment, there is one format of checkpoints, and "
-                "ModelCheckpoint(async_save=True) writes them beside the training."
+                f"plugins={plugin!r:.100} must be a treadle.plugins.Precision or TorchSyncBatchNorm(). Remove it: the "
+                "cluster is detected from the environment, checkpoints have one format, and "
+                "ModelCheckpoint(async_save=True) writes them in the background."
             )
     return precision, sync_batchnorm
 
 
 def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
-    """Switch it on in a strategy that knows it.
+    """Enable ``sync_batchnorm`` in a strategy that supports it.
+
+    Args:
+        strategy: The strategy.
+        enabled: The flag ``sync_batchnorm``.
 
     Raises:
-        ValueError: for one of several processes that doesn't.
+        ValueError: If a strategy with several processes does not support it.
     """
     if enabled and hasattr(strategy, "sync_batchnorm"):
         strategy.sync_batchnorm = True
     elif enabled and strategy.world.size > 1:
-        raise ValueError(f"sync_batchnorm=True is for strategy='ddp', not {strategy.name!r}: convert layers yourself.")
+        raise ValueError(
+            f"sync_batchnorm=True needs strategy='ddp', not {strategy.name!r}. Remove it, and convert the layers in "
+            "the task."
+        )
 
 
 def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
-    """How to compile, of ``compile=True``, False, or a dict of ``torch.compile``'s arguments.
+    """Return the compilation settings of the flag ``compile``, or None if it is False.
+
+    Args:
+        setting: A bool, or a dict of ``torch.compile``'s arguments.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: If the flag has another type, or an argument does not exist.
     """
     if isinstance(setting, Mapping):
         valid_names = [field.name for field in fields(TorchDynamoPlugin)]
         for name in setting:
             if name not in valid_names:
                 raise TypeError(
-                    f"compile={{{name!r}: ...}} is no argument of torch.compile.{nearest(name, valid_names)}"
+                    f"compile={{{name!r}: ...}} is not an argument of torch.compile.{nearest(name, valid_names)}"
                 )
         return TorchDynamoPlugin(**{"backend": "inductor", **setting})
     return TorchDynamoPlugin(backend="inductor") if check_bool("compile", setting) else None

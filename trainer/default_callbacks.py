@@ -1,4 +1,4 @@
-"""The callbacks and loggers a Trainer has when it is told nothing, or told True."""
+"""Default callbacks and loggers of a Trainer."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def choose_callbacks(
     in_folder: bool,
     collects_garbage: bool = False,
 ) -> list[Callback]:
-    """The callbacks given, and a default of each kind that is wanted and missing.
+    """Return the requested callbacks, with a default of each kind that is enabled and missing.
 
     Args:
-        requested: one, several or none.
-        checkpointing: whether a `ModelCheckpoint` is wanted (default yes).
-        progress_bar: whether a `TQDMProgressBar` is wanted (default yes).
-        model_summary: whether a `ModelSummary` is wanted (default yes).
-        report: whether a `RunReport` is wanted (default: if the run is ``in_folder``).
-        in_folder: whether a logger has a folder for the run.
-        collects_garbage: whether a `GarbageCollection` is wanted, where several processes would wait for each other's.
+        requested: One callback, several or None.
+        checkpointing: Whether to add a `ModelCheckpoint`. Default: True.
+        progress_bar: Whether to add a `TQDMProgressBar`. Default: True.
+        model_summary: Whether to add a `ModelSummary`. Default: True.
+        report: Whether to add a `RunReport`. Default: the value of ``in_folder``.
+        in_folder: Whether a logger has a folder for the run.
+        collects_garbage: Whether to add a `GarbageCollection`, because several processes would wait for each other's.
 
     Raises:
-        TypeError: for something that is no callback.
-        ValueError: if a callback was given that a flag forbids.
+        TypeError: If an object is not a callback.
+        ValueError: If a flag disables a callback that was passed.
     """
     callbacks = as_callbacks("callbacks", requested)
     defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
@@ -59,11 +59,11 @@ def choose_callbacks(
     for flag, enabled, kind, default in defaults:
         if enabled is not None:
             check_bool(flag, enabled)
-        # What saves when an error comes is in addition to what saves while all goes well.
+        # A callback that saves only after an error does not replace one that saves during the run.
         present = [c for c in callbacks if isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint)]
-        # Nothing is saved in the run's folder by one whose checkpoints somebody else keeps.
+        # A callback with a keeper saves nothing in the run's folder, so the flag does not concern it.
         if enabled is False and any(not getattr(callback, "keeper", "") for callback in present):
-            raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks; drop one of them.")
+            raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks. Remove one of them.")
         if not present and enabled is not False and (enabled or in_folder or kind is not RunReport):
             callbacks.append(default())
     if collects_garbage and not any(isinstance(callback, GarbageCollection) for callback in callbacks):
@@ -72,44 +72,53 @@ def choose_callbacks(
 
 
 def set_aside(callbacks: list[Callback]) -> list[Callback]:
-    """Remove the callbacks that save or stop from ``callbacks``, as ``fast_dev_run`` does; return them."""
+    """Remove the callbacks that save or stop, as ``fast_dev_run`` requires, and return them.
+
+    Args:
+        callbacks: The callbacks, changed in place.
+    """
     removed: list[Callback] = [c for c in callbacks if isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
     callbacks[:] = [c for c in callbacks if not any(c is other for other in removed)]
     return removed
 
 
 def as_callbacks(label: str, value: Any) -> list[Callback]:
-    """One callback, several or none, as a list.
+    """Return one callback, several or none as a list.
+
+    Args:
+        label: Name of the argument, for messages.
+        value: A callback, several, or None.
 
     Raises:
-        TypeError: for something that is no callback.
-        ValueError: for one that is there twice.
+        TypeError: If an object is not a callback.
+        ValueError: If an object is listed twice.
     """
     if value is not None and not isinstance(value, Callback) and not _is_several(value):
         raise TypeError(f"{label} must be a treadle.Callback or several of them, not {value!r}.")
     callbacks = [] if value is None else [value] if isinstance(value, Callback) else list(value)
     for number, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
-            hint = ": put () behind it" if isinstance(callback, type) else ""
-            raise TypeError(f"{label} must be treadle.Callback objects, not {callback!r}{hint}.")
+            hint = " Instantiate it with ()." if isinstance(callback, type) else ""
+            raise TypeError(f"{label} must be treadle.Callback objects, not {callback!r}.{hint}")
         if any(callback is previous for previous in callbacks[:number]):
             raise ValueError(
-                f"{label} has the same {type(callback).__name__} object twice; every hook would run twice."
+                f"{label} has the same {type(callback).__name__} object twice, so every hook would run twice. Remove "
+                "one."
             )
     return callbacks
 
 
 def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
-    """The loggers given; TensorBoard under ``root`` for True or None, none for False.
+    """Return the requested loggers; TensorBoard below ``root`` for True or None, none for False.
 
     Args:
-        requested: a bool, None, a `Logger`, or several.
-        root: the directory for a default logger.
-        silent: put one that keeps nothing in their place.
+        requested: A bool, None, a `Logger`, or several.
+        root: Directory of a default logger.
+        silent: Replace the loggers by one that stores nothing.
 
     Raises:
-        TypeError: for something that is no logger.
-        ValueError: for one that is there twice.
+        TypeError: If an object is not a logger.
+        ValueError: If an object is listed twice.
     """
     if requested is False:
         return []
@@ -122,10 +131,12 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
         if not isinstance(logger, Logger):
             raise TypeError(f"logger must be True, False, a treadle.loggers.Logger or several of them, not {logger!r}.")
         if any(logger is previous for previous in loggers[:number]):
-            raise ValueError(f"logger has the same {type(logger).__name__} object twice; it would get each row twice.")
+            raise ValueError(
+                f"logger has the same {type(logger).__name__} object twice, so it would get each row twice. Remove one."
+            )
     return loggers
 
 
 def _is_several(value: Any) -> bool:
-    """Whether it is a list or the like, such as OmegaConf's. A class, a text or a dict is no list of objects."""
+    """Return whether a value is an iterable of objects, such as a list or OmegaConf's; not a class, text or dict."""
     return isinstance(value, Iterable) and not isinstance(value, type | str | Mapping)

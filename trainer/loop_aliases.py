@@ -1,4 +1,4 @@
-"""Lightning's loop objects, as far as public code reads them: ``trainer.fit_loop.epoch_progress.current.completed``."""
+"""Lightning's loop objects that public code reads: ``trainer.fit_loop.epoch_progress.current.completed``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 
 
 class LoopView:
-    """Lightning's view of a loop. A name that can be set is a flag of the Trainer, which takes the value.
+    """View of a loop in Lightning's form. Names that can be set are flags of the Trainer, which gets the value.
 
     Args:
-        trainer: the Trainer whose loop it shows.
+        trainer: The Trainer whose loop it shows.
 
     Raises:
-        AttributeError: for anything else of Lightning's loop.
+        AttributeError: If another attribute of Lightning's loop is used.
     """
 
     _place = "trainer.fit_loop"
@@ -33,24 +33,26 @@ class LoopView:
         if name in self._flags:
             return getattr(self._trainer, name)
         raise AttributeError(
-            f"{self._place} has no {name!r}: it shows Lightning's limits and progress only. Use "
-            "trainer.current_epoch, trainer.global_step, trainer.train_dataloader and callbacks instead."
+            f"{self._place} has no {name!r}, only Lightning's limits and progress. Use trainer.current_epoch, "
+            "trainer.global_step, trainer.train_dataloader and callbacks instead."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._flags:
-            raise AttributeError(f"{self._place}.{name} can't be set: use a callback or a flag of the Trainer instead.")
+            raise AttributeError(
+                f"{self._place}.{name} cannot be set. Use a callback or a flag of the Trainer instead."
+            )
         setattr(self._trainer, name, value)
 
 
 class FitLoopView(LoopView):
-    """Lightning's view of the training loop."""
+    """View of the training loop in Lightning's form."""
 
     _flags = _LIMITS
 
     @property
     def epoch_progress(self) -> SimpleNamespace:
-        """Epochs that were begun and completed."""
+        """Numbers of epochs begun and completed."""
         trainer = self._trainer
         completed = trainer.progress.epoch
         epochs = _count(completed + (trainer.stage == "fit" and not trainer.sanity_checking), completed)
@@ -58,21 +60,21 @@ class FitLoopView(LoopView):
 
     @property
     def epoch_loop(self) -> EpochLoopView:
-        """Batches and optimizer steps, and whether there is a validation."""
+        """Batches and optimizer steps of the epoch."""
         return EpochLoopView(self._trainer)
 
     @property
     def batch_idx(self) -> int:
-        """Number of the current micro-batch in its epoch."""
+        """Index of the current micro-batch in its epoch."""
         return self.epoch_loop.batch_idx
 
     @property
     def total_batch_idx(self) -> int:
-        """Number of the current micro-batch in the run; -1 before the first."""
+        """Index of the current micro-batch in the run; -1 before the first."""
         return self.epoch_loop.total_batch_idx
 
     def setup_data(self) -> None:
-        """Ask for the training loader, if that was not done yet."""
+        """Create the training dataloader, if that has not happened yet."""
         sources = self._trainer.sources
         if sources is not None:
             _ = sources.train
@@ -93,17 +95,17 @@ class FitLoopView(LoopView):
 
 
 class EpochLoopView(LoopView):
-    """Lightning's view of the loop over the batches of an epoch."""
+    """View of the loop over the batches of an epoch in Lightning's form."""
 
     _place = "trainer.fit_loop.epoch_loop"
     _flags = ("max_steps", "min_steps")
 
     @property
     def batch_progress(self) -> SimpleNamespace:
-        """Micro-batches that were begun and completed, of this epoch and of all."""
+        """Numbers of micro-batches begun and completed, in this epoch and in total."""
         progress, sources = self._trainer.progress, self._trainer.sources
         in_step = progress.phase is Phase.IN_STEP
-        # While the optimizer steps, the loop has counted the batch already that Lightning counts after the step.
+        # While the optimizer steps, the loop has already counted the batch, which Lightning counts after the step.
         counted = in_step and sources is not None and sources.has_train and sources.train.batches <= progress.batch
         begun, over = in_step and not counted, -1 if counted else 0
         return SimpleNamespace(
@@ -114,22 +116,22 @@ class EpochLoopView(LoopView):
 
     @property
     def batch_idx(self) -> int:
-        """Number of the current micro-batch in its epoch."""
+        """Index of the current micro-batch in its epoch."""
         return int(max(0, self.batch_progress.current.ready - 1))
 
     @property
     def total_batch_idx(self) -> int:
-        """Number of the current micro-batch in the run; -1 before the first."""
+        """Index of the current micro-batch in the run; -1 before the first."""
         return int(self.batch_progress.total.ready - 1)
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps that really happened."""
+        """Number of optimizer steps taken; skipped steps do not count."""
         return self._trainer.progress.step
 
     @property
     def val_loop(self) -> EvaluationLoopView:
-        """The validation within ``fit``."""
+        """View of the validation within ``fit``."""
         return EvaluationLoopView(self._trainer, "val")
 
     @property
@@ -147,10 +149,10 @@ class EpochLoopView(LoopView):
 
 
 class EvaluationLoopView(LoopView):
-    """Lightning's view of an evaluation loop.
+    """View of an evaluation loop in Lightning's form.
 
     Args:
-        trainer: the Trainer whose loop it shows.
+        trainer: The Trainer whose loop it shows.
         kind: ``"val"``, ``"test"`` or ``"predict"``.
     """
 
@@ -162,14 +164,14 @@ class EvaluationLoopView(LoopView):
         object.__setattr__(self, "_place", f"trainer.{'validate' if kind == 'val' else kind}_loop")
 
     def setup_data(self) -> None:
-        """Ask for the loaders, if that was not done yet."""
+        """Create the dataloaders, if that has not happened yet."""
         sources = self._trainer.sources
         if sources is not None:
             sources.evaluation(self._kind)
 
     @property
     def max_batches(self) -> list[int | None]:
-        """Batches of each loader, of this process; None where that is unknown."""
+        """Batches of each dataloader on this process; None if unknown."""
         lengths: list[int | None] = getattr(self._trainer, f"num_{self._kind}_batches")
         return lengths
 
@@ -180,10 +182,10 @@ class EvaluationLoopView(LoopView):
 
 
 class DataConnectorView:
-    """Lightning's view of where loaders come from.
+    """View of the sources of dataloaders in Lightning's form.
 
     Args:
-        trainer: the Trainer whose loaders it shows.
+        trainer: The Trainer whose dataloaders it shows.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -221,10 +223,10 @@ class DataConnectorView:
 
 
 class LoggerConnectorView:
-    """Lightning's view of where logged values go.
+    """View of logged values in Lightning's form.
 
     Args:
-        trainer: the Trainer whose values it shows.
+        trainer: The Trainer whose values it shows.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -232,7 +234,7 @@ class LoggerConnectorView:
 
     @property
     def should_update_logs(self) -> bool:
-        """True in an optimizer step whose values the loggers get."""
+        """Return whether the values of this optimizer step are sent to the loggers."""
         trainer = self.trainer
         every = trainer.log_every_n_steps
         return trainer.should_stop or bool(every and (trainer.progress.step + 1) % every == 0)
@@ -253,7 +255,12 @@ class LoggerConnectorView:
         return self.trainer.progress_bar_metrics
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Hand values to the loggers at once, by default at the current optimizer step."""
+        """Send values to the loggers at once.
+
+        Args:
+            metrics: Values by name.
+            step: Optimizer step. Default: the current one.
+        """
         progress = self.trainer.progress
         row = {name: float(value) for name, value in metrics.items()}
         self.trainer.logbook.write_row(row, progress.step if step is None else step, progress.epoch)

@@ -1,4 +1,4 @@
-"""The Trainer's flags as a plain dataclass, for people who keep settings in Python."""
+"""Flags of the Trainer as a plain dataclass, for settings in Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..loggers import Logger
     from ..strategies import Strategy
 else:
-    # What reads a dataclass at run time finds types that resolve; the classes themselves would make it wait for torch.
+    # So that the annotations resolve at run time without an import of torch.
     Callback = Profiler = Logger = Strategy = Any
 
 Devices = int | str | Sequence[int]
@@ -23,9 +23,16 @@ Limit = int | float | None
 
 @dataclass(kw_only=True)
 class TrainerSettings:
-    """Every flag of `Trainer`, with its type and default: ``Trainer(**TrainerSettings(max_epochs=3).flags())``.
+    """Dataclass of every flag of `Trainer`, with its type and default.
 
-    What each of them means is said at `Trainer`. Unlike it, this holds values and checks nothing.
+    `Trainer` describes the flags and checks them; this class only stores their values.
+
+    Example:
+        >>> import treadle as tl
+        >>> settings = tl.TrainerSettings(max_epochs=3, accelerator="cpu", devices=1, barebones=True)
+        >>> trainer = tl.Trainer(**settings.flags())
+        >>> trainer.max_epochs
+        3
     """
 
     accelerator: str = "auto"
@@ -76,5 +83,5 @@ class TrainerSettings:
     grace: str | timedelta | dict[str, int] | None = None
 
     def flags(self) -> dict[str, Any]:
-        """The arguments of `Trainer`."""
+        """Return the arguments of `Trainer`, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,4 +1,4 @@
-"""What a Trainer is doing, in words that scripts compare with: enums that equal their strings."""
+"""States of a Trainer that scripts compare with: enums that equal their strings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_utilities.core.enums import StrEnum
 
 
 class TrainerStatus(StrEnum):
-    """How far the stage is that was called last."""
+    """Status of the last stage."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -17,12 +17,12 @@ class TrainerStatus(StrEnum):
 
     @property
     def stopped(self) -> bool:
-        """True once a stage has ended, by success or failure."""
+        """Return whether a stage has ended, by success or failure."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
 class TrainerFn(StrEnum):
-    """The method of the Trainer that was called."""
+    """Method of the Trainer that was called."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -31,7 +31,7 @@ class TrainerFn(StrEnum):
 
 
 class RunningStage(StrEnum):
-    """What runs at the moment. ``fit`` trains, validates and runs the sanity check."""
+    """Current activity of a stage. ``fit`` trains, validates and runs the sanity check."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -41,12 +41,12 @@ class RunningStage(StrEnum):
 
     @property
     def evaluating(self) -> bool:
-        """True for a validation, the sanity check and a test."""
+        """Return whether it is a validation, the sanity check or a test."""
         return self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 
     @property
     def dataloader_prefix(self) -> str:
-        """The word in the name of its dataloader method: ``"val"`` in ``val_dataloader``."""
+        """Prefix of its dataloader method: ``"val"`` in ``val_dataloader``."""
         return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
 
 
@@ -55,9 +55,9 @@ class TrainerState:
     """State of a Trainer.
 
     Attributes:
-        status: how far it is.
-        fn: the method that runs, or ran last; None before the first.
-        stage: what runs at the moment; None if nothing does.
+        status: Status of the last stage.
+        fn: The current or last method; None before the first.
+        stage: The current activity; None between stages.
     """
 
     status: TrainerStatus = TrainerStatus.INITIALIZING
@@ -66,10 +66,10 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """True once a stage has ended without an error."""
+        """Return whether a stage has ended without an error."""
         return self.status == TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        """True once a stage has ended, by success or failure."""
+        """Return whether a stage has ended, by success or failure."""
         return self.status.stopped

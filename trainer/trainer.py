@@ -1,4 +1,4 @@
-"""`Trainer`: runs a task over a strategy chosen by a flag."""
+"""`Trainer`: runs a task with the strategy, the precision and the callbacks that its flags name."""
 
 from __future__ import annotations
 
@@ -61,77 +61,93 @@ from .watched import find_directory, locate
 
 
 class Trainer(LightningAliases):
-    """Runs the loop of a `TaskModule`: processes, precision, accumulation, checkpoints, logging.
+    """Runner of a `TaskModule`: launches processes, applies precision and accumulation, saves checkpoints and logs.
 
     The flags have Lightning's names and meanings.
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``.
-        strategy: ``"auto"``, ``"single"``, ``"ddp"``, a registered name, or a `Strategy`.
-        devices: processes on this machine: a number, ``-1``, a list of device indices, ``"auto"``.
-        num_nodes: machines.
+        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``. Default: ``"auto"``.
+        strategy: ``"auto"``, ``"single"``, ``"ddp"``, a registered name, or a `Strategy`. Default: ``"auto"``.
+        devices: Number of processes on this machine: a number, ``-1`` for all devices, a list of device indices, or
+            ``"auto"``.
+        num_nodes: Number of machines. Default: 1.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``, or
-            ``"float8"``: as bf16-mixed, with linear layers that multiply in float8 (needs ``treadle[quantization]``).
+            ``"float8"``: bf16-mixed with linear layers that multiply in float8 (needs ``treadle[quantization]``).
         logger: True (TensorBoard), False, a `Logger`, or several.
-        callbacks: one or several.
-        fast_dev_run: run so many batches (True is one) of each stage, without logging or checkpoints.
-        max_epochs: epochs to train; -1 is no limit. By default 1000 where nothing else limits the run.
-        min_epochs: epochs before anything may stop the run early.
-        max_steps: optimizer steps to train; -1 is no limit.
-        min_steps: optimizer steps before anything may stop the run early.
-        max_time: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments.
-        limit_train_batches: batches of an epoch (int) or a share of it (float); per process.
-        limit_val_batches: the same, for validation.
-        limit_test_batches: the same, for testing.
-        limit_predict_batches: the same, for prediction.
-        overfit_batches: train and validate on so many batches (int) or such a share (float), in one order; 0 for all.
-        val_check_interval: validate every so many micro-batches (int), every such share of an epoch (float), or after
-            so much time (as ``max_time``). It happens at the end of the optimizer step that reaches it.
-        check_val_every_n_epoch: validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
-        num_sanity_val_steps: validation batches before training; -1 for all.
-        log_every_n_steps: optimizer steps between writes to the loggers; 0 for none.
-        enable_checkpointing: add a `ModelCheckpoint` if there is none.
-        enable_progress_bar: add a `TQDMProgressBar` if there is none.
-        enable_model_summary: add a `ModelSummary` if there is none.
-        enable_report: add a `RunReport` if there is none: a page about the run, in the folder of its logger.
-        accumulate_grad_batches: micro-batches per optimizer step.
-        gradient_clip_val: the limit of the gradients' norm or value, per optimizer step; None or 0 for none.
-        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
-        deterministic: use deterministic algorithms only; ``"warn"`` warns where there is none.
-        benchmark: let cuDNN try its algorithms.
-        float32_matmul_precision: how float32 matrices are multiplied: ``"highest"``, or ``"high"`` or ``"medium"``
-            with fewer bits (TF32 or bfloat16 on GPUs that have it), which is several times faster. It is the whole
-            process's. Default: as it is set, ``"highest"`` unless the script has called torch.
-        inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``).
-        use_distributed_sampler: share the data out over the processes; False if your loaders do so themselves.
-        sync_batchnorm: BatchNorm layers see the samples of all processes (DDP).
-        reload_dataloaders_every_n_epochs: ask for the loaders anew every so many epochs; 0 for never.
-        detect_anomaly: find the operation that made a gradient NaN; slow.
-        barebones: nothing that costs time: no logging, checkpoints, bar, summary, nor sanity check.
-        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a `Profiler`: where the time goes.
-        compile: compile the model's parts; a dict for ``torch.compile``'s arguments.
-        plugins: a `Precision`, or ``TorchSyncBatchNorm()``; one or several.
-        enable_autolog_hparams: hand hyperparameters to the loggers at the start.
-        default_root_dir: where logs and checkpoints go that are given no place.
-        on_nonfinite: a loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators one step
-            later), ``"skip"`` the step on all processes (which waits for the device in every step), or ``"ignore"``.
-            With float16 gradients are the loss scaler's affair.
-        timeout: how long a rank may make no progress, as ``max_time``; see `Accelerator`.
-        grace: how long a stage may take to end after a signal, as ``max_time``. Then all ranks end, even if a save is
-            incomplete; the latest complete checkpoint is what counts. Default: as long as it takes.
+        callbacks: One callback or several.
+        fast_dev_run: Run this many batches (True: one) of each stage, without loggers and checkpoints. Default: False.
+        max_epochs: Epochs to train; -1 sets no limit. Default: 1000 if no other flag limits the run, else no limit.
+        min_epochs: Epochs that must complete before an early stop takes effect.
+        max_steps: Optimizer steps to train; -1 sets no limit. Default: -1.
+        min_steps: Optimizer steps that must complete before an early stop takes effect.
+        max_time: Time limit of the training: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments.
+        limit_train_batches: Batches per epoch on each process: a number (int) or a fraction (float). Default: all.
+        limit_val_batches: The same for validation.
+        limit_test_batches: The same for testing.
+        limit_predict_batches: The same for prediction.
+        overfit_batches: Train and validate on this many batches (int) or this fraction (float), in a fixed order; 0
+            uses all. Default: 0.
+        val_check_interval: Micro-batches between validations (int), a fraction of an epoch (float), or a duration in
+            the forms of ``max_time``. The validation runs at the end of the optimizer step that reaches it. Default:
+            1.0.
+        check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
+            Default: 1.
+        num_sanity_val_steps: Validation batches to run before training; -1 runs all. Default: 2.
+        log_every_n_steps: Optimizer steps between writes to the loggers; 0 writes none. Default: 50.
+        enable_checkpointing: Add a `ModelCheckpoint` if ``callbacks`` has none.
+        enable_progress_bar: Add a `TQDMProgressBar` if ``callbacks`` has no progress bar.
+        enable_model_summary: Add a `ModelSummary` if ``callbacks`` has none.
+        enable_report: Add a `RunReport` if ``callbacks`` has none: a page about the run in the logger's folder.
+        accumulate_grad_batches: Micro-batches per optimizer step. Default: 1.
+        gradient_clip_val: Limit of the gradients' norm or value in each optimizer step; None or 0 disables clipping.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
+        deterministic: Use deterministic algorithms only; ``"warn"`` warns where an operation has none.
+        benchmark: Let cuDNN benchmark its algorithms.
+        float32_matmul_precision: Precision of float32 matrix products: ``"highest"``, or ``"high"`` or ``"medium"``
+            with fewer bits (TF32 or bfloat16 on GPUs that support it), which is several times faster. It applies to the
+            whole process. Default: the current setting, ``"highest"`` unless the script has called torch.
+        inference_mode: Evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``). Default:
+            True.
+        use_distributed_sampler: Shard the data over the processes; False if your loaders already do. Default: True.
+        sync_batchnorm: Compute the statistics of BatchNorm layers over all processes (DDP). Default: False.
+        reload_dataloaders_every_n_epochs: Epochs between calls of the dataloader hooks; 0 calls them once. Default: 0.
+        detect_anomaly: Find the operation that produced a NaN gradient; slow. Default: False.
+        barebones: Disable everything that adds overhead: logging, checkpoints, progress bar, summary and sanity check.
+            Default: False.
+        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a `Profiler`.
+        compile: Compile the model's modules; a dict passes arguments to ``torch.compile``. Default: False.
+        plugins: A `Precision`, or ``TorchSyncBatchNorm()``; one or several.
+        enable_autolog_hparams: Send hyperparameters to the loggers when a stage begins. Default: True.
+        default_root_dir: Folder for logs and checkpoints that have no other. Default: the working directory.
+        on_nonfinite: Policy for a loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators
+            one step later), ``"skip"`` the step on all processes (which synchronizes with the device in every step), or
+            ``"ignore"``. With float16, the loss scaler handles gradients. Default: ``"raise"``.
+        timeout: How long a rank may make no progress, in the forms of ``max_time``; see `Accelerator`.
+        grace: How long a stage may take to end after a signal, in the forms of ``max_time``. Then all ranks exit, even
+            if a save is incomplete; the latest complete checkpoint counts. Default: no limit.
+        unknown: Unknown flags, for the error that names the closest flag.
 
     Attributes:
-        accelerator: the `Accelerator` underneath.
-        progress: the run's counters.
-        history: the curves of what was logged, and where the time went; see `History`.
-        should_stop: set it, on any process, to end the run after an optimizer step.
-        interrupted: whether Ctrl-C ended the stage that ran last.
-        sanity_checking: whether the validation that runs is the one before training.
-        decided: what ``fit`` said when it began: devices, strategy, precision, effective batch, steps, parameters.
+        accelerator: The `Accelerator` that the loop uses.
+        progress: The run's counters.
+        history: The curves of logged values, and where the time went; see `History`.
+        should_stop: Set it on any process to end the run after an optimizer step.
+        interrupted: Whether Ctrl-C ended the last stage.
+        sanity_checking: Whether the sanity check before training is running.
+        decided: The settings that ``fit`` announced when it began: devices, strategy, precision, effective batch,
+            steps, parameters.
 
     Raises:
-        TypeError: for an argument that does not exist, with the nearest one that does.
-        ValueError: for a value that can not be honoured.
+        TypeError: If a flag does not exist; the message names the closest one.
+        ValueError: If a flag has a value that cannot be honoured.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> trainer = tl.Trainer(max_steps=2, accelerator="cpu", devices=1, barebones=True)
+        >>> trainer.fit(BoringModel())
+        >>> trainer.global_step
+        2
     """
 
     def __init__(
@@ -185,7 +201,7 @@ class Trainer(LightningAliases):
         grace: str | timedelta | dict[str, int] | None = None,
         **unknown: Any,
     ) -> None:
-        report_uncaught()  # also what is wrong with the flags
+        report_uncaught()  # also errors in the flags
         self.changed_flags = arguments.select_changed_flags(locals(), Trainer.__init__.__kwdefaults__)
         fast = arguments.check_batches("fast_dev_run", fast_dev_run)
         self.barebones = arguments.check_bool("barebones", barebones)
@@ -286,15 +302,15 @@ class Trainer(LightningAliases):
         graphs = self.accelerator.dynamo_plugin.uses_cuda_graphs(self.accelerator.device)
         self.new_metrics = MutedMetrics if barebones else partial(Metrics, copies=graphs)
         self.metrics = self.new_metrics(training=True)
-        self.config: str | None = None  # the run's configuration as YAML, where it has one; it goes into checkpoints
-        self.resume_command: str | None = None  # the shell command that resumes the run, where one started it
+        self.config: str | None = None  # the run's configuration as YAML, if any; saved in checkpoints
+        self.resume_command: str | None = None  # the shell command that resumes the run, if one started it
         self.should_stop = self.interrupted = self.sanity_checking = False
         self.preemption = Preemption(self.accelerator, self.grace_seconds)
         self.decided = ""
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
         self.lr_scheduler_configs: list[SchedulerConfig] = []
-        # Of the stage that runs, or ran last.
+        # Of the current or last stage.
         self.stage: str | None = None
         self.latest_stage: str | None = None
         self.status = TrainerStatus.INITIALIZING
@@ -303,7 +319,7 @@ class Trainer(LightningAliases):
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
         self.ckpt_path: AnyPath | None = None
-        self.opened_checkpoint: OpenCheckpoint | None = None  # that of ckpt_path, until all is restored
+        self.opened_checkpoint: OpenCheckpoint | None = None  # the checkpoint of ckpt_path, until it is restored
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None
 
@@ -320,26 +336,27 @@ class Trainer(LightningAliases):
         *,
         schedule: str | None = None,
     ) -> None:
-        """Train.
+        """Train a task, from the start or from a checkpoint.
 
         Args:
-            model: the task.
-            train_dataloaders: the training loader, or a data module; a dict, list or tuple of loaders is read at once.
-            val_dataloaders: the validation loader, or several.
-            datamodule: instead of loaders.
-            ckpt_path: a checkpoint to go on from: a path; ``"last"``, the newest that is intact; ``"best"``; or
-                ``"auto"``, as ``"last"``, or a fresh start where there is none.
-            weights_only: accepted for Lightning's signature; a checkpoint never holds anything but data.
-            schedule: whose learning rates and schedule hold after a resume: ``"saved"``, those of the checkpoint, or
-                ``"script"``, those that ``configure_optimizers`` returns, as they are after as many steps. Default: the
-                saved ones, with a warning if the script's are others.
+            model: The task.
+            train_dataloaders: The training dataloader or a data module. Dataloaders in a dict, list or tuple are read
+                together.
+            val_dataloaders: The validation dataloader, or several.
+            datamodule: The data module, instead of dataloaders.
+            ckpt_path: The checkpoint to resume from: a path; ``"last"``, the latest intact one; ``"best"``; or
+                ``"auto"``: ``"last"`` if a checkpoint exists, else a fresh start. Default: a fresh start.
+            weights_only: Accepted for Lightning's signature; a checkpoint never holds anything but data.
+            schedule: The source of learning rates and schedule after a resume: ``"saved"``, those of the checkpoint, or
+                ``"script"``, those that ``configure_optimizers`` returns, advanced to the checkpoint's step. Default:
+                the saved ones, with a warning if the script's differ.
 
         Raises:
-            ValueError: for a ``schedule`` without a ``ckpt_path``, and whatever the run itself raises.
+            ValueError: If ``schedule`` is set without ``ckpt_path``. Errors of the run itself are raised unchanged.
         """
         warn_of_code(weights_only)
         if check_schedule(schedule) is not None and ckpt_path is None:
-            raise ValueError(f"schedule={schedule!r} is for a resume: give ckpt_path too, or leave it out.")
+            raise ValueError(f"schedule={schedule!r} applies to a resume only. Set ckpt_path too, or remove schedule.")
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         began = time.time()
         stage = Stage(self, "fit", model, loaders, datamodule, ckpt_path)
@@ -356,15 +373,21 @@ class Trainer(LightningAliases):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run the validation; returns the logged values, one dict per loader.
+        """Run the validation and return the logged values.
 
         Args:
-            model: the task; by default the one of the last ``fit``, at its best checkpoint.
-            dataloaders: the loader, several, or a data module.
-            ckpt_path: a checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
-            verbose: print the values.
-            datamodule: instead of loaders.
-            weights_only: see `fit`.
+            model: The task. Default: the task of the last ``fit``, at its best checkpoint.
+            dataloaders: The dataloader, several, or a data module.
+            ckpt_path: The checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
+            verbose: Print the values. Default: True.
+            datamodule: The data module, instead of dataloaders.
+            weights_only: See `fit`.
+
+        Returns:
+            One dict of logged values per dataloader.
+
+        Raises:
+            ValueError: If no dataloader is available.
         """
         warn_of_code(weights_only)
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -378,7 +401,22 @@ class Trainer(LightningAliases):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run the test; arguments and result as of `validate`."""
+        """Run the test and return the logged values.
+
+        Args:
+            model: The task. Default: the task of the last ``fit``, at its best checkpoint.
+            dataloaders: The dataloader, several, or a data module.
+            ckpt_path: The checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
+            verbose: Print the values. Default: True.
+            datamodule: The data module, instead of dataloaders.
+            weights_only: See `fit`.
+
+        Returns:
+            One dict of logged values per dataloader.
+
+        Raises:
+            ValueError: If no dataloader is available.
+        """
         warn_of_code(weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
 
@@ -391,15 +429,22 @@ class Trainer(LightningAliases):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Return ``predict_step``'s result for each batch of all processes, in the dataset's order, on each process.
+        """Run the prediction and return the results of ``predict_step``.
 
         Args:
-            model: the task; by default the one of the last ``fit``, at its best checkpoint.
-            dataloaders: the loader, several (then the result is a list of lists), or a data module.
-            datamodule: instead of loaders.
-            return_predictions: False keeps nothing, for streams that a callback writes away.
-            ckpt_path: a checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
-            weights_only: see `fit`.
+            model: The task. Default: the task of the last ``fit``, at its best checkpoint.
+            dataloaders: The dataloader, several (the result is then a list of lists), or a data module.
+            datamodule: The data module, instead of dataloaders.
+            return_predictions: False discards the results, for streams that a callback writes to files. Default: True.
+            ckpt_path: The checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
+            weights_only: See `fit`.
+
+        Returns:
+            The result of each batch, of all processes and on each process, in the dataset's order; None with
+            ``return_predictions=False``.
+
+        Raises:
+            ValueError: If no dataloader is available.
         """
         warn_of_code(weights_only)
         keep = return_predictions is not False
@@ -427,7 +472,9 @@ class Trainer(LightningAliases):
             return Evaluation([], [])
         loaders = sources.evaluation(kind)
         if not loaders:
-            raise ValueError(f"{stage} needs a loader: pass one or a datamodule, or give the task a {kind}_dataloader.")
+            raise ValueError(
+                f"{stage} has no dataloader: pass one or a datamodule, or define {kind}_dataloader in the task."
+            )
         check_step(task, stage)
         self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)
         if self.opened_checkpoint is not None:
@@ -443,20 +490,30 @@ class Trainer(LightningAliases):
         blocking: bool = True,
         also: Sequence[str | Path] = (),
     ) -> None:
-        """Save the run as it is between two optimizer steps. Call it on all processes.
+        """Save a checkpoint between two optimizer steps. Call it on all processes.
 
         Args:
-            filepath: the checkpoint, a directory.
-            weights_only: the task's weights and hyperparameters only.
-            trainable_only, blocking, also: see `Accelerator.save_state`.
+            filepath: Path of the checkpoint, a directory.
+            weights_only: Save the task's weights and hyperparameters only. Default: False.
+            trainable_only: See `Accelerator.save_state`. Default: False.
+            blocking: See `Accelerator.save_state`. Default: True.
+            also: See `Accelerator.save_state`.
+
+        Raises:
+            ValueError: If no stage has run, so there is no task to save.
         """
         if self.task is None:
-            raise ValueError("save_checkpoint needs a task: call fit, or another stage, first.")
+            raise ValueError("save_checkpoint needs a task. Call fit or another stage first.")
         with self.preemption.holding_interrupts():
             self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on rank zero, beside the progress bar."""
+        """Print on rank zero, beside the progress bar.
+
+        Args:
+            args: Positional arguments of ``print``.
+            kwargs: Keyword arguments of ``print``.
+        """
         bar = self.progress_bar_callback
         if self.is_global_zero:
             (print if bar is None or self.stage is None else bar.print)(*args, **kwargs)
@@ -465,12 +522,12 @@ class Trainer(LightningAliases):
 
     @property
     def is_global_zero(self) -> bool:
-        """True on rank zero."""
+        """Return whether this process is rank zero."""
         return self.accelerator.is_main_process
 
     @property
     def received_sigterm(self) -> bool:
-        """True once this process got a SIGTERM in the latest ``fit``."""
+        """Return whether this process received a SIGTERM in the latest ``fit``."""
         return self.preemption.caught is signal.SIGTERM
 
     @property
@@ -490,7 +547,7 @@ class Trainer(LightningAliases):
 
     @property
     def strategy(self) -> Strategy:
-        """How the model lies on the processes."""
+        """Strategy that places the model on the processes."""
         return self.accelerator.strategy
 
     @property
@@ -500,7 +557,7 @@ class Trainer(LightningAliases):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Loss scaler of float16, where one is in use."""
+        """Loss scaler of float16, or None if none is in use."""
         return self.accelerator.scaler
 
     @property
@@ -510,16 +567,16 @@ class Trainer(LightningAliases):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The task's optimizers."""
+        """Optimizers of the task, unwrapped."""
         return [prepared.optimizer for prepared in self.accelerator.optimizers]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return the context to build a model in where and as it will be trained; see `Accelerator.init_module`.
+        """Return a context that builds a model on its final device and as it will be trained.
 
-        ``configure_model`` runs in it by itself.
+        See `Accelerator.init_module`. ``configure_model`` already runs in it.
 
         Args:
-            empty_init: leave parameters without values, as a checkpoint will be loaded.
+            empty_init: Leave parameters uninitialized because a checkpoint will be loaded. Default: False.
         """
         return self.accelerator.init_module(bool(empty_init))
 
@@ -527,24 +584,24 @@ class Trainer(LightningAliases):
 
     @property
     def current_epoch(self) -> int:
-        """The epoch being trained; once training is over, the epochs completed."""
+        """Index of the current epoch; after training, the number of completed epochs."""
         return self.progress.epoch
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps that really happened."""
+        """Number of optimizer steps taken; skipped steps do not count."""
         return self.progress.step
 
     @property
     def num_training_batches(self) -> int | None:
-        """Micro-batches of an epoch, of this process; None where that is unknown, or nothing is trained."""
+        """Micro-batches per epoch on this process; None if the number is unknown or nothing is trained."""
         if self.sources is None or (self.stage != "fit" and not self.sources.has_train):
             return None
         return self.sources.train.length
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps that the whole run will take; infinite where nothing limits it."""
+        """Optimizer steps of the whole run; infinite if nothing limits it."""
         batches = self.num_training_batches
         if self.max_epochs == -1 or batches is None:
             return self.max_steps if self.max_steps != -1 else float("inf")
@@ -557,7 +614,7 @@ class Trainer(LightningAliases):
 
     @property
     def has_validation(self) -> bool:
-        """True if ``fit`` validates: a loader that is not empty, a ``validation_step``, and no limit of zero."""
+        """Return whether ``fit`` validates: a non-empty dataloader, a ``validation_step``, and no limit of zero."""
         if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
         if not overrides(self.task, "validation_step"):
@@ -568,12 +625,12 @@ class Trainer(LightningAliases):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Everything that the stage logged: epoch values of all processes, and this process's newest step values.
+        """Logged values of the stage: epoch values of all processes, and this process's latest step values.
 
         A name that is logged by step and by epoch has the step's value until the epoch is over.
         """
         latest = self.metrics.latest()
-        values = {**latest, **self.logbook.callback_values, **latest}  # the task's own come first, as in Lightning
+        values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
         if self.stage == "fit" and not self.progress.epoch_is_trained:
             evaluation = () if self.metrics.evaluation is None else self.metrics.evaluation.entries
             newer = self.logbook.watch.just_measured(self).union(entry.name for entry in evaluation)
@@ -582,27 +639,30 @@ class Trainer(LightningAliases):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """What the progress bar shows. Waits for the device."""
+        """Values that the progress bar shows. Synchronizes with the device."""
         return {name: float(value) for name, value in self.collect_bar_values().items()}
 
     def collect_bar_values(self) -> dict[str, Any]:
-        """Return what the progress bar shows, still on the device."""
+        """Return the values that the progress bar shows, still on the device."""
         evaluation = {} if self.metrics.evaluation is None else self.metrics.evaluation.bar_values()
         return {**self.logbook.bar_values, **self.metrics.bar_values(), **evaluation}
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger."""
+        """First logger, or None."""
         return self.loggers[0] if self.loggers else None
 
     @property
     def log_dir(self) -> str | None:
-        """The run's folder: the first logger's, or the one that ``fit`` has made. No process has to ask another."""
+        """Folder of the run: the first logger's, or the one that ``fit`` created.
+
+        Every process knows it without communication.
+        """
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The flags as they hold at the moment, by name, where they are plain values."""
+        """Current values of the flags, by name, as far as they are plain values."""
         settings: dict[str, Any] = {"strategy": self.strategy.name, "device": str(self.accelerator.device)}
         settings |= {"num_nodes": self.num_nodes, "devices": self.num_devices, "precision": self.precision}
         settings["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None
@@ -621,7 +681,7 @@ class Trainer(LightningAliases):
 
     @property
     def changed_settings(self) -> set[str]:
-        """The names in `settings` of the flags that were given another value than their default."""
+        """Names in `settings` of the flags that differ from their default."""
         renamed = {"accelerator": "device", "logger": "loggers"}
         return {renamed.get(name, name) for name in self.changed_flags}
 
@@ -629,30 +689,34 @@ class Trainer(LightningAliases):
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """The checkpoint callbacks."""
+        """Checkpoint callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first checkpoint callback, of those that save while all goes well; with ``fast_dev_run`` it is idle."""
+        """First checkpoint callback that saves during a successful run; with ``fast_dev_run`` it is idle."""
         callbacks = self.checkpoint_callbacks or [c for c in self.idle_callbacks if isinstance(c, ModelCheckpoint)]
         return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """The early-stopping callbacks."""
+        """Early-stopping callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        """The progress bar."""
+        """Progress bar, or None."""
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     # -- for the loop and callbacks ------------------------------------------------------------------------------
 
     @contextmanager
     def logging_to(self, metrics: Metrics | None) -> Iterator[None]:
-        """Inside, ``log`` of the task and of those in it goes to ``metrics``; None: it warns that it has no place."""
+        """Send values that the task and its nested tasks log to ``metrics`` within a context.
+
+        Args:
+            metrics: The destination; None makes ``log`` warn that it has no effect.
+        """
         assert self.task is not None
         before = self.task._metrics
         log_to(self.task, metrics)
@@ -662,11 +726,14 @@ class Trainer(LightningAliases):
             log_to(self.task, before)
 
     def rewrap(self) -> None:
-        """Let the strategy know that other parameters are trained now. Between two steps, on all processes."""
+        """Tell the strategy that the set of trained parameters has changed.
+
+        Call it between two steps, on all processes.
+        """
         if self.task is not None and self.steps is not None:
             self.steps.use(wrap(self, self.task))
 
     def update_train_epoch_values(self) -> None:
-        """Bring ``callback_metrics`` up to date with what training logged in this epoch."""
+        """Update ``callback_metrics`` with the values that training logged in this epoch."""
         self.logbook.update_epoch(self.metrics)
         self.logbook.note_epoch(self.progress.step)

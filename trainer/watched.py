@@ -1,4 +1,4 @@
-"""What the watchdog says of a Trainer's run: its phases, how far it is, and where its files go."""
+"""Descriptions of a Trainer's run for the watchdog: its phases, its progress, and the folder of its files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ name_phase("evaluation", EvaluationLoop.run, EvaluationLoop._run_loader, Evaluat
 
 
 def locate(trainer: Trainer) -> tuple[str, Any]:
-    """Return how far the run is: in words, and what moves with every micro-batch."""
+    """Return the position of the run as text, and counters that change with every micro-batch.
+
+    Args:
+        trainer: The running Trainer.
+    """
     progress = trainer.progress
     return f"epoch {progress.epoch}, optimizer step {progress.step + 1}", (progress.batches, trainer.evaluation_batch)
 
 
 def find_directory(trainer: Trainer) -> Any:
-    """Return the run's folder."""
+    """Return the run's folder.
+
+    Args:
+        trainer: The running Trainer.
+    """
     return trainer.log_dir or trainer.default_root_dir

@@ -1,4 +1,4 @@
-"""Averaged weights: each process averages what it holds, and can put the averages into the model and back."""
+"""Averaged weights: each process averages the tensors it holds, and swaps the averages into and out of the model."""
 
 from __future__ import annotations
 
@@ -18,24 +18,38 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
 
 KEYS: tuple[str, str] = ("weight_averaging", "stochastic_weight_averaging")
-"""Where the callbacks' states are among what a checkpoint's hooks have added."""
+"""Names of the averaging callbacks' states among the entries that hooks add to a checkpoint."""
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
-"""Changes averages in place, given the current values and how many went into the averages before."""
+"""Function that updates averages in place, from the current values and the number of earlier updates."""
 
 
 def lerp(share: float) -> Average:
-    """The average moves by this share of the way to the current value."""
+    """Return an averaging function that moves the average toward the current value.
+
+    Args:
+        share: Fraction of the distance to move in each update, from 0 to 1.
+    """
     return lambda averages, current, count: torch._foreach_lerp_(averages, current, share)
 
 
 def average_equally(averages: list[Tensor], current: list[Tensor], count: int) -> None:
-    """All that was averaged counts the same."""
+    """Update averages so that all averaged values have the same weight.
+
+    Args:
+        averages: The averages, changed in place.
+        current: The current values.
+        count: Number of values in the averages so far.
+    """
     torch._foreach_lerp_(averages, current, 1 / (count + 1))
 
 
 def wrap_avg_fn(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average:
-    """torch's ``avg_fn(averaged, current, num_averaged)``."""
+    """Return an averaging function that calls torch's ``avg_fn`` for each tensor.
+
+    Args:
+        function: ``avg_fn(averaged, current, num_averaged)``, which returns the new average.
+    """
 
     def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
         for averaged, value in zip(averages, current, strict=True):
@@ -45,20 +59,21 @@ def wrap_avg_fn(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average
 
 
 class Averages:
-    """Averages of a model's parameters, and of those of its buffers that are saved.
+    """Averages of a model's parameters and of its persistent buffers.
 
-    Averages of half-precision values are float32: in bfloat16 a step of a thousandth of the way is lost in rounding.
-    What is not a floating-point number is not averaged: the newest counts. Where the model is pruned, so are the
-    averages that it is given and those that are saved.
+    Averages of half-precision values are float32: in bfloat16, a step of a thousandth of the distance is lost in
+    rounding. Tensors that are not floating-point are not averaged; their latest value is kept. If the model is pruned,
+    the averages that are applied to it and those that are saved are pruned too.
 
     Args:
-        module: the model, as the strategy has laid it out.
-        buffers: whether buffers are averaged; else the model keeps its own.
-        device: where averages lie; None for where the values are.
+        module: The model, as prepared by the strategy.
+        buffers: Whether buffers are averaged; otherwise the model keeps its own.
+        device: Device of the averages; None uses the device of the values.
 
     Attributes:
-        count: how many times the model was averaged.
-        values: the averages by name, tied parameters by each of theirs; of a sharded parameter this process's part.
+        count: Number of updates.
+        values: Averages by name. A tied parameter is listed under each of its names; of a sharded parameter, this
+            process's shard.
     """
 
     def __init__(self, module: nn.Module, buffers: bool, device: torch.device | None = None) -> None:
@@ -66,9 +81,9 @@ class Averages:
         self.values: dict[str, Tensor] = {}
         self._module = module
         self._parameters = list(module.parameters())
-        self._buffers: list[tuple[dict[str, Any], str]] = []  # a module may put another tensor in a buffer's place
+        self._buffers: list[tuple[dict[str, Any], str]] = []  # a module may replace a buffer by another tensor
         self._before: list[Tensor] | None = None
-        self._names: list[list[str]] = []  # of each tensor, all that are tied in it
+        self._names: list[list[str]] = []  # of each tensor, with those of the tensors tied to it
         self._local_averages: list[Tensor] = []
         masks = collect_masks(module)
         names: dict[int, list[str]] = {}
@@ -84,6 +99,7 @@ class Averages:
         self._others = [n for n, is_float in enumerate(continuous) if not is_float]
 
     def _hold_buffers(self, without: set[str], device: torch.device | None) -> None:
+        """Add averages of the persistent buffers, except for some names."""
         names: dict[tuple[int, str], list[str]] = {}
         for path, part in self._module.named_modules(remove_duplicate=False):
             for name, buffer in part._buffers.items():
@@ -97,6 +113,7 @@ class Averages:
             self._hold(tied_names, buffer, device)
 
     def _hold(self, names: list[str], tensor: Tensor, device: torch.device | None) -> None:
+        """Add an average that starts at the value of a tensor, under all its names."""
         half = tensor.dtype in (torch.float16, torch.bfloat16)
         value = tensor.detach().clone().to(device=device, dtype=torch.float32 if half else None)
         self.values |= dict.fromkeys(names, value)
@@ -104,16 +121,21 @@ class Averages:
         self._local_averages.append(local(value))
 
     def _list_tensors(self) -> list[Tensor]:
+        """Return the parameters and buffers of the model in the order of the averages."""
         return [*self._parameters, *self.buffers]
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The model's buffers that are averaged."""
+        """Buffers of the model that are averaged."""
         return [table[name] for table, name in self._buffers]
 
     @torch.no_grad()
     def update(self, average: Average) -> None:
-        """Take the model's values in; the first time they are the averages."""
+        """Add the model's current values to the averages. The first update copies them.
+
+        Args:
+            average: The averaging function.
+        """
         current_values = [local(tensor.detach()) for tensor in self._list_tensors()]
         averages = self._local_averages
         if not self.count:
@@ -133,11 +155,11 @@ class Averages:
 
     @property
     def is_applied(self) -> bool:
-        """Whether the model has the averages."""
+        """Return whether the averages are in the model."""
         return self._before is not None
 
     def apply_to_model(self) -> None:
-        """Give the model the averages. What it had before is kept for `restore_model`, whatever happens in between."""
+        """Put the averages into the model. Its own values are kept for `restore_model`."""
         if self._before is None:
             with torch.inference_mode(False), torch.no_grad():
                 tensors = self._list_tensors()
@@ -145,22 +167,22 @@ class Averages:
                     tensor.data if _can_swap_data(tensor, average) else local(tensor.detach()).clone()
                     for tensor, average in zip(tensors, self._local_averages, strict=True)
                 ]
-                self._before = before  # from here on it can be taken back
+                self._before = before  # from here on `restore_model` can undo the change
                 self._write_values(tensors, self._prune_averages())
 
     def restore_model(self) -> None:
-        """Give the model back what it had. May be called at any time."""
+        """Put the model's own values back. May be called at any time."""
         if self._before is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._write_values(self._list_tensors(), self._before)
             self._before = None
 
     def keep_in_model(self) -> None:
-        """The model keeps the averages."""
+        """Keep the averages in the model for good and discard its own values."""
         self._before = None
 
     def _prune_averages(self) -> list[Tensor]:
-        """The averages, zero where all that computes with them is pruned."""
+        """Return the averages with zeros where every parameter tied to them is pruned."""
         masks = collect_masks(self._module)
         return [
             _apply_masks(average, [masks.get(name) for name in names])
@@ -168,33 +190,37 @@ class Averages:
         ]
 
     def _write_values(self, tensors: list[Tensor], values: list[Tensor]) -> None:
+        """Write values into the model, without a copy where the storage can be swapped."""
         for tensor, average, value in zip(tensors, self._local_averages, values, strict=True):
             if _can_swap_data(tensor, average):
-                tensor.data = value  # nothing is copied
-            else:  # also where it is sharded: what gathers it knows this memory
+                tensor.data = value  # no copy
+            else:  # also for a shard: the all-gather reads from this memory
                 local(tensor.detach()).copy_(value)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The count and the averages, as they lie on the processes."""
+        """Return the count and the averages, with the model's sharding."""
         masks = collect_masks(self._module)
         weights = {name: _apply_masks(value, [masks.get(name)]) for name, value in self.values.items()}
         return {"count": self.count, "weights": weights if self.count else {}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, of any layout; tensors may be unread.
+        """Restore the state that `state_dict` returned, from any sharding; its tensors may be unread.
+
+        Args:
+            state_dict: The saved state.
 
         Raises:
-            ValueError: if it is another model's.
+            ValueError: If the state belongs to another model.
         """
         saved = state_dict["weights"]
         if saved and saved.keys() != self.values.keys():
             other = sorted(saved.keys() ^ self.values.keys())
             raise ValueError(
-                f"the checkpoint's averaged weights are another model's, or others were averaged (use_buffers): only "
-                f"one of both has {', '.join(other[:5])}."
+                f"the checkpoint's averaged weights do not match the model: only one of the two has "
+                f"{', '.join(other[:5])}. Load it into the same model with the same use_buffers."
             )
         for name, value in saved.items():
             average = self.values[name]
@@ -204,7 +230,7 @@ class Averages:
 
 
 def _apply_masks(value: Tensor, masks: list[Tensor | None]) -> Tensor:
-    """A value with zeros where each of the masks has them; None has none."""
+    """Return a value with zeros where every mask has them; a mask of None has none."""
     mask: Tensor | None = None
     for other in masks:
         if other is None:
@@ -214,63 +240,80 @@ def _apply_masks(value: Tensor, masks: list[Tensor | None]) -> Tensor:
 
 
 def _can_swap_data(tensor: Tensor, average: Tensor) -> bool:
+    """Return whether a tensor can use the storage of its average."""
     return not is_sharded(tensor) and (tensor.dtype, tensor.device) == (average.dtype, average.device)
 
 
 def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bool) -> torch.device | None:
-    """Where averages are to lie.
+    """Return the device of the averages.
 
     Args:
-        trainer: whose run it is.
-        device: what the user gave.
-        name: the callback's.
-        strict: whether a device that can't be had is an error; else averages lie where the values are.
+        trainer: The running Trainer.
+        device: The user's argument.
+        name: Class name of the callback, for messages.
+        strict: Whether an impossible device is an error; otherwise the averages use the device of the values.
+
+    Returns:
+        The device; None stands for the device of the values.
 
     Raises:
-        ValueError: if the run can't be averaged so.
+        ValueError: If the run cannot be averaged this way.
     """
     strategy = trainer.accelerator.strategy
     if getattr(strategy, "local_steps", None) is not None:
         raise ValueError(
-            f"{name} can't run with DDP(local_sgd_steps): between two exchanges each process trains a model of its "
-            "own. Leave out one of them."
+            f"{name} cannot run with DDP(local_sgd_steps), because between two synchronizations each process trains "
+            "its own model. Remove one of them."
         )
     place = None if device is None else torch.device(device)
     if place is None or not strategy.sharded or place.type == trainer.accelerator.device.type:
         return place
     if strict:
         raise ValueError(
-            f"{name}(device={str(device)!r}) with strategy={strategy.name!r}: the averages of a sharded model lie "
-            "where its parts do. Leave out device."
+            f"{name}(device={str(device)!r}) with strategy={strategy.name!r}: the averages of a sharded model are on "
+            "the device of its shards. Remove device."
         )
     return None
 
 
 def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
-    """Return what an averaging callback has put into a checkpoint, its tensors unread; None where there is nothing."""
+    """Return the entry of an averaging callback in a checkpoint, its tensors unread; None if there is none.
+
+    Args:
+        opened: The checkpoint.
+    """
     added = open_added(opened)
     return next((added[key] for key in KEYS if key in added), None)
 
 
 def averaged_weights(path: Path | str) -> dict[str, Tensor]:
-    """The averaged weights in a checkpoint, for ``load_state_dict``; what was not averaged is as it was trained.
+    """Return the averaged weights in a checkpoint, for ``load_state_dict``.
+
+    Tensors that were not averaged have their trained value.
 
     Args:
-        path: the checkpoint, saved in a run with an averaging callback.
+        path: The checkpoint, saved in a run with an averaging callback.
+
+    Returns:
+        Tensors by name.
 
     Raises:
-        ValueError: if it is damaged, or holds no averaged weights.
+        ValueError: If the checkpoint is damaged or has no averaged weights.
     """
     opened = OpenCheckpoint(path)
     opened.verify()
     saved = find_saved_averages(opened)
     if saved is None or not saved["weights"]:
-        raise ValueError(f"{path} holds no averaged weights: it was saved before any, or without such a callback.")
+        raise ValueError(
+            f"{path} has no averaged weights: it was saved before the first update, or without an averaging callback. "
+            "Use a checkpoint that has them."
+        )
     weights: dict[str, Tensor] = opened.read_part(model_part(0))
     return weights | dict(_cast(saved["weights"], weights))
 
 
 def _cast(averages: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and averages in the dtype of the weights."""
     for name, value in averages.items():
         tensor = value.read() if isinstance(value, Stored) else value
         yield name, tensor.to(weights[name].dtype) if name in weights else tensor

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics, measured anew for weights that nobody has trained."""
+"""BatchNorm's running statistics, recomputed for averaged weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def find_measured_layers(module: nn.Module) -> list[nn.Module]:
-    """The BatchNorm layers that follow the data; those in evaluation mode don't."""
+    """Return the BatchNorm layers with running statistics; those in evaluation mode are left out.
+
+    Args:
+        module: The model.
+    """
     return [
         part
         for part in module.modules()
@@ -24,20 +28,20 @@ def find_measured_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def measure(trainer: Trainer, task: TaskModule) -> None:
-    """Run ``training_step`` over the training data once, without gradients, for BatchNorm's sake. All must call it.
+    """Run ``training_step`` over the training data once, without gradients, to recompute BatchNorm's statistics.
 
-    The statistics are the mean over the batches of all processes, each weighed by its samples. What a further run draws
-    is left as it was, and so are the logged values.
+    Call it on all ranks. The statistics are the mean over the batches of all processes, weighted by their samples. The
+    RNG state and the logged values are restored afterwards.
 
     Args:
-        trainer: whose training is over.
-        task: its task.
+        trainer: The Trainer, after training.
+        task: The task.
     """
     layers = find_measured_layers(task)
     if not layers or trainer.sources is None or trainer.steps is None:
         return
     accelerator, loader = trainer.accelerator, trainer.sources.train
-    announce(f"running through the training data once more, for the statistics of {len(layers)} BatchNorm layers")
+    announce(f"reading the training data once more to update the statistics of {len(layers)} BatchNorm layers")
     before = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
     momenta = [layer.momentum for layer in layers]
     order = None if accelerator.stream is None else accelerator.stream.get_state()
@@ -47,7 +51,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
         with torch.no_grad(), isolated_random_state(), trainer.logging_to(logged):
             samples = _run_through(trainer, task, layers)
     finally:
-        logged.reset()  # the task's metric objects count on otherwise
+        logged.reset()  # otherwise the task's metric objects include these batches
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum  # type: ignore[assignment]
         loader.end_epoch()
@@ -58,11 +62,14 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
         for layer, buffers in zip(layers, before, strict=True):
             for buffer, value in zip(layer.buffers(), buffers, strict=True):
                 buffer.copy_(value)
-        warn("the training loader yields nothing a second time: BatchNorm keeps the statistics of the last epochs.")
+        warn(
+            "the training dataloader yields no batches a second time, so BatchNorm keeps the statistics of the last "
+            "epochs."
+        )
 
 
 def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) -> float:
-    """Returns how many samples this process has seen."""
+    """Run the steps and return the number of samples on this process."""
     steps, accelerator = trainer.steps, trainer.accelerator
     assert steps is not None
     step = accelerator.local_method(task, "training_step")
@@ -72,7 +79,7 @@ def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) ->
     for index, batch in enumerate(trainer.sources.train):  # type: ignore[union-attr]
         samples = accelerator.cursor.micro.samples  # type: ignore[union-attr]
         total_samples += samples
-        for layer in layers:  # a batch that is there only for the others to go on counts nothing
+        for layer in layers:  # a placeholder batch, which keeps the ranks in step, has weight 0
             layer.momentum = samples / total_samples if samples else 0.0  # type: ignore[assignment]
         if steps.takes_index:
             step(batch, index)
@@ -82,7 +89,7 @@ def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) ->
 
 
 def _average_statistics(trainer: Trainer, layers: list[nn.Module], samples: float) -> bool:
-    """Let all processes have the mean of their statistics; False if there are none."""
+    """Set all processes to the mean of their statistics; return False if there were no samples."""
     world = trainer.accelerator.data_world
     statistics: list[Tensor] = [t for layer in layers for t in (layer.running_mean, layer.running_var)]  # type: ignore
     flat = torch.cat([t.double().flatten() for t in statistics] if world.device.type != "mps" else statistics)

@@ -1,4 +1,4 @@
-"""Helpers of `ModelCheckpoint`: when to save, under which name, what to keep and what to remove."""
+"""Helpers of `ModelCheckpoint`: triggers, names, and which checkpoints to keep and remove."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes a checkpoint will at least take, known before the first step."""
+"""Lower bound of a checkpoint's size in bytes, known before the first step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
-# Tensors as large as the parameter that torch's own optimizers make for it in their first step, and the options that
-# add one. Of an optimizer from elsewhere nothing is known, and what is not needed must not end a run.
+# Number of tensors of a parameter's size that torch's optimizers create in their first step, and the options that
+# add one. Other optimizers count as 0, because an estimate that is too high would end a run without need.
 _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
     "Adadelta": (2, ()),
     "Adagrad": (1, ()),
@@ -29,14 +29,15 @@ _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_only: bool = False) -> int:
-    """What one checkpoint takes, of all processes together: exact for weights, at least as much for an optimizer.
+    """Return the size in bytes of one checkpoint of all processes.
 
-    That is so if every parameter to be trained gets a gradient.
+    It is exact for weights and a lower bound for optimizer states, provided that every trainable parameter gets a
+    gradient.
 
     Args:
-        trainer: whose task and optimizers are saved.
-        weights_only: whether only the weights are.
-        trainable_only: whether frozen weights are left out.
+        trainer: The Trainer, with task and optimizers.
+        weights_only: Whether optimizer states are left out.
+        trainable_only: Whether frozen weights are left out. Default: False.
     """
     assert trainer.task is not None
     frozen = {name for name, p in trainer.task.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -47,6 +48,7 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
 
 
 def _count_optimizer_bytes(optimizer: Optimizer) -> int:
+    """Return the size of an optimizer's state, estimated from its options before the first step."""
     state_bytes = sum(_count_bytes(value) for state in optimizer.state.values() for value in _collect_tensors(state))
     if state_bytes:
         return state_bytes
@@ -61,18 +63,20 @@ def _count_optimizer_bytes(optimizer: Optimizer) -> int:
 
 
 def _collect_tensors(state: Any) -> list[Tensor]:
+    """Return the tensors in the state of one parameter."""
     values = state.values() if isinstance(state, dict) else ()
     return [value for value in values if isinstance(value, Tensor)]
 
 
 def _count_bytes(tensor: Tensor) -> int:
-    # Of a sharded one the whole; the size of a lazy one is unknown before its layer's first batch.
+    """Return the size of a tensor in bytes, over all its shards; 0 for a lazy one."""
+    # The full size of a sharded tensor; the size of a lazy one is unknown before its layer's first batch.
     return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 
 
 def _identify_storage(tensor: Tensor) -> tuple[Any, ...]:
-    """What tied tensors have in common."""
+    """Return a key that tied tensors share."""
     try:
         return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape
-    except (RuntimeError, NotImplementedError, ValueError):  # a subclass without memory of its own, or a lazy one
+    except (RuntimeError, NotImplementedError, ValueError):  # a subclass without its own memory, or a lazy tensor
         return (id(tensor),)

@@ -1,4 +1,4 @@
-"""Names of checkpoints: templates such as ``{epoch}-{val_loss:.2f}``, filled in."""
+"""Names of checkpoints: templates such as ``{epoch}-{val_loss:.2f}``, and the names made from them."""
 
 from __future__ import annotations
 
@@ -17,35 +17,47 @@ _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str:
-    """Fill in the fields of a template.
+    """Replace the fields of a template by values.
 
     Args:
-        template: fields are names in braces, optionally with a format after a colon.
-        values: by name; one that is not among them counts as 0, with a warning.
-        equals: put between a field's name and its value; None leaves the name out. A ``/`` in the name becomes ``_``:
-            as a folder it would hide the checkpoint.
+        template: Fields are names in braces, optionally with a format after a colon.
+        values: Values by name; a missing one counts as 0, with a warning.
+        equals: Text between a field's name and its value; None omits the name. A ``/`` in the name becomes ``_``,
+            because a folder would hide the checkpoint.
+
+    Returns:
+        The name.
 
     Raises:
-        ValueError: if a field has a format that its value can't be written in.
+        ValueError: If a value cannot be written in its field's format.
     """
 
     def fill(match: re.Match[str]) -> str:
         name, spec = match.group(1), match.group(2) or ""
         if name not in values:
-            warn(f"the checkpoint name {template!r} names {name!r}, which is not logged.{nearest(name, values)}")
+            warn(f"the checkpoint name {template!r} uses {name!r}, which is not logged.{nearest(name, values)}")
         try:
             text = format(values.get(name, 0), spec)
         except ValueError as error:
-            raise ValueError(f"the checkpoint name {template!r} can't be filled in: {error}.") from error
+            raise ValueError(f"the checkpoint name {template!r} cannot be formatted: {error}.") from error
         return text if equals is None else f"{name.replace('/', '_')}{equals}{text}"
 
     return _FIELD.sub(fill, template)
 
 
 def check_place(dirpath: str | Path | None, filename: str | None) -> None:
-    """Raise ValueError or TypeError for a place that checkpoints can't be kept in, or a name they can't have."""
+    """Raise an error if the directory or the file name of checkpoints is invalid.
+
+    Args:
+        dirpath: The directory, or None.
+        filename: The template, or None.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If the name leads out of the directory, begins with a dot, or has an invalid field.
+    """
     if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
-        raise TypeError(f"dirpath={dirpath!r} must be a directory's path, not a {type(dirpath).__name__}.")
+        raise TypeError(f"dirpath={dirpath!r} must be the path of a directory, not a {type(dirpath).__name__}.")
     if dirpath is not None:
         as_path(dirpath)
     if filename is None:
@@ -53,29 +65,29 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
     if not isinstance(filename, str):
         raise TypeError(f"filename={filename!r} must be a template such as '{{epoch}}-{{val_loss:.2f}}'.")
     if os.path.isabs(filename) or ".." in Path(filename).parts:
-        raise ValueError(f"filename={filename!r} leads out of dirpath; give the directory as dirpath.")
+        raise ValueError(f"filename={filename!r} must not leave dirpath. Pass the directory as dirpath.")
     parts = filename.split("/")
     if not parts[-1] or any(part.startswith(".") for part in parts):
         raise ValueError(
-            f"filename={filename!r} must end in a name, and no part of it may begin with a dot: those are the names of "
-            "checkpoints that are not complete. Leave it out for '{epoch}-{step}'."
+            f"filename={filename!r} must end in a name, and no part of it may begin with a dot, which marks incomplete "
+            "checkpoints. Remove it for '{epoch}-{step}'."
         )
     if re.search("[{}]", _FIELD.sub("", filename)):
         raise ValueError(
-            f"filename={filename!r} has a brace that is not part of a field: write {{epoch}} or {{val_loss:.2f}}."
+            f"filename={filename!r} has a brace that is not part of a field. Write {{epoch}} or {{val_loss:.2f}}."
         )
 
 
 @dataclass(frozen=True)
 class CheckpointFilenames:
-    """Names of the checkpoints of one `ModelCheckpoint`.
+    """File names of the checkpoints of one `ModelCheckpoint`.
 
     Attributes:
-        template: for ranked checkpoints.
-        template_of_last: for the newest one.
-        extension: of every checkpoint.
-        separator: between a name and its version.
-        equals: between a field's name and its value; None leaves the name out.
+        template: Template of ranked checkpoints.
+        template_of_last: Template of the latest checkpoint.
+        extension: Extension of every checkpoint.
+        separator: Text between a name and its version.
+        equals: Text between a field's name and its value; None omits the name.
     """
 
     template: str
@@ -86,18 +98,29 @@ class CheckpointFilenames:
 
     @property
     def depth(self) -> int:
-        """The number of folders that names may lead into."""
+        """Number of folder levels in the names."""
         return max(0, *(len(Path(template).parts) - 1 for template in (self.template, self.template_of_last)))
 
     def fill_in(self, values: Mapping[str, Any], template: str | None = None, version: int | None = None) -> str:
-        """Return the name for these values, with a suffix such as ``-v1`` where a version is given."""
+        """Return the name for these values.
+
+        Args:
+            values: Values by name.
+            template: The template. Default: ``template``.
+            version: Number of a suffix such as ``-v1``, or None.
+        """
         name = fill_in(template or self.template, values, self.equals)
         suffix = "" if version is None else f"{self.separator}v{version}"
         return f"{name}{suffix}{self.extension}"
 
 
 def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:
-    """Return a directory and, so many levels down, the folders in it that may hold checkpoints."""
+    """Return a directory and its nested folders that may hold checkpoints.
+
+    Args:
+        directory: The directory.
+        levels: Number of levels to descend.
+    """
     listed = level = [as_path(directory)]
     for _ in range(levels):
         paths = (parent / name for parent in level for name in filesystem.list_names(parent))
@@ -107,7 +130,7 @@ def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:
 
 
 def _is_folder(path: AnyPath) -> bool:
-    """Return whether a path can be searched, and is neither a checkpoint nor the remains of one."""
+    """Return whether a path is a readable folder, and neither a checkpoint nor the remains of one."""
     if path.name.startswith(".") or not path.is_dir():
         return False
     if isinstance(path, Path) and not os.access(path, os.R_OK | os.X_OK):

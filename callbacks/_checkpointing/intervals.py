@@ -1,4 +1,4 @@
-"""When to save: so many steps, so many epochs, or so much time."""
+"""Triggers of a save: a number of steps, a number of epochs, or a duration."""
 
 from __future__ import annotations
 
@@ -13,22 +13,44 @@ if TYPE_CHECKING:
 
 
 class AgreedInterval:
-    """Tells when an interval is over, by rank zero's clock, without asking at every step.
+    """Timer on which all ranks agree, by rank zero's clock, without communication in every step.
 
-    A question to another process costs as much as a small step. So rank zero guesses how many steps half of what is
-    left will take, all processes take those, and then look again: some ten looks per interval, however long.
+    An exchange between processes takes as long as a small step. Rank zero therefore estimates how many steps half of
+    the remaining time will take; all processes take these steps before they check again. That is about ten checks per
+    interval, however long it is.
+
+    Args:
+        interval: Duration of the interval.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from treadle.callbacks import AgreedInterval
+        >>> interval = AgreedInterval(timedelta(minutes=10))
+        >>> interval.restart(step=0)
+        >>> interval.is_over(trainer)  # doctest: +SKIP
+        False
+
+        The last line is skipped because it needs a running Trainer: call it in a callback's ``on_step_end``.
     """
 
     def __init__(self, interval: timedelta) -> None:
         self._interval = interval.total_seconds()
 
     def restart(self, step: int) -> None:
-        """The interval begins."""
+        """Start the interval.
+
+        Args:
+            step: The current optimizer step.
+        """
         self._began = self._looked = time.monotonic()
         self._looked_step, self._next_step = step, step + 1
 
     def is_over(self, trainer: Trainer) -> bool:
-        """Whether it is over; then the next one begins. All processes must ask after each step."""
+        """Return whether the interval is over, and start the next one if so. Call it on all ranks after each step.
+
+        Args:
+            trainer: The running Trainer.
+        """
         step = trainer.progress.step
         if step < self._next_step:
             return False
@@ -46,11 +68,17 @@ class AgreedInterval:
 
 
 def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | None) -> None:
-    """Raise ValueError for triggers that exclude each other or are not whole numbers."""
+    """Raise a ValueError for triggers that exclude each other or are not whole numbers.
+
+    Args:
+        steps: ``every_n_train_steps``.
+        interval: ``train_time_interval``.
+        epochs: ``every_n_epochs``.
+    """
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None:
             check_int(name, value, 0, "means never")
     triggers = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
     active_triggers = [name for name, value in triggers.items() if value]
     if len(active_triggers) > 1:
-        raise ValueError(f"{' and '.join(active_triggers)} exclude each other; use one ModelCheckpoint for each.")
+        raise ValueError(f"{' and '.join(active_triggers)} exclude each other. Use one ModelCheckpoint for each.")

@@ -1,4 +1,4 @@
-"""Lightning's internals of a ModelCheckpoint, as far as subclasses in public code read, call or override them."""
+"""Lightning's internals of a ModelCheckpoint that subclasses in public code read, call or override."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .top_k import TopKCheckpoints
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
-# Methods of Lightning that are never called here, with what to override or call instead.
+# Methods of Lightning that Treadle never calls, with replacements.
 _SAVE = "override _save_checkpoint(trainer, filepath) or check_monitor_top_k"
 _REMOVE = "a checkpoint is removed once its successor is in place"
 _NEVER_CALLED = {
@@ -33,7 +33,7 @@ _NEVER_CALLED = {
 
 
 class CheckpointAliases:
-    """Base class of `ModelCheckpoint` that adds Lightning's names of its internals."""
+    """Base class of `ModelCheckpoint` with Lightning's names of its internals."""
 
     _top_k: TopKCheckpoints
     every_n_train_steps: int
@@ -45,7 +45,7 @@ class CheckpointAliases:
         raise NotImplementedError
 
     def _warn_of_never_called(self, base: type) -> None:
-        """Warn of methods that a subclass of ``base`` overrides in vain."""
+        """Warn of methods that a subclass of ``base`` overrides but that are never called."""
         for name, instead in _NEVER_CALLED.items():
             if getattr(type(self), name, None) is not getattr(base, name, None):
                 warn(f"{type(self).__name__} overrides {name}, which is never called: {instead}.")
@@ -72,7 +72,7 @@ class CheckpointAliases:
 
     @property
     def kth_value(self) -> Tensor:
-        """Value of the worst ranked checkpoint; infinitely bad while there is room."""
+        """Value of the worst ranked checkpoint; infinitely bad while fewer than ``save_top_k`` are kept."""
         top_k = self._top_k
         worst = torch.tensor(float("inf") if top_k.mode == "min" else float("-inf"), device="cpu")
         return top_k.best_k_models.get(top_k.kth_best_model_path, worst)

@@ -1,4 +1,4 @@
-"""Delete checkpoints that are no longer kept."""
+"""Deletion of checkpoints that are no longer kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from ...engine.checkpoint import store
 def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
     """Delete a checkpoint, if it exists, and return whether it was deleted.
 
-    Never the one the run was resumed from, by whatever name, nor one in another directory.
+    The checkpoint that the run was resumed from is never deleted, whatever its name, nor is one in another directory.
+
+    Args:
+        path: The checkpoint.
+        directory: The directory of the callback.
+        resumed: The checkpoint that the run was resumed from, or None.
     """
     place = as_path(path)
     if as_path(directory) not in place.parents:
@@ -24,37 +29,44 @@ def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
             return False
         store.remove(path)
     except (OSError, ValueError) as error:  # the new checkpoint is saved, so a leftover must not end the run
-        warn(f"{path} is not kept any more, but can't be removed: {error}")
+        warn(f"{path} is no longer kept but cannot be removed: {error}")
         return False
     return True
 
 
 def _is_same(resumed: AnyPath, place: AnyPath) -> bool:
+    """Return whether two paths name the same checkpoint."""
     if isinstance(resumed, Path) and isinstance(place, Path):
         return resumed.exists() and os.path.samefile(resumed, place)
     return resumed == place
 
 
 def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: AnyPath | None) -> list[str]:
-    """Delete what a killed run had replaced and could not delete any more, and return the deleted paths.
+    """Delete checkpoints that a killed run had replaced and could not delete, and return the deleted paths.
 
     Args:
-        paths: what it was about to delete, according to its newest checkpoint.
-        directory: the folder it saved in.
-        step: optimizer step of that checkpoint. A later checkpoint of the same name is another one and stays.
-        resumed: the checkpoint that the run resumes from.
+        paths: Checkpoints that it was about to delete, according to its latest checkpoint.
+        directory: The directory of its checkpoints.
+        step: Optimizer step of that checkpoint. A later checkpoint of the same name is a different one and is kept.
+        resumed: The checkpoint that the run resumes from.
     """
     leftovers = [path for path in paths if as_path(path).is_dir() and _read_step(path, default=step) < step]
     return [path for path in leftovers if remove(path, directory, resumed)]
 
 
 def is_abandoned(path: str, step: int, resumed_step: int | None) -> bool:
-    """Return whether this run saved ``path`` at this very step, before it was resumed from an earlier one."""
+    """Return whether this run saved ``path`` at this very step, before it was resumed from an earlier one.
+
+    Args:
+        path: The checkpoint.
+        step: The current optimizer step.
+        resumed_step: The step that the run was resumed from, or None.
+    """
     return resumed_step is not None and step > resumed_step and _read_step(path, default=-1) == step
 
 
 def _read_step(path: str, default: int) -> int:
-    """Return the optimizer step of a checkpoint; ``default`` if it can't be read."""
+    """Return the optimizer step of a checkpoint; ``default`` if it cannot be read."""
     try:
         return store.read_manifest(path).step
     except ValueError:

@@ -1,4 +1,4 @@
-"""The checkpoints that a callback keeps, and which of them is the best."""
+"""Record of the checkpoints that a callback keeps, and of the best one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..monitored_metric import is_better
 
 Value = TypeVar("Value")
 
-# What the saved state of a ModelCheckpoint says about the kept checkpoints, under Lightning's names.
+# Entries of a ModelCheckpoint's saved state about the kept checkpoints, with Lightning's names.
 STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "current_score")
 
 
@@ -22,20 +22,20 @@ STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_pat
 class TopKCheckpoints:
     """Record of the checkpoints that one `ModelCheckpoint` keeps.
 
-    It is updated before a checkpoint is written, because the checkpoint holds it: the record on disk must be true once
-    the checkpoint is in place. `snapshot` and `restore` undo the update of a save that fails.
+    It is updated before a checkpoint is written, because the checkpoint contains it: the record on disk must be true
+    once the checkpoint is in place. `snapshot` and `restore` undo the update of a save that fails.
 
     Attributes:
-        monitor: the value that ranks checkpoints; None keeps the newest.
+        monitor: Name of the value that ranks checkpoints; None keeps the latest.
         mode: ``"min"`` or ``"max"``, whichever is best.
-        save_top_k: number of ranked checkpoints to keep; -1 keeps all.
-        best_model_path: the best one, or "".
-        best_model_score: its value.
-        best_k_models: value by path; empty without a monitor.
-        last_model_path: the newest ``last.ckpt``, or "".
-        current_score: the value at the newest save.
-        replaced: checkpoints to remove once the one that is being saved is in place.
-        saved_step: optimizer step of the newest save.
+        save_top_k: Number of ranked checkpoints to keep; -1 keeps all.
+        best_model_path: Path of the best checkpoint, or "".
+        best_model_score: Its value.
+        best_k_models: Values by path; empty without a monitor.
+        last_model_path: Path of the latest ``last.ckpt``, or "".
+        current_score: Value at the latest save.
+        replaced: Checkpoints to remove once the one that is being saved is in place.
+        saved_step: Optimizer step of the latest save.
     """
 
     monitor: str | None
@@ -53,55 +53,69 @@ class TopKCheckpoints:
 
     @property
     def ranked_paths(self) -> set[str]:
-        """The kept checkpoints, ``last.ckpt`` apart."""
+        """Paths of the kept checkpoints without ``last.ckpt``."""
         return {self.best_model_path, *self.best_k_models} - {""}
 
     @property
     def paths(self) -> set[str]:
-        """The kept checkpoints."""
+        """Paths of the kept checkpoints."""
         return self.ranked_paths | {self.last_model_path} - {""}
 
     @property
     def reserved_paths(self) -> set[str]:
-        """The paths that no other callback may save to or remove: also those that are still to be removed."""
+        """Paths that no other callback may save to or remove, including those that are still to be removed."""
         return self.paths.union(self.replaced)
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst ranked checkpoint, which the next better one replaces; "" while there is room."""
+        """Path of the worst ranked checkpoint, which the next better one replaces; "" if none is replaced."""
         if not self.best_k_models or (self.save_top_k != -1 and len(self.best_k_models) < self.save_top_k):
             return ""
         return find_best_path(self.best_k_models, self.mode, worst=True)
 
     @property
     def next_replaced(self) -> str:
-        """The checkpoint that the next ranked one replaces; "" while there is room."""
+        """Path of the checkpoint that the next ranked one replaces; "" if none is replaced."""
         if self.save_top_k == -1:
             return ""
         return self.best_model_path if self.monitor is None else self.kth_best_model_path
 
     def is_among_best(self, score: Tensor) -> bool:
-        """Return whether a checkpoint with this value would be kept."""
+        """Return whether a checkpoint with this value would be kept.
+
+        Args:
+            score: The value, a 0-d tensor.
+        """
         worst = self.next_replaced
         return not worst or is_better(float(score), float(self.best_k_models[worst]), self.mode)
 
     # -- changes -------------------------------------------------------------------------------------------------
 
     def add(self, path: str, score: Tensor | None, replaced: str) -> None:
-        """Rank a checkpoint that is about to be saved, in the place of ``replaced``."""
+        """Rank a checkpoint that is about to be saved.
+
+        Args:
+            path: Its path.
+            score: Its value, or None without a monitor.
+            replaced: Path of the checkpoint that it replaces, or "".
+        """
         if score is None:
             self.best_model_path = path
             return
         previous_paths = {*self.best_k_models, ""}
         self.best_k_models = {p: s for p, s in self.best_k_models.items() if p != replaced} | {path: score}
         best = find_best_path(self.best_k_models, self.mode)
-        # The best one of another directory, before a resume, stays the best until a better one is saved.
+        # The best checkpoint of another directory, from before a resume, stays the best until a better one is saved.
         earlier = None if self.best_model_path in previous_paths else self.best_model_score
         if earlier is None or is_better(float(self.best_k_models[best]), float(earlier), self.mode):
             self.best_model_path, self.best_model_score = best, self.best_k_models[best]
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Drop checkpoints that somebody has deleted."""
+        """Drop checkpoints that have been deleted from disk.
+
+        Args:
+            paths: Their paths.
+        """
         missing = set(paths)
         self.best_k_models = {path: score for path, score in self.best_k_models.items() if path not in missing}
         if self.best_model_path in missing:
@@ -109,11 +123,11 @@ class TopKCheckpoints:
             self.best_model_score = self.best_k_models.get(self.best_model_path)
 
     def replace_since(self, before: Mapping[str, Any], reserved: set[str]) -> None:
-        """Set ``replaced`` to the checkpoints that were kept before and are not any more.
+        """Set ``replaced`` to the checkpoints that were kept before and are no longer kept.
 
         Args:
-            before: the `snapshot` to compare with.
-            reserved: paths of other callbacks, which are not ours to remove.
+            before: The `snapshot` to compare with.
+            reserved: Paths of other callbacks, which this one must not remove.
         """
         earlier = {before["last_model_path"], *before["best_k_models"]}
         if self.monitor is None and self.save_top_k == 1:
@@ -121,20 +135,24 @@ class TopKCheckpoints:
         self.replaced = sorted(earlier - {""} - self.paths - reserved)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all that a save changes."""
+        """Return everything that a save changes."""
         return {name: getattr(self, name) for name in (*STATE, "replaced", "saved_step")}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go back to a `snapshot`."""
+        """Restore a `snapshot`.
+
+        Args:
+            snapshot: The values by name.
+        """
         for name, value in snapshot.items():
             setattr(self, name, value)
 
 
 class Recorded(Generic[Value]):
-    """Public attribute of a callback that its `TopKCheckpoints` holds.
+    """Descriptor of a callback's public attribute that its `TopKCheckpoints` stores.
 
     Args:
-        owner: name of the callback's attribute with the record.
+        owner: Name of the callback's attribute with the record.
     """
 
     def __init__(self, owner: str) -> None:
@@ -155,7 +173,13 @@ class Recorded(Generic[Value]):
 
 
 def find_best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False) -> str:
-    """Return the path with the best score, or the worst one. NaN is worse than anything."""
+    """Return the path with the best score, or the worst one. NaN is worse than any number.
+
+    Args:
+        scores: Values by path.
+        mode: ``"min"`` or ``"max"``, whichever is best.
+        worst: Return the worst path instead. Default: False.
+    """
 
     def rank(path: str) -> tuple[bool, float]:
         value = float(scores[path])
@@ -165,7 +189,12 @@ def find_best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False)
 
 
 def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
-    """Return a callback's saved state with today's paths, if its folder has been moved to ``directory`` since."""
+    """Return a callback's saved state with current paths, if its folder has been moved to ``directory`` since the save.
+
+    Args:
+        state: The saved state.
+        directory: The current directory of the callback.
+    """
     before = state["dirpath"]
     if before in (None, directory) or as_path(before).is_dir():
         return state

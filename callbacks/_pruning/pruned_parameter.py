@@ -1,4 +1,4 @@
-"""One parameter that is pruned: its mask, its first value, and how it goes into a state."""
+"""One pruned parameter: its mask, its initial value, and its form in a state dict."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ...engine import strip_compile_prefix
 
 
 class PrunedParameter:
-    """A parameter that is to be pruned, or is.
+    """Parameter that is pruned, or will be.
 
-    torch keeps what is trained as ``weight_orig``, the mask as a buffer ``weight_mask``, and sets ``weight`` before
-    each forward. While it does, the module's state has ``weight`` alone, pruned, also when a fit is over. Where an
-    earlier fit has left a mask, this one takes it over.
+    torch stores the trained values as ``weight_orig`` and the mask as a buffer ``weight_mask``, and sets ``weight``
+    before each forward pass. While it does, the module's state dict has only ``weight``, pruned, also after a fit. A
+    mask that an earlier fit left is taken over.
 
     Args:
-        module: whose parameter it is.
-        name: of the parameter.
-        path: of the module in the model.
-        keep_first: whether to keep the value that it has now.
+        module: The module of the parameter.
+        name: Name of the parameter in the module.
+        path: Path of the module in the model.
+        keep_first: Whether to keep the current value.
 
     Attributes:
-        first: the value that it had at first, if it is kept.
+        first: The initial value, if it is kept.
     """
 
     def __init__(self, module: nn.Module, name: str, path: str, keep_first: bool) -> None:
@@ -42,39 +42,39 @@ class PrunedParameter:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether it has a mask."""
+        """Return whether the parameter has a mask."""
         return f"{self.name}_mask" in self.module._buffers
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What is trained."""
+        """Trained parameter."""
         table = self.module._parameters
         return table[f"{self.name}_orig"] if f"{self.name}_orig" in table else table[self.name]  # type: ignore
 
     @property
     def mask(self) -> Tensor:
-        """1 where it is left, 0 where it is pruned."""
+        """Mask: 1 for weights that are left, 0 for pruned ones."""
         return self.module._buffers[f"{self.name}_mask"]  # type: ignore[return-value]
 
     def count_zeros(self) -> int:
-        """How much is pruned. Waits for the device."""
+        """Return the number of pruned weights. Synchronizes with the device."""
         return int((self.mask == 0).sum()) if self.is_pruned else 0
 
     def refresh(self) -> None:
-        """Bring ``weight``, which torch compares, up to date: it is as the last forward saw it."""
+        """Update ``weight``, which torch compares: it still has the value of the last forward pass."""
         if self.is_pruned:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
     def register_hooks(self) -> None:
-        """It was pruned: from now on the module's state has the pruned value under its own name."""
+        """Let the module's state dict have the pruned value under its own name, if the parameter is pruned."""
         if self.is_pruned and not self._hooks:
-            self._hooks = [  # torch sets an attribute of the first one, which a method does not take
+            self._hooks = [  # torch sets an attribute on the hook, which a bound method does not allow
                 self.module.register_state_dict_post_hook(partial(self._hide)),
                 self.module.register_load_state_dict_pre_hook(self._seek),
             ]
 
     def make_permanent(self) -> None:
-        """Let the pruned value be the parameter itself."""
+        """Replace the parameter by its pruned value and remove the mask."""
         if self.is_pruned:
             prune.remove(self.module, self.name)
         self._remove_hooks()
@@ -85,20 +85,25 @@ class PrunedParameter:
         self._hooks = []
 
     def get_state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         if not self.is_pruned:
             return {"first": self.first}
         return {"first": self.first, "mask": self.mask, "value": self.parameter.detach()}
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Take back what `get_state` returned, its tensors unread.
+        """Restore the state that `get_state` returned, its tensors unread.
+
+        Args:
+            saved: The state, or None.
 
         Raises:
-            ValueError: if there is nothing.
+            ValueError: If ``saved`` is None.
         """
         if saved is None:
-            raise ValueError(f"the checkpoint was saved by a run that did not prune {self.full_name}.")
+            raise ValueError(
+                f"the checkpoint was saved by a run that did not prune {self.full_name}. Prune the same parameters."
+            )
         if self.first is not None and saved["first"] is not None:
             self.first.copy_(saved["first"][...])
         if "mask" not in saved:
@@ -106,34 +111,39 @@ class PrunedParameter:
             return
         mask = saved["mask"][...].to(self.parameter.device, copy=True)
         if self.is_pruned:
-            self.mask.copy_(mask)  # torch would take it together with the one that is there
+            self.mask.copy_(mask)  # torch would combine it with the current mask
         else:
             prune.custom_from_mask(self.module, self.name, mask)
         self.parameter.copy_(saved["value"][...])
         self.register_hooks()
 
     def _hide(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Replace values and mask in a state dict by the pruned value."""
         value, mask = state.pop(f"{prefix}{self.name}_orig"), state.pop(f"{prefix}{self.name}_mask")
         state[f"{prefix}{self.name}"] = (value * mask.to(value.dtype)).detach()
 
     def _seek(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """A value under its own name, all of which is to count: what it does not have as zero is pruned no more."""
+        """Load a value under the parameter's own name; weights that are not zero in it are no longer pruned."""
         if (value := state.pop(f"{prefix}{self.name}", None)) is not None:
             mask = self.mask
-            if value.shape == mask.shape:  # else torch says what is wrong
+            if value.shape == mask.shape:  # otherwise torch raises an error that describes the mismatch
                 mask = torch.where(value.to(mask.device) == 0, mask, torch.ones_like(mask))
             state[f"{prefix}{self.name}_orig"] = value
             state[f"{prefix}{self.name}_mask"] = mask
 
 
 def _find_pruned(module: nn.Module, name: str) -> PrunedParameter | None:
-    """Whose hooks a parameter has; the module alone knows, as it may be a copy, or of another callback's fit."""
+    """Return the `PrunedParameter` with hooks on a parameter. Only the module has it, as it may be a copy."""
     owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in module._state_dict_hooks.values())
     return next((owner for owner in owners if isinstance(owner, PrunedParameter) and owner.name == name), None)
 
 
 def collect_masks(model: nn.Module) -> dict[str, Tensor]:
-    """The masks of what is pruned in a model, by the names that the parameters have without them."""
+    """Return the masks of a model's pruned parameters, by their original names.
+
+    Args:
+        model: The model.
+    """
     buffers = dict(model.named_buffers(remove_duplicate=False))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name.endswith("_orig")]
     stems = [name.removesuffix("_orig") for name in names]
@@ -141,7 +151,15 @@ def collect_masks(model: nn.Module) -> dict[str, Tensor]:
 
 
 def find_prunable(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:
-    """All parameters of these names in a model, but those of its containers and of the model itself."""
+    """Return all parameters with these names in a model, except those of containers and of the model itself.
+
+    Args:
+        model: The model.
+        names: Names of the parameters in their modules.
+
+    Returns:
+        Pairs of module and name.
+    """
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     parts = [part for part in model.modules() if part is not model and not isinstance(part, containers)]
     return [

@@ -1,4 +1,4 @@
-"""The table of a model's parts: parameters, modes, and with an example input, sizes and operations."""
+"""Table of a model's modules: parameters and modes, and with an example input, shapes and FLOPs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _UNKNOWN = "?"
 
 @dataclass
 class Part:
-    """One row.
+    """Row of the table: one module.
 
     Attributes:
-        name: where it is in the model; ``(own)`` for parameters that the model holds itself.
-        type: its class.
-        parameters: how many, of all processes together.
-        lazy: whether there are some more that have no shape yet.
-        local: how many of them this process holds.
-        training: whether it is in train mode.
-        frozen: whether none of them is trained.
-        flops: floating-point operations in the run with the example; None where there was none.
-        in_size: the shapes that it was given first, or ``"?"``.
-        out_size: the shapes that it returned then.
+        name: Its path in the model; ``(own)`` for parameters that belong to the model itself.
+        type: Name of its class.
+        parameters: Number of parameters, over all processes.
+        lazy: Whether some more have no shape yet.
+        local: Number of parameters that this process holds.
+        training: Whether it is in training mode.
+        frozen: Whether all of its parameters are frozen.
+        flops: Floating-point operations in the run with the example input; None without one.
+        in_size: Shapes of its inputs in the first call, or ``"?"``.
+        out_size: Shapes of its outputs in the first call, or ``"?"``.
     """
 
     name: str
@@ -49,14 +49,21 @@ class Part:
 
 
 class Summary:
-    """What `summarize` found out; its text is the table.
+    """Result of `summarize`; its text is the table.
 
     Attributes:
-        layers: the rows.
-        total_parameters, trainable_parameters: how many, of all processes together; a shared one counts once.
-        model_size: of all parameters, in MB.
-        total_training_modes: how many parts are in ``"train"`` and in ``"eval"`` mode, the model itself left out.
-        total_flops: floating-point operations in the run with the example; 0 where there was none.
+        layers: The rows.
+        total_parameters, trainable_parameters: Number of parameters over all processes; a shared one counts once.
+        model_size: Size of all parameters in MB.
+        total_training_modes: Number of modules in ``"train"`` and in ``"eval"`` mode, without the model itself.
+        total_flops: Floating-point operations in the run with the example input; 0 without one.
+
+    Example:
+        >>> import torch
+        >>> from treadle.callbacks import summarize
+        >>> summary = summarize(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()))
+        >>> summary.layer_types, summary.param_nums, summary.total_parameters
+        (['Linear', 'ReLU'], [36, 0], 36)
     """
 
     NUMBERS = ("parameters", "per device", "FLOPs")
@@ -79,41 +86,41 @@ class Summary:
 
     @property
     def layer_names(self) -> list[str]:
-        """The parts' names."""
+        """Paths of the modules."""
         return [part.name for part in self.layers]
 
     @property
     def layer_types(self) -> list[str]:
-        """The parts' classes."""
+        """Class names of the modules."""
         return [part.type for part in self.layers]
 
     @property
     def param_nums(self) -> list[int]:
-        """The parts' parameters."""
+        """Numbers of parameters of the modules."""
         return [part.parameters for part in self.layers]
 
     @property
     def training_modes(self) -> list[bool]:
-        """Whether the parts are in train mode."""
+        """Modes of the modules: True for training mode."""
         return [part.training for part in self.layers]
 
     @property
     def in_sizes(self) -> list[Any]:
-        """The shapes that the parts were given."""
+        """Shapes of the modules' inputs."""
         return [part.in_size for part in self.layers]
 
     @property
     def out_sizes(self) -> list[Any]:
-        """The shapes that the parts returned."""
+        """Shapes of the modules' outputs."""
         return [part.out_size for part in self.layers]
 
     @property
     def flop_counts(self) -> dict[str, int]:
-        """The parts' floating-point operations, by name."""
+        """Floating-point operations of the modules, by path."""
         return {part.name: part.flops or 0 for part in self.layers}
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """The table, column by column: its head and its cells."""
+        """Return the columns of the table: header and cells of each."""
         rows = self.layers
         columns = [
             ("name", [row.name for row in rows]),
@@ -130,7 +137,7 @@ class Summary:
         return columns
 
     def totals(self) -> str:
-        """The line below the table."""
+        """Return the line below the table."""
         modes = self.total_training_modes
         text = (
             f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, "
@@ -163,23 +170,23 @@ def summarize(
     forward: Callable[..., Any] | None = None,
     prepare: Callable[[Any], Any] | None = None,
 ) -> Summary:
-    """Look at a model's parts.
+    """Return a summary of a model's modules.
 
-    Where the model has an ``example_input_array`` (a tensor; a list or tuple of arguments; a dict of them by name), it
-    is run on it once, in evaluation mode and without gradients, to see sizes and count operations. That leaves no
-    trace: not in random numbers, nor in modes, and a model with parameters that have no shape yet is not run.
+    A model with an ``example_input_array`` (a tensor; a list or tuple of arguments; a dict of them by name) is run on
+    it once, in evaluation mode and without gradients, to record shapes and count operations. The run leaves RNG state
+    and modes unchanged. A model with parameters that have no shape yet is not run.
 
     Args:
-        module: the model.
-        max_depth: how many levels of parts to show; -1 for all.
-        forward: how to run it. Default: call it.
-        prepare: what to do with the example first. Default: move it to where the parameters are.
+        module: The model.
+        max_depth: Levels of nested modules to show; -1 shows all. Default: 1.
+        forward: Function that runs the model. Default: call the model.
+        prepare: Function that prepares the example input. Default: move it to the device of the parameters.
 
     Returns:
-        What was found; ``str`` of it is a table.
+        The summary; its ``str`` is a table.
 
     Raises:
-        ValueError: for a depth that is none.
+        ValueError: If ``max_depth`` is invalid.
     """
     check_int("max_depth", max_depth, -1, "shows all")
     parts = {
@@ -194,7 +201,7 @@ def summarize(
             total = _run(module, parts, rows, forward or module, (prepare or _make_mover(module))(example))
         except Exception as error:
             measured = False
-            warn(f"example_input_array did not run, so sizes are not known: {type(error).__name__}: {error}")
+            warn(f"example_input_array failed, so sizes are unknown: {type(error).__name__}: {error}")
     layers = list(rows.values())
     if direct_parameters := list(module.parameters(recurse=False)):
         layers.append(_describe("(own)", module, direct_parameters))
@@ -202,6 +209,7 @@ def summarize(
 
 
 def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Part:
+    """Return the row of one module."""
     count, lazy = _count_elements(parameters)
     local_count = sum(local(p).numel() for p in parameters if not is_lazy(p))
     frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
@@ -211,13 +219,13 @@ def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Par
 def _run(
     module: nn.Module, parts: dict[str, nn.Module], rows: dict[str, Part], forward: Callable[..., Any], example: Any
 ) -> int:
-    """Run the model once; fills in sizes and operations of the rows, and returns the operations of all."""
+    """Run the model once, record shapes and operations in the rows, and return the operations of all modules."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
     with ExitStack() as stack:
         for name, part in parts.items():
-            if not isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
+            if not isinstance(part, torch.jit.ScriptModule):  # ScriptModules do not support hooks
                 _watch(part, rows[name], counter.get_total_flops, stack)
         stack.enter_context(isolated_random_state())
         stack.enter_context(evaluation_mode(module))
@@ -234,6 +242,7 @@ def _run(
 
 
 def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStack) -> None:
+    """Record a module's shapes and operations in its row, by forward hooks."""
     flops_before: list[int] = []
 
     def record_start(_: nn.Module, args: Any) -> None:
@@ -254,6 +263,7 @@ def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStac
 
 
 def _collect_shapes(value: Any) -> Any:
+    """Return the shapes of tensors in nested containers."""
     if hasattr(value, "shape"):
         return list(value.shape)
     if isinstance(value, Mapping):
@@ -264,7 +274,7 @@ def _collect_shapes(value: Any) -> Any:
 
 
 def _disable_compilation(module: nn.Module) -> AbstractContextManager[Any]:
-    """Compiled parts run as they were written: to compile them for an example would take minutes."""
+    """Return a context in which compiled modules run eagerly: compiling them for an example would take minutes."""
     compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in module.modules())
     if compiled or any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
         return torch.compiler.set_stance("force_eager")
@@ -272,17 +282,19 @@ def _disable_compilation(module: nn.Module) -> AbstractContextManager[Any]:
 
 
 def _make_mover(module: nn.Module) -> Callable[[Any], Any]:
+    """Return a function that moves an example input to the device of the model."""
     first = next(iter((*module.parameters(), *module.buffers())), None)
     return lambda example: example if first is None else move_data_to_device(example, first.device)
 
 
 def _count_elements(parameters: Iterable[nn.Parameter]) -> tuple[int, bool]:
-    """How many elements they have, and whether there are lazy ones, which have none before the first batch."""
+    """Return the number of elements, and whether some parameters are lazy and have none before the first batch."""
     parameter_list = list(parameters)
     return sum(p.numel() for p in parameter_list if not is_lazy(p)), any(map(is_lazy, parameter_list))
 
 
 def _format_count(count: int, lazy: bool) -> str:
+    """Return a count as text."""
     if lazy:
         return f"{count:,} + lazy" if count else "lazy"
     return f"{count:,}"

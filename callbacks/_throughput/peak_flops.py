@@ -1,4 +1,4 @@
-"""What a GPU could do at best: dense operations per second, by number format, from the vendors' data sheets."""
+"""Peak performance of GPUs: dense operations per second by dtype, from the vendors' data sheets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 import torch
 
-# In 1e12 per second: float64, float32, tf32, bfloat16, float16 (with float32 sums), int8; None where there is none.
-# Without sparsity, which no usual training has. float64 is that of the tensor cores, where they have it.
+# In 1e12 per second: float64, float32, tf32, bfloat16, float16 (with float32 sums), int8; None if not supported.
+# Without sparsity, which training rarely uses. float64 is that of the tensor cores, if they support it.
 _PEAKS: dict[str, tuple[float | None, ...]] = {
     "b200": (37, 75, 1125, 2250, 2250, 4500),
     "h200 nvl": (60, 60, 417.5, 835.5, 835.5, 1671),
@@ -43,19 +43,19 @@ _PEAKS: dict[str, tuple[float | None, ...]] = {
     "v100 pcie": (7, 14, None, None, 112, None),
     "v100": (7.8, 15.7, None, None, 125, None),
     "mi300x": (163.4, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
-    "mi250x": (47.9, 47.9, None, 191.5, 191.5, 191.5),  # one of its two dies, which is what a device is
+    "mi250x": (47.9, 47.9, None, 191.5, 191.5, 191.5),  # of one of its two dies, each of which is a device
 }
 _FORMATS = (torch.float64, torch.float32, "tf32", torch.bfloat16, torch.float16, torch.int8)
-# Words that make another device of one: a part of it, or a relative.
+# Words that denote another device: a slice of one, or a variant.
 _OTHER = {"d", "laptop", "max", "mig", "mobile", "super", "ti"}
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
-    """Operations per second that a device could do at best; None where that is not known.
+    """Return the peak number of operations per second of a device; None if it is unknown.
 
     Args:
-        device: the device.
-        dtype: the number format that is computed in, or ``"tf32"``, which float32 means too where torch may use it.
+        device: The device.
+        dtype: The dtype of the computation, or ``"tf32"``, which float32 also stands for if torch may use it.
     """
     if device.type != "cuda":
         return None
@@ -65,7 +65,12 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
 
 
 def look_up_peak_flops(name: str, dtype: torch.dtype | str) -> float | None:
-    """As `get_available_flops`, by the name that the driver gives a device, such as ``"NVIDIA H100 80GB HBM3"``."""
+    """Return the peak number of operations per second of a GPU by name; None if it is unknown.
+
+    Args:
+        name: The driver's name of the device, such as ``"NVIDIA H100 80GB HBM3"``.
+        dtype: See `get_available_flops`.
+    """
     words = re.findall("[a-z0-9]+", name.lower())
     text = f" {' '.join(words)} "
     chip = max((chip for chip in _PEAKS if f" {chip} " in text), key=len, default="")

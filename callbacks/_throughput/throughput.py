@@ -1,4 +1,4 @@
-"""How much work is done in how much time, over a window of the newest measurements."""
+"""Rates over a window of the latest measurements."""
 
 from __future__ import annotations
 
@@ -12,19 +12,32 @@ from ...common.validation import check_int, check_number
 
 
 class Throughput:
-    """Turns totals, measured now and then, into rates: batches, samples, items and operations per second.
+    """Converter of cumulative measurements to rates: batches, samples, items and operations per second.
 
-    Measure at moments when the device has done what was asked of it: after a ``torch.cuda.synchronize()``, or after
-    something was read from it. All devices are taken to be of one kind.
+    Measure when the device has finished its work: after a ``torch.cuda.synchronize()``, or after a value was read from
+    it. All devices are assumed to be of one kind.
 
     Args:
-        available_flops: operations per second that one device could do at best; gives ``device/mfu``.
-        world_size: devices. With more than one, rates are given for one device (``device/...``) and for all.
-        window_size: measurements that a rate is over.
-        separator: what stands between ``device`` and a rate's name.
+        available_flops: Peak operations per second of one device; adds ``device/mfu``. Default: None.
+        world_size: Number of devices. With more than one, rates are returned for one device (``device/...``) and for
+            all. Default: 1.
+        window_size: Number of measurements that a rate covers. Default: 100.
+        separator: Text between ``device`` and the name of a rate. Default: ``"/"``.
 
     Raises:
-        ValueError, TypeError: for a value that can't be honoured.
+        ValueError, TypeError: If an argument is invalid.
+
+    References:
+        Model FLOPs utilization (MFU): Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022,
+        https://arxiv.org/abs/2204.02311.
+
+    Example:
+        >>> from treadle.callbacks import Throughput
+        >>> throughput = Throughput(window_size=2)
+        >>> throughput.update(time=0.0, batches=0, samples=0)
+        >>> throughput.update(time=2.0, batches=10, samples=40)
+        >>> throughput.compute()["device/samples_per_sec"]
+        20.0
     """
 
     def __init__(
@@ -48,18 +61,18 @@ class Throughput:
         lengths: float | None = None,
         flops: float | None = None,
     ) -> None:
-        """Add a measurement. All but ``flops`` are totals since the start, of one device.
+        """Add a measurement. All values except ``flops`` are totals of one device since the start.
 
         Args:
-            time: seconds.
-            batches: batches.
-            samples: samples; with devices that have unequal parts, their mean.
-            lengths: items, such as tokens.
-            flops: operations since the last measurement, as `measure_flops` counts them.
+            time: Seconds.
+            batches: Number of batches.
+            samples: Number of samples; with devices that get different numbers, their mean.
+            lengths: Number of items, such as tokens.
+            flops: Operations since the last measurement, as `measure_flops` counts them.
 
         Raises:
-            ValueError: for a total that has not grown, which no rate could be made of, or where a measurement has
-                other values than the one before it.
+            ValueError: If a total has not grown, which leaves no rate to compute, or a measurement has other values
+                than the one before it.
         """
         row: dict[str, float] = {"time": time, "batches": batches, "samples": samples}
         if lengths is not None:
@@ -71,21 +84,24 @@ class Throughput:
             before = self._rows[-1]
             if before.keys() - {"flops"} != row.keys() - {"flops"}:
                 raise ValueError(
-                    f"a measurement of {sorted(row)} follows one of {sorted(before)}: give always the same."
+                    f"a measurement of {sorted(row)} follows one of {sorted(before)}. Always pass the same values."
                 )
             for name in row.keys() & before.keys() - {"flops"}:
                 if not row[name] > before[name]:
-                    raise ValueError(f"{name}={row[name]} must be more than {before[name]} before: it is a total.")
+                    raise ValueError(f"{name}={row[name]} must exceed the last total, {before[name]}. Pass totals.")
         self._rows.append(row)
 
     def compute(self) -> dict[str, float]:
-        """The newest totals, and once the window is full the rates.
+        """Return the latest totals and, once the window is full, the rates.
+
+        Returns:
+            Values by name.
 
         Raises:
-            ValueError: where nothing has been measured.
+            ValueError: If nothing has been measured.
         """
         if not self._rows:
-            raise ValueError("there is no throughput before the first update().")
+            raise ValueError("compute() was called before the first update(). Call update() first.")
         first, last = self._rows[0], self._rows[-1]
         metrics: dict[str, float] = {
             name: last[name] for name in ("time", "batches", "samples", "lengths") if name in last
@@ -106,13 +122,15 @@ class Throughput:
         return metrics
 
     def reset(self) -> None:
-        """Forget all measurements."""
+        """Discard all measurements."""
         self._rows.clear()
         self._flops = 0.0
 
 
 def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Any] | None = None) -> int:
-    """Count the floating-point operations of one run of a model. On the meta device it takes no time and no memory.
+    """Return the number of floating-point operations of one run of a model.
+
+    On the meta device it needs no time and no memory:
 
     .. code-block:: python
 
@@ -121,9 +139,10 @@ def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Call
         flops = measure_flops(model, lambda: model(batch), lambda output: output.sum())
 
     Args:
-        model: the model; its gradients are as before afterwards.
-        forward_fn: runs it.
-        loss_fn: makes a loss of what ``forward_fn`` returns; then the backward is counted too.
+        model: The model; its gradients are restored afterwards.
+        forward_fn: Function that runs the model.
+        loss_fn: Function that computes a loss from the result of ``forward_fn``; if given, the backward pass is counted
+            too.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -132,7 +151,7 @@ def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Call
     try:
         if loss_fn is not None:
             for parameter, _ in gradients:
-                parameter.grad = None  # else they would be added to
+                parameter.grad = None  # otherwise the backward pass would add to them
         with counter:
             output = forward_fn()
             if loss_fn is not None:

@@ -1,4 +1,4 @@
-"""When a bar is drawn, and what stands in its place where there is no terminal; how it looks is for others."""
+"""Progress bars: when they are redrawn, and the lines that replace them without a terminal. Subclasses draw them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .progress_bar import ProgressBar
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
 
-_REDRAW_EVERY = 0.1  # seconds; faster than that nobody reads
+_REDRAW_EVERY = 0.1  # seconds; faster updates are unreadable
 
 
 class DrawnBar(ProgressBar):
-    """A bar for the epoch and one for the evaluation that runs, on rank zero; plain lines where there is no terminal.
+    """Progress bar for the epoch and one for the running evaluation, on rank zero; plain lines without a terminal.
 
-    What fails in drawing never ends a run: a closed terminal, or an error in an override, turns the bar off with a
-    warning. The device is read only when something is drawn.
+    An error in drawing never ends a run: a closed terminal, or an error in an override, disables the bar with a
+    warning. Values are read from the device only for a redraw.
 
     Args:
-        refresh_rate: 0 draws nothing; else what a subclass makes of it.
-        leave: leave each epoch's bar on the screen, not only the last one.
-        line_every: seconds between the plain lines.
+        refresh_rate: 0 draws nothing; subclasses define the unit.
+        leave: Leave each epoch's bar on the screen, not only the last one.
+        line_every: Seconds between plain lines.
     """
 
     _calls_itself = "the progress bar"
@@ -41,44 +41,49 @@ class DrawnBar(ProgressBar):
         self.line_every = check_number("line_every", line_every, 0.0)
         self._enabled = True
         self._terminal = False
-        self._due = math.inf  # when to draw next; never, where there is nothing to draw
+        self._due = math.inf  # time of the next redraw; infinite if nothing is drawn
         self._every = _REDRAW_EVERY
         self._batches = 1  # between redraws
-        self._shown = 0  # batches that the bar of the epoch, or of the evaluation, stands at
+        self._shown = 0  # batches shown by the bar of the epoch or of the evaluation
         self._text = ""
         self._pace = _Pace()
 
     @property
     def refresh_rate(self) -> int:
-        """As given."""
+        """Refresh rate, as passed to the constructor."""
         return self._refresh_rate
 
     @property
     def leave(self) -> bool:
-        """As given."""
+        """Flag that leaves each epoch's bar on the screen."""
         return self._leave
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is drawn."""
+        """Return whether anything is drawn."""
         return self._enabled and self._refresh_rate > 0
 
     @property
     def is_disabled(self) -> bool:
-        """Whether nothing is drawn."""
+        """Return whether nothing is drawn."""
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Draw again, from the next stage on."""
+        """Draw again from the next stage on."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Draw nothing any more."""
+        """Stop drawing."""
         self._enabled = False
         self._switch_off()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` above the bar."""
+        """Print above the bar.
+
+        Args:
+            args: Positional arguments of ``print``.
+            kwargs: Keyword arguments of ``print``.
+        """
         if self._terminal:
             self._safely(self._clear)
         print(*args, **kwargs)
@@ -88,44 +93,49 @@ class DrawnBar(ProgressBar):
     # -- how it looks --------------------------------------------------------------------------------------------
 
     def _can_draw(self) -> bool:
-        """Whether there is a terminal, or a notebook."""
+        """Return whether there is a terminal or a notebook."""
         return is_terminal(sys.stderr) or "ipykernel" in sys.modules
 
     def _open_epoch(self, text: str, done: int, total: int | None) -> None:
+        """Draw the bar of a new epoch."""
         raise NotImplementedError
 
     def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
+        """Redraw the epoch's bar."""
         raise NotImplementedError
 
     def _close_epoch(self) -> None:
-        """Leave the epoch's bar on the screen; the next epoch has another."""
+        """Leave the epoch's bar on the screen; the next epoch gets a new one."""
         raise NotImplementedError
 
     def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
+        """Draw the bar of an evaluation."""
         raise NotImplementedError
 
     def _show_evaluation(self, done: int) -> None:
+        """Redraw the evaluation's bar."""
         raise NotImplementedError
 
     def _close_evaluation(self, done: int) -> None:
+        """Close the evaluation's bar."""
         raise NotImplementedError
 
     def _clear(self) -> None:
-        """Wipe the bars off; they come back with the next redraw."""
+        """Erase the bars until the next redraw."""
         raise NotImplementedError
 
     def _come_back(self) -> None:
-        """Draw what `_clear` has wiped off."""
+        """Redraw the bars that `_clear` erased."""
         raise NotImplementedError
 
     def _close(self) -> None:
-        """The last bars stay as they are, and nothing is held any more."""
+        """Leave the last bars on the screen and release them."""
         raise NotImplementedError
 
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Find out where to draw: on rank zero only."""
+        """Determine where to draw: on rank zero only."""
         super().setup(trainer, pl_module, stage)
         active = self.is_enabled and trainer.is_global_zero
         self._terminal = active and bool(self._safely(self._can_draw))
@@ -134,7 +144,7 @@ class DrawnBar(ProgressBar):
             logger.addFilter(self._make_room)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Close what is open."""
+        """Close open bars."""
         self._switch_off()
 
     def _switch_off(self) -> None:
@@ -144,14 +154,14 @@ class DrawnBar(ProgressBar):
             self._close()
 
     def _make_room(self, record: logging.LogRecord) -> bool:
-        """Before a message of ours is written."""
+        """Erase the bars before Treadle's logger writes a message."""
         self._safely(self._clear)
         return True
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Begin the epoch's bar; where an epoch is resumed, at the batch where it goes on."""
+        """Start the epoch's bar, in a resumed epoch at its current batch."""
         done = self._shown = trainer.progress.batch
         self._pace.restart(done)
         if self._terminal:
@@ -163,11 +173,12 @@ class DrawnBar(ProgressBar):
         self._due = 0.0
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Redraw if it is time to."""
+        """Redraw if it is due."""
         if time.monotonic() >= self._due:
             self._safely(self._draw_training, trainer, pl_module)
 
     def _draw_training(self, trainer: Trainer, task: TaskModule, always: bool = False) -> None:
+        """Redraw the epoch's bar, or write a line."""
         done = trainer.progress.batch
         if not self._terminal:
             self._write_line(
@@ -180,19 +191,21 @@ class DrawnBar(ProgressBar):
             self._show_epoch(done, self._format_values(self.get_metrics(trainer, task)))
 
     def _format_values(self, values: dict[str, Any]) -> dict[str, str]:
+        """Return values as text."""
         return {name: self._format(value) for name, value in values.items()}
 
     def _format(self, value: Any) -> str:
-        """A value beside the bar."""
+        """Return a value as text."""
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     def _describe_position(self, trainer: Trainer, done: int) -> str:
+        """Return epoch, batch and step as text."""
         progress, steps = trainer.progress, trainer.estimated_stepping_batches
         batch, step = _format_share(done, self.total_train_batches), _format_share(progress.step, steps)
         return f"{self.train_description} {progress.epoch}, batch {batch}, step {step}"
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The bar's last state, with the epoch's values."""
+        """Draw the bar's final state with the values of the epoch."""
         if self._terminal:
             self._safely(self._end_epoch, trainer, pl_module)
 
@@ -207,6 +220,7 @@ class DrawnBar(ProgressBar):
             self._safely(self._close)
 
     def _write_line(self, position: str, done: int, total: int | float | None, values: dict[str, Any]) -> None:
+        """Write a line with position, speed and values."""
         self._due = time.monotonic() + self.line_every
         shown = [f"{name} = {text}" for name, text in self._format_values(values).items()]
         announce(", ".join([position, *self._pace.describe(done, _drop_infinite(total)), *shown]))
@@ -243,14 +257,14 @@ class DrawnBar(ProgressBar):
             self._pace.restart(self._shown)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """A bar below the epoch's."""
+        """Start a bar below the epoch's."""
         if trainer.sanity_checking:
             self._begin(trainer, "sanity", self.sanity_check_description)
         else:
             self._begin(trainer, "validation", self.validation_description)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if it is time to."""
+        """Redraw if it is due."""
         self._tick(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -258,11 +272,11 @@ class DrawnBar(ProgressBar):
         self._end(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """A bar."""
+        """Start a bar."""
         self._begin(trainer, "test", self.test_description)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if it is time to."""
+        """Redraw if it is due."""
         self._tick(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -270,11 +284,11 @@ class DrawnBar(ProgressBar):
         self._end(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """A bar."""
+        """Start a bar."""
         self._begin(trainer, "predict", self.predict_description)
 
     def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if it is time to."""
+        """Redraw if it is due."""
         self._tick(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -283,15 +297,17 @@ class DrawnBar(ProgressBar):
 
 
 class _Pace:
-    """How fast it goes, since the line before."""
+    """Speed since the previous line."""
 
     def __init__(self) -> None:
         self.restart(0)
 
     def restart(self, done: int) -> None:
+        """Start the measurement at a number of batches."""
         self.since, self.done = time.monotonic(), done
 
     def describe(self, done: int, total: int | None) -> list[str]:
+        """Return speed and remaining time as text."""
         current_time = time.monotonic()
         speed = (done - self.done) / max(current_time - self.since, 1e-9)
         self.since, self.done = current_time, done
@@ -302,10 +318,14 @@ class _Pace:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a person sees what is written there."""
+    """Return whether a stream is a terminal.
+
+    Args:
+        stream: The stream, or None.
+    """
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError, OSError):  # there is none, or it is closed
+    except (AttributeError, ValueError, OSError):  # the stream is missing or closed
         return False
 
 

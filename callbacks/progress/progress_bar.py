@@ -1,4 +1,4 @@
-"""What all progress bars have in common, whatever they draw with."""
+"""Base class of all progress bars."""
 
 from __future__ import annotations
 
@@ -13,10 +13,35 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(BestEffortCallback):
-    """The base of a progress bar of your own: override the hooks you need, and `disable` and `enable`.
+    """Base class of user-defined progress bars: override the hooks you need, and `disable` and `enable`.
 
-    A subclass finds here how many batches there are, what to call the stages and what to show beside them. It must call
-    ``super().__init__()``, and ``super().setup(...)`` where it has a ``setup``. The Trainer adds no other bar then.
+    It provides numbers of batches, names of stages and values to show. A subclass must call ``super().__init__()``, and
+    ``super().setup(...)`` if it overrides ``setup``. With one of them, the Trainer adds no other bar.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import ProgressBar
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> class PrintBatches(ProgressBar):
+        ...     def enable(self):
+        ...         pass
+        ...     def disable(self):
+        ...         pass
+        ...     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        ...         print(f"{batch_idx + 1}/{self.total_train_batches}")
+        >>> trainer = tl.Trainer(
+        ...     max_epochs=1,
+        ...     limit_train_batches=2,
+        ...     limit_val_batches=0,
+        ...     accelerator="cpu",
+        ...     devices=1,
+        ...     logger=False,
+        ...     enable_checkpointing=False,
+        ...     callbacks=PrintBatches(),
+        ... )
+        >>> trainer.fit(BoringModel())
+        1/2
+        2/2
     """
 
     after_task = 3
@@ -28,41 +53,51 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def trainer(self) -> Trainer:
-        """Whose run is shown.
+        """Trainer whose run is shown.
 
         Raises:
-            TypeError: before a stage has been set up.
+            TypeError: Before a stage has been set up.
         """
         if self._trainer is None:
-            raise TypeError(f"{type(self).__name__}.trainer is not there before a stage begins.")
+            raise TypeError(f"{type(self).__name__}.trainer is not set before a stage begins.")
         return self._trainer
 
     # -- what users override -------------------------------------------------------------------------------------
 
     def disable(self) -> None:
-        """Draw nothing any more. Called in ``setup`` on every process but rank zero.
+        """Stop drawing. Runs in ``setup`` on every process except rank zero.
 
         Raises:
-            NotImplementedError: a bar must say how.
+            NotImplementedError: If a subclass does not override it.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs a method disable() that turns it off.")
+        raise NotImplementedError(f"{type(self).__name__} must define disable(), which stops drawing.")
 
     def enable(self) -> None:
-        """Draw again.
+        """Start drawing again.
 
         Raises:
-            NotImplementedError: a bar must say how.
+            NotImplementedError: If a subclass does not override it.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs a method enable() that turns it on.")
+        raise NotImplementedError(f"{type(self).__name__} must define enable(), which starts drawing again.")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` without tearing the bar; `Trainer.print` goes here."""
+        """Print without breaking the bar. `Trainer.print` calls it.
+
+        Args:
+            args: Positional arguments of ``print``.
+            kwargs: Keyword arguments of ``print``.
+        """
         print(*args, **kwargs)
 
     def get_metrics(self, trainer: Trainer, pl_module: TaskModule) -> dict[str, Any]:
-        """What stands beside the bar: the first logger's version as ``v_num``, and what was logged for it.
+        """Return the values beside the bar.
 
-        Between two steps on a GPU these are values of a moment ago, as the newest ones would have to be waited for.
+        These are the first logger's version as ``v_num``, and the values logged with ``prog_bar=True``. Between two
+        steps on a GPU they are slightly older than the latest, which would need a synchronization.
+
+        Args:
+            trainer: The Trainer that runs the stage.
+            pl_module: The task.
         """
         if trainer.training and not trainer.progress.epoch_is_trained:
             return get_standard_metrics(trainer) | self._late_numbers.read(trainer.collect_bar_values())
@@ -70,34 +105,34 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def sanity_check_description(self) -> str:
-        """What to call the validation before training."""
+        """Name of the validation before training."""
         return "sanity check"
 
     @property
     def train_description(self) -> str:
-        """What to call an epoch; its number follows."""
+        """Name of an epoch; its number follows."""
         return "epoch"
 
     @property
     def validation_description(self) -> str:
-        """What to call a validation."""
+        """Name of a validation."""
         return "validation"
 
     @property
     def test_description(self) -> str:
-        """What to call a test."""
+        """Name of a test."""
         return "test"
 
     @property
     def predict_description(self) -> str:
-        """What to call a prediction."""
+        """Name of a prediction."""
         return "predict"
 
     # -- how many batches ----------------------------------------------------------------------------------------
 
     @property
     def total_train_batches(self) -> int | float:
-        """Micro-batches of this epoch, fewer where ``max_steps`` ends it; infinite where that is not known."""
+        """Number of micro-batches of this epoch, fewer if ``max_steps`` ends it; infinite if unknown."""
         trainer = self.trainer
         sources = trainer.sources
         batches = math.inf if sources is None else _count_batches(sources.train.length)
@@ -108,7 +143,7 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Batches of all validation loaders, where this epoch is validated at all; else 0."""
+        """Number of batches of all validation dataloaders, if this epoch is validated at all; else 0."""
         trainer = self.trainer
         interval = trainer.check_val_every_n_epoch
         if not trainer.has_validation or (interval and (trainer.progress.epoch + 1) % interval):
@@ -117,17 +152,17 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Batches of the validation loader that runs."""
+        """Number of batches of the current validation dataloader."""
         return self._get_current_length("val")
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
-        """Batches of the test loader that runs."""
+        """Number of batches of the current test dataloader."""
         return self._get_current_length("test")
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """Batches of the predict loader that runs."""
+        """Number of batches of the current predict dataloader."""
         return self._get_current_length("predict")
 
     def _get_current_length(self, kind: str) -> int | float:
@@ -138,18 +173,22 @@ class ProgressBar(BestEffortCallback):
         return [] if sources is None else [_count_batches(loader.length) for loader in sources.evaluation(kind)]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Whether another loader has begun since the last call."""
+        """Return whether another dataloader has started since the last call.
+
+        Args:
+            dataloader_idx: Index of the current dataloader.
+        """
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Another evaluation begins."""
+        """Reset the dataloader index before another evaluation."""
         self._current_eval_dataloader_idx = None
 
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Get to know the trainer; off on every process but rank zero."""
+        """Store the Trainer, and disable the bar on every process except rank zero."""
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
         if not trainer.is_global_zero:
@@ -157,7 +196,11 @@ class ProgressBar(BestEffortCallback):
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """Return what every progress bar shows: the first logger's version as ``v_num``, its last four characters."""
+    """Return what every progress bar shows: the first logger's version as ``v_num``, its last four characters.
+
+    Args:
+        trainer: The running Trainer.
+    """
     version = getattr(trainer.logger, "version", None)
     return {} if version in (None, "") else {"v_num": version[-4:] if isinstance(version, str) else version}
 

@@ -1,4 +1,4 @@
-"""The progress bar that the package ``rich`` draws."""
+"""`RichProgressBar`: a progress bar drawn by the package ``rich``."""
 
 from __future__ import annotations
 
@@ -22,19 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class RichProgressBarTheme:
-    """How the parts of a `RichProgressBar` look: styles of rich, by name or as objects.
+    """Styles of the columns of a `RichProgressBar`: styles of rich, by name or as objects.
 
     Args:
-        description: the stage's name.
-        progress_bar: the bar.
-        progress_bar_finished: the bar when it is full.
-        progress_bar_pulse: the bar where it is not known how many batches there are.
-        batch_progress: how many batches are done.
-        time: the time spent, and the time left.
-        processing_speed: batches per second.
-        metrics: the logged values.
-        metrics_text_delimiter: what stands between two of them.
-        metrics_format: the format of a number among them.
+        description: Style of the stage's name.
+        progress_bar: Style of the bar.
+        progress_bar_finished: Style of the full bar.
+        progress_bar_pulse: Style of the bar if the number of batches is unknown.
+        batch_progress: Style of the number of finished batches.
+        time: Style of the elapsed and remaining time.
+        processing_speed: Style of the batches per second.
+        metrics: Style of the logged values.
+        metrics_text_delimiter: Text between two logged values. Default: a space.
+        metrics_format: Format of a logged number. Default: ``".3f"``.
+
+    Example:
+        >>> from treadle.callbacks import RichProgressBarTheme
+        >>> RichProgressBarTheme(progress_bar="green", metrics_format=".2e").metrics_format
+        '.2e'
     """
 
     description: str | Style = ""
@@ -50,23 +55,29 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(DrawnBar):
-    """As `TQDMProgressBar`, drawn by the package ``rich``. It needs no thread of its own.
+    """Progress bar like `TQDMProgressBar`, drawn by the package ``rich`` without a thread.
 
-    Override `configure_columns` to choose its parts, and `get_metrics` what is shown beside them.
+    Override `configure_columns` to choose its columns, and `get_metrics` to choose the values beside them.
 
     Args:
-        refresh_rate: redraws per second, ten at most, as nobody reads faster; 0 draws nothing.
-        leave: leave each epoch's bar on the screen, not only the last one.
-        theme: how the parts look.
-        console_kwargs: arguments of ``rich.console.Console``. Default: standard error.
-        line_every: seconds between the plain lines that stand for the bar where there is no terminal.
+        refresh_rate: Redraws per second, at most ten; 0 draws nothing. Default: 100.
+        leave: Leave each epoch's bar on the screen, not only the last one. Default: False.
+        theme: Styles of the columns.
+        console_kwargs: Arguments of ``rich.console.Console``. Default: standard error.
+        line_every: Seconds between the plain lines that replace the bar without a terminal. Default: 10.0.
 
     Attributes:
-        progress: the ``rich.progress.Progress`` that is drawn, or None.
+        progress: The ``rich.progress.Progress`` that is drawn, or None.
 
     Raises:
-        ModuleNotFoundError: without the package.
-        ValueError, TypeError: for an argument that can't be honoured.
+        ModuleNotFoundError: If the package is not installed.
+        ValueError, TypeError: If an argument is invalid.
+
+    Example:
+        >>> from treadle.callbacks import RichProgressBar, RichProgressBarTheme
+        >>> bar = RichProgressBar(leave=True, theme=RichProgressBarTheme(metrics_format=".2e"))
+        >>> bar.is_enabled
+        True
     """
 
     def __init__(
@@ -90,7 +101,11 @@ class RichProgressBar(DrawnBar):
         self._leaves_evaluation = False
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """The parts of the bar, from left to right; the logged values follow."""
+        """Return the columns of the bar, from left to right. The logged values follow.
+
+        Args:
+            trainer: The running Trainer.
+        """
         from rich.progress import BarColumn, TextColumn
 
         theme, words = self.theme, _make_words_column()
@@ -113,7 +128,7 @@ class RichProgressBar(DrawnBar):
         return console.is_terminal or console.is_jupyter
 
     def _start_progress(self) -> Progress:
-        """What is drawn, made when it is first needed and after it was left on the screen."""
+        """Return the started display, created on first use and again after it was left on the screen."""
         if self.progress is None:
             from rich.progress import Progress
 
@@ -122,11 +137,11 @@ class RichProgressBar(DrawnBar):
                 *self.configure_columns(self.trainer),
                 metrics,
                 console=_make_console(self._console_kwargs),
-                auto_refresh=False,  # by a thread, which could fail where nobody sees it
-                redirect_stdout=False,  # the process's own streams stay what they are
+                auto_refresh=False,  # its thread could fail unnoticed
+                redirect_stdout=False,  # the process's streams stay unchanged
                 redirect_stderr=False,
             )
-            self.progress.live.transient = True  # wiped off when it is stopped, as `_clear` does
+            self.progress.live.transient = True  # erased when stopped, which `_clear` relies on
         self.progress.start()
         return self.progress
 
@@ -186,31 +201,31 @@ class RichProgressBar(DrawnBar):
         self._epoch = self._evaluation = None
         if progress is not None:
             progress.live.transient = False
-            progress.start()  # it may have been wiped off
+            progress.start()  # it may have been erased
             progress.stop()
 
 
 @cache
 def _make_console_class() -> type[Console]:
-    """rich's own console, but for what it does when nobody reads any more: it would end the process."""
+    """Return rich's console class, changed to raise BrokenPipeError where rich would end the process."""
     from rich.console import Console
 
     class Screen(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError("nobody reads what is written")
+            raise BrokenPipeError("the reader of the output has closed it")
 
     return Screen
 
 
 def _make_console(console_kwargs: dict[str, Any]) -> Console:
-    """Made anew for each stage: standard error may be another by then."""
+    """Return a console. Each stage creates one, because standard error may have been replaced."""
     defaults = {} if {"file", "stderr"} & console_kwargs.keys() else {"file": sys.stderr}
     return _make_console_class()(**{**defaults, **console_kwargs})
 
 
 @cache
 def _make_words_column() -> Callable[..., ProgressColumn]:
-    """A column of plain words, which rich has only as templates with markup."""
+    """Return a column class of plain text; rich's own text column interprets markup."""
     from rich.progress import ProgressColumn
     from rich.text import Text
 
@@ -226,15 +241,18 @@ def _make_words_column() -> Callable[..., ProgressColumn]:
 
 
 def _format_batches(task: Task) -> str:
+    """Return the number of finished batches and of all batches."""
     return f"{int(task.completed)}/{'--' if task.total is None else int(task.total)}"
 
 
 def _format_time(task: Task) -> str:
+    """Return the elapsed and the remaining time."""
     spent = task.finished_time if task.finished else task.elapsed
     durations = (spent, task.time_remaining)
     return " • ".join("-:--:--" if seconds is None else str(timedelta(seconds=int(seconds))) for seconds in durations)
 
 
 def _format_speed(task: Task) -> str:
+    """Return the batches per second."""
     speed = task.finished_speed or task.speed
     return "" if speed is None else f"{speed:.2f}it/s"

@@ -1,4 +1,4 @@
-"""The progress bar that is there by default, drawn by tqdm."""
+"""`TQDMProgressBar`: the default progress bar, drawn by tqdm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHORTEST = 4  # letters of the bar itself, before values beside it are left out
 
 
 def __getattr__(name: str) -> Any:
-    """Return tqdm's class under Lightning's name ``Tqdm``, imported when it is asked for."""
+    """Return tqdm's class under Lightning's name ``Tqdm``, imported on first use."""
     if name != "Tqdm":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tqdm.auto import tqdm
@@ -23,26 +23,34 @@ def __getattr__(name: str) -> Any:
 
 
 class TQDMProgressBar(DrawnBar):
-    """A bar for the epoch and one below it for validation, on rank zero; plain lines where there is no terminal.
+    """Progress bar for the epoch and one below it for validation, on rank zero; plain lines without a terminal.
 
-    It redraws ten times a second at most, and reads the device only then. What fails in drawing never ends a run: a
-    closed terminal, or an error in an override, turns the bar off with a warning. Override `get_metrics` to choose
-    what is shown beside the bar, and ``init_train_tqdm`` and its kin to choose how it looks.
+    It redraws at most ten times a second, and reads values from the device only then. An error in drawing never ends a
+    run: a closed terminal, or an error in an override, disables the bar with a warning. Override `get_metrics` to
+    choose the values beside the bar, and ``init_train_tqdm`` and similar methods to choose its appearance.
 
     Args:
-        refresh_rate: batches between redraws, at least (the variable ``TQDM_MINITERS`` can make it more); 0 draws
-            nothing. Time limits it too.
-        process_position: rows to leave free above.
-        leave: leave each epoch's bar on the screen, not only the last one.
-        line_every: seconds between the plain lines that stand for the bar where there is no terminal.
+        refresh_rate: Minimum number of batches between redraws (the variable ``TQDM_MINITERS`` can raise it); 0 draws
+            nothing. Redraws are also limited by time. Default: 1.
+        process_position: Rows to leave free above. Default: 0.
+        leave: Leave each epoch's bar on the screen, not only the last one. Default: False.
+        line_every: Seconds between the plain lines that replace the bar without a terminal. Default: 10.0.
 
     Attributes:
-        train_progress_bar: the epoch's bar, or None.
-        val_progress_bar: the bar of the validation, test or prediction that runs, or None; also
-            ``test_progress_bar`` and ``predict_progress_bar``.
+        train_progress_bar: The epoch's bar, or None.
+        val_progress_bar: The bar of the running validation, test or prediction, or None; also ``test_progress_bar`` and
+            ``predict_progress_bar``.
 
     Raises:
-        ValueError, TypeError: for an argument that can't be honoured.
+        ValueError, TypeError: If an argument is invalid.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.callbacks import TQDMProgressBar
+        >>> bar = TQDMProgressBar(refresh_rate=10, leave=True)
+        >>> trainer = tl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=bar)
+        >>> trainer.progress_bar_callback is bar
+        True
     """
 
     def __init__(
@@ -58,39 +66,39 @@ class TQDMProgressBar(DrawnBar):
 
     @property
     def process_position(self) -> int:
-        """As given."""
+        """Rows left free above the bar."""
         return self._process_position
 
     @property
     def test_progress_bar(self) -> Any:
-        """The bar of the evaluation that runs, or None."""
+        """Bar of the running evaluation, or None."""
         return self.val_progress_bar
 
     @property
     def predict_progress_bar(self) -> Any:
-        """The bar of the evaluation that runs, or None."""
+        """Bar of the running evaluation, or None."""
         return self.val_progress_bar
 
     # -- what users override -------------------------------------------------------------------------------------
 
     def init_train_tqdm(self) -> Any:
-        """The epoch's bar; its total and its text are filled in later."""
+        """Return the epoch's bar. Its total and its text are set later."""
         return self._make_tqdm(self.train_description, leave=True)
 
     def init_sanity_tqdm(self) -> Any:
-        """The bar of the validation before training."""
+        """Return the bar of the validation before training."""
         return self._make_tqdm(self.sanity_check_description, leave=False)
 
     def init_validation_tqdm(self) -> Any:
-        """The bar of a validation."""
+        """Return the bar of a validation."""
         return self._make_tqdm(self.validation_description, leave=self.train_progress_bar is None)
 
     def init_test_tqdm(self) -> Any:
-        """The bar of a test."""
+        """Return the bar of a test."""
         return self._make_tqdm(self.test_description, leave=True)
 
     def init_predict_tqdm(self) -> Any:
-        """The bar of a prediction."""
+        """Return the bar of a prediction."""
         return self._make_tqdm(self.predict_description, leave=True)
 
     def _make_tqdm(self, text: str, leave: bool) -> Any:
@@ -104,7 +112,7 @@ class TQDMProgressBar(DrawnBar):
             file=sys.stderr,
             mininterval=0.0,
             miniters=1,
-            delay=1e-9,  # not drawn when made: it has no total yet, and a short validation need not flicker
+            delay=1e-9,  # not drawn at creation: the total is unknown, and a short validation would flicker
         )
 
     # -- drawing -------------------------------------------------------------------------------------------------
@@ -163,7 +171,7 @@ class TQDMProgressBar(DrawnBar):
         bars = self._bars
         self.train_progress_bar = self.val_progress_bar = None
         for bar in bars:
-            with contextlib.suppress(Exception):  # the other one is closed all the same
+            with contextlib.suppress(Exception):  # so that the other bar is closed too
                 bar.close()
 
 

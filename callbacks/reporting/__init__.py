@@ -1,4 +1,4 @@
-"""A run for people to look at: a page with its curves, and a record of how it stands."""
+"""Reports of a run: a page with its curves, and a record of its state."""
 
 from __future__ import annotations
 

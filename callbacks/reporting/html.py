@@ -1,4 +1,4 @@
-"""A page about a run, as one HTML file that needs nothing else: curves, bars and tables."""
+"""Page about a run as one self-contained HTML file: curves, bars and tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 Points = tuple[Sequence[int], Sequence[float]]
 
 LARGEST = 1e300
-"""Numbers beyond are not drawn: the ends of an axis would not be finite."""
-_SMALLEST = 1e-300  # less than that between an axis's ends is nothing, as it can't be divided
+"""Largest number that is drawn: beyond it, the ends of an axis would not be finite."""
+_SMALLEST = 1e-300  # smaller ranges cannot be divided into ticks
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 26
@@ -27,13 +27,13 @@ _OF_STAGE = dict(zip(("train", "val", "test"), COLOURS, strict=False))
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that ended a stage.
+    """Error that ended a stage.
 
     Attributes:
-        stage: its name.
-        message: the error's class and words.
-        frames: where it happened in the user's own code, as in a traceback; empty where that is not in it.
-        trace: the whole traceback.
+        stage: Name of the stage.
+        message: The error's class and message.
+        frames: Its place in the user's own code, as in a traceback; empty if that is not involved.
+        trace: The whole traceback.
     """
 
     stage: str
@@ -44,20 +44,20 @@ class Failure:
 
 @dataclass
 class Page:
-    """What the page shows, from top to bottom; what is empty is left out.
+    """Content of the page, from top to bottom; empty sections are left out.
 
     Attributes:
-        title: the run's name.
-        state: how it ended, in a word or two.
-        ended_well: whether that is good, bad or (None) not known yet.
-        notes: what was decided before it began, line by line.
-        tiles: a few numbers, ready to read.
-        charts: curves by chart: steps and values of each line, by name.
-        times: seconds by what they were spent on, and how many of those were spent waiting for batches.
-        tables: rows by table: a name, and what it is.
-        folded: further rows of these tables, by table, with the words behind which they are folded away.
-        texts: what is shown as it was printed, by heading.
-        failures: what ended the run.
+        title: Name of the run.
+        state: How it ended, in a word or two.
+        ended_well: Whether it succeeded; None if that is not known yet.
+        notes: The announced settings, line by line.
+        tiles: A few numbers as text.
+        charts: Curves by chart: steps and values of each line, by name.
+        times: Seconds by activity, and how many of those were spent waiting for batches.
+        tables: Rows by table: a name and its value.
+        folded: Further rows of these tables, by table, with the label that unfolds them.
+        texts: Preformatted texts by heading.
+        failures: Errors that ended the run.
     """
 
     title: str
@@ -73,7 +73,7 @@ class Page:
     failures: Sequence[Failure] = ()
 
     def render(self) -> str:
-        """The file's content."""
+        """Return the content of the file."""
         charts = [Chart(title, lines) for title, lines in self.charts.items()]
         body = [
             *self._render_head(),
@@ -136,14 +136,14 @@ class Chart:
     """Lines over the optimizer steps.
 
     Args:
-        title: what they show.
-        lines: by name, the steps and values of each.
+        title: Title of the chart.
+        lines: Steps and values of each line, by name.
         styles: How to draw the lines, SVG attributes by name. Default: those of `choose_styles`.
 
     Attributes:
-        lines: what is drawn; lines that are the same are one, with both names.
-        missing: values that can't be drawn, as they are not finite, or beyond `LARGEST`.
-        logarithmic: values of two orders of magnitude or more are drawn on a logarithmic axis.
+        lines: The drawn lines; identical ones are merged under both names.
+        missing: Number of values that cannot be drawn, because they are not finite or exceed `LARGEST`.
+        logarithmic: Whether the axis is logarithmic, which it is for positive values that span two orders of magnitude.
     """
 
     def __init__(self, title: str, lines: Mapping[str, Points], styles: Mapping[str, str] | None = None) -> None:
@@ -154,7 +154,7 @@ class Chart:
             finite_points = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) <= LARGEST]
             self.missing += len(steps) - len(finite_points)
             line = thin_points(finite_points, _WIDTH - _LEFT - _RIGHT)
-            # Of two lines that are the same one would hide the other.
+            # One of two identical lines would hide the other.
             names: list[str] = next((names for names, other in drawn if other == line and line[0]), [])
             if not names:
                 drawn.append((names, line))
@@ -170,19 +170,35 @@ class Chart:
             self.first, self.last = self.first - 1, self.last + 1
 
     def x(self, step: float) -> float:
-        """Where a step lies."""
+        """Return the horizontal position of a step.
+
+        Args:
+            step: The step.
+        """
         return _LEFT + self.scale_step(step) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Where a value lies."""
+        """Return the vertical position of a value.
+
+        Args:
+            value: The value.
+        """
         return _HEIGHT - _BOTTOM - self.scale_value(value) * (_HEIGHT - _TOP - _BOTTOM)
 
     def scale_step(self, step: float) -> float:
-        """How far to the right a step lies, from 0 to 1."""
+        """Return the relative horizontal position of a step, from 0 to 1.
+
+        Args:
+            step: The step.
+        """
         return (step - self.first) / (self.last - self.first)
 
     def scale_value(self, value: float) -> float:
-        """How far up a value lies, from 0 to 1."""
+        """Return the relative height of a value, from 0 to 1.
+
+        Args:
+            value: The value.
+        """
         bottom, top = self._scale(self.bottom), self._scale(self.top)
         return (self._scale(value) - bottom) / (top - bottom)
 
@@ -190,15 +206,15 @@ class Chart:
         return math.log10(value) if self.logarithmic else value
 
     def data(self) -> dict[str, object]:
-        """What the page's script needs, to show the numbers under the pointer."""
+        """Return the numbers that the page's script shows under the pointer."""
         lines = [{"name": name, "steps": steps, "values": values} for name, (steps, values) in self.lines.items()]
         return {"first": self.first, "last": self.last, "lines": lines}
 
     def draw(self, number: int) -> str:
-        """The chart as a figure.
+        """Return the chart as a figure.
 
         Args:
-            number: its place among the page's charts.
+            number: Index of the chart on the page.
         """
         marks = []
         for value in choose_ticks(self.bottom, self.top, self.logarithmic):
@@ -245,14 +261,18 @@ def make_chart_script(charts: Sequence[Chart]) -> str:
 
 
 def _join_names(names: Sequence[str]) -> str:
+    """Return the names of identical lines as one."""
     return " = ".join(names) if len(names) <= 3 else f"{names[0]} = ... = {names[-1]} ({len(names)} are the same)"
 
 
 def choose_styles(names: Collection[str]) -> list[str]:
-    """How to draw the lines of one chart, as attributes: of a stage in one colour on the whole page.
+    """Return the attributes of the lines of one chart. Lines of a stage have the same colour on the whole page.
 
-    Values of single steps are drawn pale where the means of their epochs are there too; further lines of one stage, as
-    those of several loaders, and the seventh and later ones are dashed.
+    Values of single steps are drawn pale if the means of their epochs are drawn too. Further lines of a stage, such as
+    those of several dataloaders, and the seventh and later lines are dashed.
+
+    Args:
+        names: Names of the lines.
     """
     stages = [_STAGE_OF.get(split_stage(name)[0], "") for name in names]
     free = [colour for colour in COLOURS if colour not in {_OF_STAGE[stage] for stage in stages if stage}]
@@ -270,7 +290,12 @@ def choose_styles(names: Collection[str]) -> list[str]:
 
 
 def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
-    """At most twice ``most`` points: of each stretch the lowest and the highest, so that no peak gets lost."""
+    """Return at most twice ``most`` points: the lowest and the highest of each section, so that no peak is lost.
+
+    Args:
+        points: Steps and values.
+        most: Number of sections.
+    """
     if len(points) > 2 * most:
         width = -(-len(points) // most)
         extremes = []
@@ -282,7 +307,13 @@ def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[in
 
 
 def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
-    """The axis's ends: a little beyond the lowest and highest value."""
+    """Return the ends of the axis: slightly beyond the lowest and the highest value.
+
+    Args:
+        low: The lowest value.
+        high: The highest value.
+        logarithmic: Whether the axis is logarithmic.
+    """
     if logarithmic:
         return low / 1.2, high * 1.2
     space = (high - low) * 0.05 or abs(high) * 0.05
@@ -292,7 +323,13 @@ def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]
 
 
 def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
-    """Round numbers between the ends."""
+    """Return round numbers between the ends of an axis.
+
+    Args:
+        low: Lower end.
+        high: Upper end.
+        logarithmic: Whether the axis is logarithmic.
+    """
     if logarithmic:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         power_step = max(1, len(powers) // 5)
@@ -304,12 +341,20 @@ def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """A number for people: four digits."""
+    """Return a number as text with four digits.
+
+    Args:
+        value: The number.
+    """
     return f"{value:,.0f}" if abs(value) >= 10_000 and abs(value) < 1e15 else f"{value:.4g}"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the unit that fits: ``"12 ms"``, ``"3.4 s"``, ``"2:05 min"``, ``"3:07:00 h"``."""
+    """Return a duration in a suitable unit: ``"12 ms"``, ``"3.4 s"``, ``"2:05 min"``, ``"3:07:00 h"``.
+
+    Args:
+        seconds: The duration.
+    """
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
@@ -320,7 +365,11 @@ def format_duration(seconds: float) -> str:
 
 
 def group_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names that say the same of another stage or interval, by what they say: ``val_loss`` and ``train_loss_step``."""
+    """Return names of the same quantity in other stages or intervals by quantity: ``val_loss`` and ``train_loss_step``.
+
+    Args:
+        names: The names.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(split_stage(name)[1], []).append(name)
@@ -328,7 +377,11 @@ def group_names(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def split_stage(name: str) -> tuple[str, str]:
-    """The stage that a name begins with, "" if none, and what it says of it."""
+    """Return the stage that a name begins with, "" if none, and the rest.
+
+    Args:
+        name: The name.
+    """
     base_name = name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
     for stage in _STAGES:
         if len(base_name) > len(stage) + 1 and base_name.startswith(stage) and base_name[len(stage)] in "_/-. ":
@@ -337,18 +390,19 @@ def split_stage(name: str) -> tuple[str, str]:
 
 
 def _render_table(rows: Mapping[str, str]) -> str:
+    """Return rows as an HTML table."""
     lines = [f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in rows.items()]
     return f"<table>{''.join(lines)}</table>" if lines else ""
 
 
 def render_document(title: str, body: Iterable[str], script: str = "", style: str = "") -> str:
-    """A page that needs nothing but itself, for light and dark screens.
+    """Return a self-contained page for light and dark screens.
 
     Args:
-        title: the window's.
-        body: what it shows, as HTML.
-        script: elements that stand behind that.
-        style: CSS beside that of every page.
+        title: Title of the window.
+        body: Content as HTML.
+        script: Elements after the content.
+        style: CSS in addition to that of every page.
     """
     return "\n".join(
         [
@@ -363,17 +417,31 @@ def render_document(title: str, body: Iterable[str], script: str = "", style: st
 
 
 def render_fold(words: str, content: str) -> str:
-    """Content that is shown after a click on the words."""
+    """Return content that a click on the label unfolds.
+
+    Args:
+        words: The label, as HTML.
+        content: The content, as HTML.
+    """
     return f"<details><summary>{escape(words)}</summary>{content}</details>"
 
 
 def render_section(name: str, content: str) -> str:
-    """A part of a page, under a heading."""
+    """Return a section under a heading.
+
+    Args:
+        name: The heading.
+        content: The content, as HTML.
+    """
     return f"<section><h2>{escape(name)}</h2>{content}</section>"
 
 
 def escape(text: str) -> str:
-    """A text as HTML shows it."""
+    """Return a text escaped for HTML.
+
+    Args:
+        text: The text.
+    """
     return html.escape(str(text))
 
 

@@ -1,4 +1,4 @@
-"""A page about the run, in its folder."""
+"""`RunReport`: a page about the run, in its folder."""
 
 from __future__ import annotations
 
@@ -21,27 +21,48 @@ if TYPE_CHECKING:
 
 
 class RunReport(BestEffortCallback):
-    """Write ``report.html`` into the run's folder: one file that any browser opens, without a server or a network.
+    """Callback that writes ``report.html`` into the run's folder: one file for any browser, without server or network.
 
-    It shows the error that ended it, if one did, the curves of `trainer.history`, learning rates, throughput, where the
-    time went, what was decided, checkpoints, the hyperparameters of the task and data module that were trained, the
-    flags that were set and the defaults of the others, the environment, and the profile if there is one. Rank zero
-    writes it once training has begun: when a stage ends, however it ends, and when an epoch or a validation ends, so
-    that the page of a run that is under way, or was killed, is there too.
+    The page shows the error that ended the run, if any, the curves of `trainer.history`, learning rates, throughput,
+    the time spent by activity, the announced settings, checkpoints, the hyperparameters of the trained task and data
+    module, the flags that were set and the defaults of the others, the environment, and the profile if there is one.
+    Rank zero writes it once training has begun: at the end of each stage, failed ones included, and at the end of
+    epochs and validations, so the page also exists for a run that is running or was killed.
 
     Args:
-        dirpath: the folder, or its URL. Default: the run's, as for `ModelCheckpoint`.
-        filename: the file's name.
-        every_seconds: seconds between two writes, at least, while a run is under way.
+        dirpath: The folder, or its URL. Default: the run's folder, as for `ModelCheckpoint`.
+        filename: Name of the file. Default: ``"report.html"``.
+        every_seconds: Minimum number of seconds between two writes during a run. Default: 60.0.
 
     Attributes:
-        path: what was written last, None before.
+        path: The file that was written last; None before the first.
 
     Raises:
-        ValueError: for an interval below 0.
+        ValueError: If the interval is negative.
+
+    Example:
+        >>> import os, tempfile
+        >>> import treadle as tl
+        >>> from treadle.callbacks import RunReport
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> report = RunReport()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report.dirpath = folder
+        ...     trainer = tl.Trainer(
+        ...         max_steps=1,
+        ...         accelerator="cpu",
+        ...         devices=1,
+        ...         logger=False,
+        ...         enable_checkpointing=False,
+        ...         enable_progress_bar=False,
+        ...         callbacks=report,
+        ...     )
+        ...     trainer.fit(BoringModel())
+        ...     os.listdir(folder)
+        ['report.html']
     """
 
-    after_task = 3  # what others did at the same time is in it
+    after_task = 3  # after the other callbacks, whose results it shows
 
     def __init__(
         self, dirpath: str | Path | None = None, filename: str = "report.html", every_seconds: float = 60.0
@@ -52,13 +73,13 @@ class RunReport(BestEffortCallback):
         self.path: AnyPath | None = None
         self._written = 0.0
         self._begun = False
-        self._samples, self._seconds = 0, 0.0  # of training, when fit began
-        self._endings: dict[str, tuple[str, bool]] = {}  # of each stage that ran since fit began
+        self._samples, self._seconds = 0, 0.0  # of training, when fit began (samples and seconds)
+        self._endings: dict[str, tuple[str, bool]] = {}  # of each stage since fit began
         self._failures: list[Failure] = []
-        self._hyperparameters: dict[str, dict[str, str]] = {}  # of fit: later stages may have another task or data
+        self._hyperparameters: dict[str, dict[str, str]] = {}  # of fit: later stages may have another task
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """A new fit, a new page; another stage adds to it."""
+        """Reset the page for a new fit; another stage adds to it."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._begun = False
@@ -66,25 +87,25 @@ class RunReport(BestEffortCallback):
             self._endings, self._failures = {}, []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """From here on there is something to show."""
+        """Enable the page, and collect the hyperparameters."""
         self._begun = True
         self._hyperparameters = {
             "Hyperparameters": collect_hyperparameters(pl_module),
             "Data module's hyperparameters": collect_hyperparameters(trainer.datamodule),
         }
-        self._samples = trainer.progress.samples  # with those of the checkpoint that fit goes on from
+        self._samples = trainer.progress.samples  # includes those of the checkpoint that fit resumes from
         self._written = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write, if that is long ago."""
+        """Write the page if it is due."""
         self._write_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write, if that is long ago."""
+        """Write the page if it is due."""
         self._write_if_due(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Keep the error."""
+        """Keep the error for the page."""
         from ...engine.preemption import Preempted
 
         interrupted = trainer.interrupted or isinstance(exception, Preempted)
@@ -98,40 +119,42 @@ class RunReport(BestEffortCallback):
             self._failures.append(Failure(str(trainer.stage), message, format_user_frames(exception), trace))
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Write how it ended."""
+        """Write the page with the outcome of the stage."""
         if self._begun and trainer.is_global_zero:
             self._endings.setdefault(stage, (describe_ending(trainer, stage), True))
             state, well = zip(*self._endings.values(), strict=True)
             self._safely(self._write, trainer, ", ".join(state), all(well))
 
     def _write_if_due(self, trainer: Trainer) -> None:
+        """Write the page if it is due."""
         if self._begun and trainer.is_global_zero and time.monotonic() - self._written >= self.every_seconds:
             self._safely(self._write, trainer, "under way", None)
 
     def _write(self, trainer: Trainer, state: str, ended_well: bool | None) -> None:
+        """Write the page, in one rename."""
         place = as_path(self.dirpath or trainer.logbook.directory(trainer.default_root_dir))
         folder = local_folder(place)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.filename
         part = path.with_name(path.name + ".tmp")
         try:
-            part.unlink(missing_ok=True)  # what is there may be a link to a file that is not ours
+            part.unlink(missing_ok=True)  # an existing one may be a link to another file
             part.write_text(self.page(trainer, state, ended_well).render(), encoding="utf-8", errors="replace")
-            os.replace(part, path)  # whoever has it open never sees half of it
+            os.replace(part, path)  # a reader never sees a partial file
         except BaseException:
             part.unlink(missing_ok=True)
             raise
         self.path, self._written = place / self.filename, time.monotonic()
 
     def page(self, trainer: Trainer, state: str, ended_well: bool | None) -> Page:
-        """What the page shows; override it to add to it.
+        """Return the content of the page. Override it to add content.
 
         Args:
-            trainer: whose run it is about.
-            state: how it stands, in a word.
-            ended_well: whether that is good; None while it is under way.
+            trainer: The Trainer that runs the stage.
+            state: State of the run as text.
+            ended_well: Whether the run succeeded; None while it is running.
         """
-        # A page is written long after the import, which need not wait for what draws it.
+        # Imported when a page is written, so that importing this file stays fast.
         from ...engine import environment
         from ...engine.profilers import SimpleProfiler
         from .html import Page
@@ -163,7 +186,12 @@ class RunReport(BestEffortCallback):
 
 
 def describe_ending(trainer: Trainer, stage: str) -> str:
-    """How a stage ended, without an error."""
+    """Return how a stage without an error ended.
+
+    Args:
+        trainer: The Trainer.
+        stage: The stage.
+    """
     if stage != "fit":
         return f"{stage} done"
     early = (callback for callback in trainer.early_stopping_callbacks if callback.stopping_reason_message)
@@ -171,7 +199,7 @@ def describe_ending(trainer: Trainer, stage: str) -> str:
 
 
 def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
-    """A few numbers. Times are those of this process, so the rate is of what came after so many samples and seconds."""
+    """Return a few numbers by name. The rate counts what this process trained after the given samples and seconds."""
     from .html import format_duration, format_number
 
     progress, history = trainer.progress, trainer.history
@@ -184,18 +212,25 @@ def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str
     if progress.samples > samples and (spent := history.spent.get("training", 0.0) - seconds) > 0:
         tiles["samples per second of training"] = format_number((progress.samples - samples) / spent)
     if progress.skipped:
-        tiles["steps left out as not finite"] = f"{progress.skipped:,}"
+        tiles["steps skipped as not finite"] = f"{progress.skipped:,}"
     if (best := find_best(trainer)) is not None:
         tiles[f"best {best['metric']}"] = format_number(best["value"])
     return tiles
 
 
 def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """What was logged, then the learning rates and the throughput."""
+    """Return the curves of logged values, learning rates and throughput.
+
+    Args:
+        trainer: The Trainer.
+
+    Returns:
+        Steps and values by chart and by name.
+    """
     from .html import group_names
 
     history = trainer.history
-    logged = [name for name in history if name not in history.rates]  # a monitor may log those too
+    logged = [name for name in history if name not in history.rates]  # a monitor may log the rates too
     charts = {title: {name: history[name].points() for name in names} for title, names in group_names(logged).items()}
     extra_charts = {
         "learning rate": history.rates,
@@ -209,7 +244,11 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def find_best(trainer: Trainer) -> dict[str, Any] | None:
-    """The best value that a callback watches for, a `ModelCheckpoint` before an `EarlyStopping`; None without one."""
+    """Return the best value of a monitoring callback, `ModelCheckpoint` before `EarlyStopping`; None without one.
+
+    Args:
+        trainer: The Trainer.
+    """
     for saved in trainer.checkpoint_callbacks:
         if saved.monitor and saved.best_model_score is not None:
             best = {"metric": saved.monitor, "mode": saved.mode, "value": float(saved.best_model_score)}
@@ -221,9 +260,13 @@ def find_best(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def format_user_frames(error: BaseException) -> str:
-    """Where an error happened in code that is neither ours nor torch's, as in a traceback; "" where that is nowhere."""
+    """Return the traceback of an error in the user's own code, without Treadle's and torch's frames; "" if empty.
+
+    Args:
+        error: The error.
+    """
     root_cause = error
-    while root_cause.__cause__ is not None:  # the first cause tells more than what was raised from it
+    while root_cause.__cause__ is not None:  # the first cause is more informative
         root_cause = root_cause.__cause__
     package = __name__.partition(".")[0]
     frames = [
@@ -237,8 +280,8 @@ def format_user_frames(error: BaseException) -> str:
 
 
 def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
-    """Where they are."""
-    rows = {} if trainer.ckpt_path is None else {"went on from": str(trainer.ckpt_path)}
+    """Return the paths of the checkpoints by role."""
+    rows = {} if trainer.ckpt_path is None else {"resumed from": str(trainer.ckpt_path)}
     for saved in trainer.checkpoint_callbacks:
         best = f"best {saved.monitor}" if saved.monitor else "newest"
         for name, path in ((best, saved.best_model_path), ("last", saved.last_model_path)):
@@ -248,7 +291,7 @@ def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
 
 
 def collect_hyperparameters(owner: Any) -> dict[str, str]:
-    """Those that loggers may have: ``save_hyperparameters(logger=False)`` keeps them from files for people."""
+    """Return the hyperparameters for files, without those of ``save_hyperparameters(logger=False)``."""
     if owner is None or not owner.log_hyperparameters:
         return {}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}
@@ -263,7 +306,7 @@ def split_settings(trainer: Trainer) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def flatten_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Nested settings, one line each; what is long is cut."""
+    """Return nested settings with one line for each, truncated if long."""
     lines: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:

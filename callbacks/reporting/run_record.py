@@ -1,4 +1,4 @@
-"""How a run stands, kept up to date for those who look at it from outside."""
+"""`RunRecord`: the state of a run, kept current for observers outside of the process."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ _LONGEST = 2000  # characters of an error
 
 
 class RunRecord(BestEffortCallback):
-    """Tell ``write`` how the run stands: when a stage begins and ends, however it ends, and now and then in between.
+    """Callback that reports the state of the run: when a stage begins and ends, failed ones included, and at intervals.
 
-    Rank zero does, but for an error, of which each process tells. What it tells of is on the host already, so nothing
-    waits for a device or for other processes.
+    Rank zero reports; an error is reported by each process. Reported values are already on the host, so nothing waits
+    for a device or for other processes.
 
     Args:
-        write: takes facts by name, those that have changed; and charts of curves, or None where they have not.
-        every_seconds: seconds between two calls while a stage is under way, at least, and a hundred times as long as
-            one takes.
+        write: Function that receives the changed entries by name, and charts of curves, or None if they have not
+            changed.
+        every_seconds: Minimum number of seconds between two calls during a stage; also at least a hundred times the
+            duration of a call. Default: 3.0.
 
     Attributes:
-        began: whether it came to training, or to another stage.
+        began: Whether training or another stage has begun.
     """
 
-    after_task = 3  # what others did at the same time is in it
+    after_task = 3  # after the other callbacks, whose results it reports
 
     def __init__(self, write: Write, every_seconds: float = 3.0) -> None:
         self.every_seconds = every_seconds
@@ -45,7 +46,7 @@ class RunRecord(BestEffortCallback):
         self._end: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """It runs."""
+        """Report that a stage runs."""
         super().setup(trainer, pl_module, stage)
         self._due, self._end = math.inf, {}
         self.began |= stage != "fit"
@@ -56,7 +57,7 @@ class RunRecord(BestEffortCallback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Tell the hyperparameters and the flags that were set; from here on there is something to tell."""
+        """Report the hyperparameters, the flags that were set, and the state before the first step."""
         if trainer.is_global_zero:
             changed, _ = split_settings(trainer)
             owners = {"task": pl_module, "data": trainer.datamodule}
@@ -68,42 +69,43 @@ class RunRecord(BestEffortCallback):
             self._safely(self._tell, trainer, {"hyperparameters": hyperparameters, "flags": changed})
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """There is something left to train."""
+        """Record that there is an epoch to train."""
         self.began = True
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Tell, if that is long ago: an epoch may take days."""
+        """Report if it is due: an epoch may take days."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Tell, if that is long ago."""
+        """Report if it is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Tell, if that is long ago."""
+        """Report if it is due."""
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Tell of the error at once, from every process: rank zero's may only follow from another's."""
+        """Report the error at once, from every process: rank zero's may only be a consequence of another's."""
         self._end = describe_error(exception)
         self._safely(self._write, self._end, None)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Tell how it ended."""
-        self._broken = False  # how it ended is worth another try
+        """Report the outcome of the stage."""
+        self._broken = False  # try to report the end, even after an error
         if trainer.is_global_zero:
             end = self._end or {"state": "finished", "note": describe_ending(trainer, stage)}
             self._safely(self._tell, trainer, {**end, "ended": time.time()})
             self._due = math.inf
 
     def _tell(self, trainer: Trainer, facts: dict[str, Any]) -> None:
+        """Report metrics, progress and curves."""
         began, progress = time.monotonic(), trainer.progress
         facts["metrics"] = dict(trainer.logbook.callback_values)
         charts = None
-        if trainer.stage == "fit":  # another stage may run in a process of its own, which knows nothing of these
+        if trainer.stage == "fit":  # another stage may run in a process that does not have them
             charts = build_charts(trainer)
             facts |= {"steps": progress.step, "epochs": progress.epoch, "samples": progress.samples}
             facts["best"] = find_best(trainer)
@@ -116,8 +118,12 @@ class RunRecord(BestEffortCallback):
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """What is to be told of a run that ``error`` ended."""
-    from ...engine.preemption import Preempted  # which needs torch, and this is read without it
+    """Return the entries for a run that ``error`` ended.
+
+    Args:
+        error: The error.
+    """
+    from ...engine.preemption import Preempted  # imports torch, which this file must not
 
     if isinstance(error, KeyboardInterrupt):
         return {"state": "interrupted"}

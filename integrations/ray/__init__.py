@@ -1,4 +1,4 @@
-"""Trainers in the workers of a Ray cluster: what they report to Ray, and how they resume from it."""
+"""Trainers in the workers of a Ray cluster: reports to Ray, and resumes from its checkpoints."""
 
 from __future__ import annotations
 

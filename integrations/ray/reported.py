@@ -1,4 +1,4 @@
-"""Checkpoints that Ray keeps, and metrics as Ray takes them."""
+"""Base class of callbacks that report to Ray: checkpoints that Ray stores, and metrics as Ray expects them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class ReportedCheckpoint(Checkpoint):
-    """Base of the callbacks that hand checkpoints to Ray: resumes from the one that Ray hands back.
+    """Base class of callbacks that pass checkpoints to Ray and resume from the one that Ray returns.
 
     Args:
-        filename: the name of Treadle's checkpoint inside of Ray's.
+        filename: Name of Treadle's checkpoint inside of Ray's.
     """
 
     after_task = 2
@@ -29,7 +29,7 @@ class ReportedCheckpoint(Checkpoint):
         self._in_use = ExitStack()
 
     def resume_path(self) -> str | None:
-        """See `Checkpoint.resume_path`. A checkpoint of a remote storage is downloaded, once per machine."""
+        """See `Checkpoint.resume_path`. A checkpoint in remote storage is downloaded, once per machine."""
         self._in_use.close()
         checkpoint = self._get_checkpoint()
         if checkpoint is None:
@@ -37,11 +37,11 @@ class ReportedCheckpoint(Checkpoint):
         return os.path.join(self._in_use.enter_context(checkpoint.as_directory()), self._filename)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """The run is restored, so a downloaded checkpoint may go."""
+        """Delete a downloaded checkpoint, now that the run is restored."""
         self._in_use.close()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """The same after another stage, or a failure."""
+        """Delete a downloaded checkpoint after another stage, or after a failure."""
         self._in_use.close()
 
     def _get_checkpoint(self) -> Any:
@@ -50,6 +50,10 @@ class ReportedCheckpoint(Checkpoint):
 
 
 def collect_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return all that was logged as plain numbers, with ``epoch`` and ``step``, the optimizer steps that are done."""
+    """Return all logged values as plain numbers, with ``epoch`` and ``step``, the number of optimizer steps.
+
+    Args:
+        trainer: The running Trainer.
+    """
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return values | {"epoch": trainer.current_epoch, "step": trainer.global_step}

@@ -1,4 +1,4 @@
-"""Metrics and checkpoints for Ray Train."""
+"""`RayTrainReportCallback`: metrics and checkpoints for Ray Train."""
 
 from __future__ import annotations
 
@@ -18,36 +18,39 @@ if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
 
 _PREFIX = "checkpoint_step="
-# By pyarrow's name of a storage, what Treadle's URLs begin with, and the package that writes there.
+# Scheme of Treadle's URLs and the package that writes there, by pyarrow's name of a storage.
 _WRITABLE = {"local": ("", "pyarrow"), "s3": ("s3://", "s3fs"), "gcs": ("gs://", "gcsfs")}
 
 
 class RayTrainReportCallback(ReportedCheckpoint):
-    """Report metrics and a checkpoint to Ray Train at the end of each training epoch.
+    """Callback that reports metrics and a checkpoint to Ray Train at the end of each training epoch.
 
-    Use it in the function of a ``ray.train.torch.TorchTrainer``. Ray restarts failed workers, and
-    ``trainer.fit(..., ckpt_path="auto")`` then resumes from the last checkpoint that was reported. Ray's
-    ``CheckpointConfig`` says which ones are kept. ``checkpoint.ckpt`` in Ray's checkpoint is Treadle's.
+    Use it in the function of a ``ray.train.torch.TorchTrainer``. Ray restarts failed workers, and ``trainer.fit(...,
+    ckpt_path="auto")`` then resumes from the last reported checkpoint. Ray's ``CheckpointConfig`` decides which
+    checkpoints are kept. ``checkpoint.ckpt`` in Ray's checkpoint is Treadle's.
 
-    All ranks write their shares into Ray's storage, so nothing is copied: a disk that the machines share; S3 with the
-    extra ``s3``; Google's with ``gs``. A checkpoint is reported when it is committed, so a worker that is killed leaves
-    no half of one.
+    All ranks write their shards to Ray's storage, so nothing is copied: a disk that the machines share; S3 with the
+    extra ``s3``; Google Cloud Storage with ``gs``. A checkpoint is reported once it is committed, so a killed worker
+    leaves no partial one.
 
     Args:
-        checkpoint_upload_mode: a ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, from
-            which Ray copies, with workers on one machine only. Default: as said above, and SYNC for other storages.
-        validation: whether Ray validates each checkpoint, see ``ray.train.report``.
-        every_n_train_steps: report after so many optimizer steps too.
+        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, from
+            which Ray copies, with workers on one machine only. Default: as described above, and SYNC for other storage.
+        validation: Whether Ray validates each checkpoint, see ``ray.train.report``. Default: False.
+        every_n_train_steps: Also report every this many optimizer steps. Default: None.
 
     Raises:
-        ModuleNotFoundError: Ray is not installed.
-        RuntimeError: this is not a worker of Ray Train.
+        ModuleNotFoundError: If Ray is not installed.
+        RuntimeError: If the process is not a worker of Ray Train.
 
     Example:
+        >>> from treadle.integrations import RayTrainReportCallback
         >>> def train_function():
         ...     trainer = Trainer(max_epochs=10, callbacks=[RayTrainReportCallback()])
         ...     trainer.fit(task, loader, ckpt_path="auto")
         >>> TorchTrainer(train_function, scaling_config=ScalingConfig(num_workers=2)).fit()  # doctest: +SKIP
+
+        The last line is skipped because it starts a Ray cluster.
     """
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
@@ -74,24 +77,24 @@ class RayTrainReportCallback(ReportedCheckpoint):
         return f"RayTrainReportCallback(every_n_train_steps={self.every_n_train_steps})"
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Remove checkpoints that killed workers have saved, or begun to save, and not reported."""
+        """Remove checkpoints that killed workers saved, completely or partially, and did not report."""
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             _remove_unreported(self._storage)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if so many steps have been done; the last step of an epoch is reported with the epoch."""
+        """Report if it is due; the last step of an epoch is reported with the epoch."""
         every = self.every_n_train_steps
         if every and trainer.global_step % every == 0 and not trainer.progress.epoch_is_trained:
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report."""
+        """Report at the end of the epoch."""
         self._report(trainer)
 
     @property
     def _shared_root(self) -> str | None:
-        """The run's folder in Ray's storage, where all ranks write, as Treadle names it; None if Ray has to copy."""
+        """URL of the run's folder in Ray's storage, to which all ranks write; None if Ray has to copy."""
         from ray.train import CheckpointUploadMode
 
         scheme, package = _WRITABLE.get(self._storage.storage_filesystem.type_name, ("", ""))
@@ -105,6 +108,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
         return ray.train.get_checkpoint()
 
     def _report(self, trainer: Trainer) -> None:
+        """Save a checkpoint and report it with the metrics."""
         from pyarrow.fs import LocalFileSystem
         from ray.train import CheckpointUploadMode
 
@@ -117,14 +121,14 @@ class RayTrainReportCallback(ReportedCheckpoint):
             self._hand_over(metrics, place, name, CheckpointUploadMode.NO_UPLOAD)
             return
         mode = self.checkpoint_upload_mode or CheckpointUploadMode.SYNC
-        # In the folder of Ray's session: of a worker that is killed here something may be left.
+        # In the folder of Ray's session, because a worker that is killed here may leave files behind.
         session = storage.local_working_directory
         folder = world.broadcast(tempfile.mkdtemp(prefix="treadle-", dir=session) if is_main else "")
         try:
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
             self._hand_over(metrics, (folder, LocalFileSystem()) if is_main else None, name, mode)
         finally:
-            if is_main and mode is not CheckpointUploadMode.ASYNC:  # then Ray removes it
+            if is_main and mode is not CheckpointUploadMode.ASYNC:  # in which case Ray removes it
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _hand_over(
@@ -142,7 +146,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
         )
 
     def _choose_name(self, trainer: Trainer) -> str:
-        """Return a name for Ray's checkpoint that no other one has, as of another fit in the same function."""
+        """Return an unused name for Ray's checkpoint; another fit in the same function may have used some."""
         from pyarrow.fs import FileType
 
         storage = self._storage
@@ -156,10 +160,10 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
 
 def _get_storage() -> Any:
-    """Return Ray's description of where the run's checkpoints are.
+    """Return Ray's description of the storage of the run's checkpoints.
 
     Raises:
-        RuntimeError: this is not a worker of Ray Train.
+        RuntimeError: This is not a worker of Ray Train.
     """
     import ray.train
 
@@ -167,17 +171,17 @@ def _get_storage() -> Any:
         return ray.train.get_context().get_storage()
     except NotImplementedError as error:
         raise RuntimeError(
-            "RayTrainReportCallback needs Ray's storage, which num_workers=0 does without: use num_workers=1."
+            "RayTrainReportCallback needs Ray's storage, which num_workers=0 does not have. Use num_workers=1."
         ) from error
-    except (RuntimeError, DeprecationWarning) as error:  # the second in a trial of Ray Tune
+    except (RuntimeError, DeprecationWarning) as error:  # DeprecationWarning in a trial of Ray Tune
         raise RuntimeError(
-            "RayTrainReportCallback reports to Ray Train, and this is not one of its workers: make it in the function "
-            "that ray.train.torch.TorchTrainer gets. In a trial of Ray Tune use TuneReportCheckpointCallback."
+            "RayTrainReportCallback was created outside of a Ray Train worker. Create it in the function of "
+            "ray.train.torch.TorchTrainer. In a trial of Ray Tune, use TuneReportCheckpointCallback."
         ) from error
 
 
 def _remove_unreported(storage: Any) -> None:
-    """Remove what this callback has written into the folder of a run and Ray does not know."""
+    """Remove what this callback wrote to the folder of a run and did not report to Ray."""
     import ray.train
     from pyarrow.fs import FileSelector
     from ray.train import CheckpointConsistencyMode

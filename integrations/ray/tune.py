@@ -1,4 +1,4 @@
-"""Metrics and checkpoints for Ray Tune."""
+"""`TuneReportCheckpointCallback`: metrics and checkpoints for Ray Tune."""
 
 from __future__ import annotations
 
@@ -22,31 +22,37 @@ _MOMENTS = ("validation_end", "train_epoch_end", "train_batch_end", "train_end")
 
 
 class TuneReportCheckpointCallback(ReportedCheckpoint):
-    """Report metrics and a checkpoint to Ray Tune after each validation.
+    """Callback that reports metrics and a checkpoint to Ray Tune after each validation.
 
-    Use it in a function that ``ray.tune.Tuner`` runs as a trial. The scheduler of the search sees each report and may
-    stop the trial there. Where it continues a trial from a checkpoint, such as population-based training does from
-    another trial's, ``trainer.fit(..., ckpt_path="auto", schedule="script")`` resumes from that checkpoint with the
-    learning rate of the new configuration.
+    Use it in a function that ``ray.tune.Tuner`` runs as a trial. The scheduler of the search gets each report and may
+    stop the trial. If it continues a trial from a checkpoint, like population-based training from another trial's,
+    ``trainer.fit(..., ckpt_path="auto", schedule="script")`` resumes from that checkpoint with the learning rate of the
+    new configuration.
 
-    A report waits for the end of the optimizer step that is under way, so that its checkpoint is exact.
+    A report waits for the end of the current optimizer step, so its checkpoint is exact.
 
     Args:
-        metrics: what to report: names as they are logged, or a dict of them by the name to report. Default: all.
-        filename: the name of Treadle's checkpoint inside of Ray's.
-        save_checkpoints: whether each report has a checkpoint.
-        on: ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step) or
-            ``"train_end"``; one or several.
+        metrics: Names of the logged values to report, or a dict of logged names by reported name. Default: all.
+        filename: Name of Treadle's checkpoint inside of Ray's. Default: ``"checkpoint"``.
+        save_checkpoints: Whether each report includes a checkpoint. Default: True.
+        on: ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step) or ``"train_end"``;
+            one or several. Default: ``"validation_end"``.
 
     Raises:
-        ModuleNotFoundError: Ray is not installed.
-        ValueError: ``on`` names no moment.
+        ModuleNotFoundError: If Ray is not installed.
+        ValueError: If ``on`` has an unknown name.
 
     Example:
+        >>> from treadle.integrations import TuneReportCheckpointCallback
+        >>> report = TuneReportCheckpointCallback({"loss": "val_loss"}, on="train_epoch_end")
+        >>> report.state_key
+        "TuneReportCheckpointCallback(filename='checkpoint', on=['train_epoch_end'])"
         >>> def trial(config):
-        ...     report = TuneReportCheckpointCallback({"loss": "val_loss"})
-        ...     Trainer(max_epochs=10, callbacks=[report]).fit(Task(config["lr"]), loader, val_loader)
+        ...     trainer = Trainer(max_epochs=10, callbacks=[report])
+        ...     trainer.fit(Task(config["lr"]), loader, val_loader)
         >>> tune.Tuner(trial, param_space={"lr": tune.loguniform(1e-4, 1e-1)}).fit()  # doctest: +SKIP
+
+        The last line is skipped because it starts a Ray cluster.
     """
 
     def __init__(
@@ -73,38 +79,38 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         return f"TuneReportCheckpointCallback(filename={self._filename!r}, on={sorted(self._on)})"
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check that there is a trial to report to.
+        """Check that the process runs a trial.
 
         Raises:
-            RuntimeError: this process runs no trial.
+            RuntimeError: If it does not.
         """
         from ray.tune import get_context
 
         if get_context().get_trial_id() is None:
             raise RuntimeError(
-                "TuneReportCheckpointCallback reports to Ray Tune, and this process runs no trial: call fit in the "
-                "function that ray.tune.Tuner gets. In a worker of Ray Train use RayTrainReportCallback."
+                "TuneReportCheckpointCallback was used outside of a Ray Tune trial. Call fit in the function of "
+                "ray.tune.Tuner. In a worker of Ray Train, use RayTrainReportCallback."
             )
         self._due = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Ask for a report at the end of the step."""
+        """Request a report at the end of the step."""
         if trainer.stage == "fit" and not trainer.sanity_checking:
             self._due |= "validation_end" in self._on
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report what was asked for; after the last step of an epoch, with the epoch."""
+        """Report if it is due; after the last step of an epoch, with the epoch."""
         self._due |= "train_batch_end" in self._on
         if not trainer.progress.epoch_is_trained:
             self._report_if_due(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report what was asked for."""
+        """Report if it is due."""
         self._due |= "train_epoch_end" in self._on
         self._report_if_due(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if that is asked for."""
+        """Report if it is due."""
         self._due |= "train_end" in self._on
         self._report_if_due(trainer)
 
@@ -114,22 +120,23 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         return get_checkpoint()
 
     def _report_if_due(self, trainer: Trainer) -> None:
+        """Report metrics, with a checkpoint if configured."""
         from ray.tune import Checkpoint, report
 
         metrics = self._select(collect_metrics(trainer)) if self._due else {}
         self._due = False
         if not metrics:
             return
-        # Ray copies the checkpoint into its storage before it takes note of it.
+        # Ray copies the checkpoint into its storage before it registers it.
         with tempfile.TemporaryDirectory(prefix="treadle-ray-") if self._saves else nullcontext("") as folder:
             if self._saves:
                 trainer.save_checkpoint(os.path.join(folder, self._filename))
             report(metrics, checkpoint=Checkpoint.from_directory(folder) if self._saves else None)
 
     def _select(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to report, by the names to report them by."""
+        """Return the metrics to report, by their reported names."""
         if not self._metrics:
             return values
         for name in sorted(set(self._metrics.values()) - set(values)):
-            warn(f"nothing is reported for {name!r}, which was not logged yet.{nearest(name, values)}")
+            warn(f"{name!r} is not reported, because it has not been logged yet.{nearest(name, values)}")
         return {name: values[logged] for name, logged in self._metrics.items() if logged in values}

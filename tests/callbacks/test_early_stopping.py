@@ -75,7 +75,7 @@ def test_the_minimum_is_kept(tmp_path):
 def test_a_value_that_was_never_logged(tmp_path, flags):
     with pytest.raises(ValueError, match=r"^EarlyStopping's monitor 'train_los' was never logged.*mean 'train_loss'"):
         fit(tmp_path, EarlyStopping("train_los"), values=[1.0], **flags)
-    with pytest.warns(UserWarning, match="leaves out a check"):
+    with pytest.warns(UserWarning, match="skips a check"):
         fit(tmp_path, EarlyStopping("train_los", strict=False), values=[1.0], **flags)
 
 

@@ -55,7 +55,7 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(tmp_path, recwarn):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="leave out one"):
+    with pytest.raises(ValueError, match="Remove one"):
         fit(tmp_path, GradientAccumulationScheduler({0: 2}), accumulate_grad_batches=2)
     for wrong, error in (({}, ValueError), ([2], TypeError), ({-1: 2}, ValueError), ({0: 0}, ValueError)):
         with pytest.raises(error, match="scheduling"):

@@ -296,9 +296,9 @@ def test_where_nothing_can_be_suggested():
     found = _LRFinder("exponential", 1e-3, 1.0, 12)
     for k in range(12):
         found.add(found.rate(k), float(k))
-    with pytest.warns(UserWarning, match="of 12 points 1 are left"):
+    with pytest.warns(UserWarning, match="1 of 12 points remain"):
         assert found.suggestion() is None
-    with pytest.warns(UserWarning, match="the loss falls at none from"):
+    with pytest.warns(UserWarning, match="the loss does not fall at any rate from"):
         assert found.suggestion(0, 0) is None
     with pytest.raises(ValueError, match="skip_end=-1"):
         found.suggestion(0, -1)
@@ -537,7 +537,7 @@ def test_sizes_for_evaluation(method):
     trainer = treadle.Trainer(**QUIET, max_epochs=1, callbacks=[BatchSizeFinder()])
     getattr(trainer, method)(task)
     assert task.batch_size == 8
-    with pytest.raises(ValueError, match=f"{kind}_dataloader\\(\\) that uses self.batch_size"):
+    with pytest.raises(ValueError, match=f"{kind}_dataloader\\(\\) with batch_size=self.batch_size"):
         getattr(trainer, method)(task, DataLoader(dataset(), 4))
 
 
@@ -588,7 +588,7 @@ def locked_task():
             Task,
             BatchSizeFinder,
             lambda: DataLoader(dataset(), 4),
-            "can't make a loader anew that fit was given",
+            "but one was passed to fit",
             id="given",
         ),
         pytest.param(lambda_task, BatchSizeFinder, None, "does not use the attribute", id="unused"),
@@ -606,12 +606,12 @@ def locked_task():
             Plain, lambda: LearningRateFinder(attr_name="learning_rat"), None, "Did you mean 'learning_rate'", id="lr"
         ),
         pytest.param(Plain, LearningRateFinder, lambda: iter([dataset()[:4]]), "can be read only once", id="iterator"),
-        pytest.param(locked_task, LearningRateFinder, None, "Task can't be copied", id="lock"),
+        pytest.param(locked_task, LearningRateFinder, None, "Task cannot be copied", id="lock"),
         pytest.param(
             Task,
             lambda: [BatchSizeFinder(keep_global_batch=True), GradientAccumulationScheduler({1: 2})],
             None,
-            "both say how many batches a step takes",
+            "both set the number of batches per step",
             id="accumulation",
         ),
     ],
@@ -629,7 +629,7 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
     [
         (lambda: LearningRateFinder(mode="exponentiel"), "Did you mean 'exponential'"),
         (lambda: LearningRateFinder(min_lr=0.0), "more than 0"),
-        (lambda: LearningRateFinder(min_lr=1.0, max_lr=0.1), "the smaller one"),
+        (lambda: LearningRateFinder(min_lr=1.0, max_lr=0.1), "min_lr must be smaller than max_lr"),
         (lambda: LearningRateFinder(num_training_steps=1), "num_training_steps=1"),
         (lambda: LearningRateFinder(early_stop_threshold=0.5), "more than 1"),
         (lambda: BatchSizeFinder(mode="pover"), "Did you mean 'power'"),
@@ -638,10 +638,13 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
         (lambda: BatchSizeFinder(init_val=16, max_val=8), "more than max_val=8"),
         (lambda: Tuner(treadle.Trainer(**QUIET)).lr_find(Plain(), method="test"), "only 'fit'"),
         (lambda: Tuner(treadle.Trainer(**QUIET)).scale_batch_size(Plain(), method="tets"), "Did you mean 'test'"),
-        (lambda: Tuner(treadle.Trainer(**QUIET)).scale_batch_size(Plain(), dataloaders=[1]), "not dataloaders"),
+        (
+            lambda: Tuner(treadle.Trainer(**QUIET)).scale_batch_size(Plain(), dataloaders=[1]),
+            "dataloaders has no meaning",
+        ),
         (
             lambda: Tuner(treadle.Trainer(**QUIET, callbacks=[LearningRateFinder()])).lr_find(Plain()),
-            "would search again",
+            "already has a",
         ),
     ],
     ids=[

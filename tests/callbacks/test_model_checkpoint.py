@@ -281,9 +281,9 @@ def test_names(template, insert, name):
 
 
 def test_names_that_do_not_fit():
-    with pytest.warns(UserWarning, match=r"names 'val_los', which is not logged. Did you mean 'val_loss'"):
+    with pytest.warns(UserWarning, match=r"uses 'val_los', which is not logged. Did you mean 'val_loss'"):
         assert ModelCheckpoint(filename="{val_los:d}").format_checkpoint_name({"val_loss": 1.0}) == "val_los=0.ckpt"
-    with pytest.raises(ValueError, match="can't be filled in"):
+    with pytest.raises(ValueError, match="cannot be formatted"):
         ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name({"val_loss": 1.0})
 
 
@@ -406,7 +406,7 @@ def test_what_lies_elsewhere_is_not_removed(tmp_path):
     fit(tmp_path, moved, max_epochs=3, ckpt_path=first.last_model_path)
     assert names(tmp_path / "one") == before
     assert names(tmp_path / "two") == ["epoch=2-step=15.ckpt", "last.ckpt"]
-    with pytest.raises(ValueError, match="leads out of dirpath"):
+    with pytest.raises(ValueError, match="must not leave dirpath"):
         ModelCheckpoint(tmp_path, filename="../x")
 
 

@@ -100,7 +100,7 @@ def test_on_the_meta_device_nothing_is_computed():
 
 def test_an_example_that_does_not_fit_is_no_reason_to_stop():
     module = Seen(torch.randn(5, 3))
-    with pytest.warns(UserWarning, match="example_input_array did not run"):
+    with pytest.warns(UserWarning, match="example_input_array failed"):
         found = summarize(module)
     assert rows_of(found)[0] == ["name", "type", "parameters", "mode"]
     lazy = Parts()
@@ -142,7 +142,7 @@ def test_whatever_fails_in_it_does_not_end_the_run(tmp_path):
         def show(self, summary):
             raise KeyError("mistake")
 
-    with pytest.warns(UserWarning, match="Bad failed and is off from now on: KeyError: 'mistake'"):
+    with pytest.warns(UserWarning, match="Bad failed and is disabled: KeyError: 'mistake'"):
         assert fit(tmp_path, Bad()).global_step == 10
 
 

@@ -225,7 +225,7 @@ class HalfWay(Task):
 
 
 def test_nothing_is_saved_of_half_a_step(tmp_path):
-    with pytest.warns(UserWarning, match="nothing is saved: the error came between"), pytest.raises(RuntimeError):
+    with pytest.warns(UserWarning, match="the run is not saved: the error came between"), pytest.raises(RuntimeError):
         made(tmp_path, saver(tmp_path)).fit(HalfWay(), *loaders())
     assert list((tmp_path / "c").iterdir()) == []
 
@@ -244,7 +244,10 @@ class Averages(Callback):
 
 
 def test_weights_that_are_only_for_a_validation_are_not_saved(tmp_path):
-    with pytest.warns(UserWarning, match="nothing is saved: .* put other weights"), pytest.raises(RuntimeError):
+    with (
+        pytest.warns(UserWarning, match="the run is not saved: .* the model had other weights"),
+        pytest.raises(RuntimeError),
+    ):
         made(tmp_path, Averages(), Fails("validation", 2), saver(tmp_path)).fit(Task(), *loaders())
     assert list((tmp_path / "c").iterdir()) == []
     with pytest.raises(RuntimeError):
@@ -363,5 +366,5 @@ def sharded(root):
 
 def test_a_sharded_model_can_not_be_saved_by_rank_zero_alone(tmp_path):
     first, _ = run(sharded, 2, str(tmp_path))
-    assert any("save_on_exception=True saves this run for Ctrl-C, and not for an error" in text for text in first)
+    assert any("save_on_exception=True saves this run after Ctrl-C, but not after an error" in text for text in first)
     assert list((tmp_path / "c").iterdir()) == []

@@ -91,7 +91,7 @@ def test_several_loaders_and_a_taken_folder(tmp_path):
     second = predict(tmp_path, DataLoader(Numbers(1)))
     assert [first.name, second.name] == ["out", "out-v1"]
     assert [len(list(treadle.read_predictions(first, loader))) for loader in (0, 1)] == [3, 2]
-    with pytest.raises(ValueError, match="no predictions of loader 2, only of 0, 1"):
+    with pytest.raises(ValueError, match=r"dataloader_idx=2 has no predictions in .* Available: 0, 1"):
         treadle.read_predictions(first, 2)
 
 
@@ -118,7 +118,7 @@ def test_what_failed_or_is_damaged_is_not_read(tmp_path):
 
     with pytest.raises(OSError, match="no more"):
         trainer(callbacks=[PredictionWriter(tmp_path / "half", 1)]).predict(Fails(), DataLoader(Numbers(4)))
-    with pytest.raises(ValueError, match="holds no finished predictions"):
+    with pytest.raises(ValueError, match="has no complete predictions"):
         treadle.read_predictions(tmp_path / "half")
     folder = predict(tmp_path, DataLoader(Numbers(4)))
     index = json.loads((folder / "predictions.json").read_text())
@@ -128,7 +128,7 @@ def test_what_failed_or_is_damaged_is_not_read(tmp_path):
         list(treadle.read_predictions(folder))
     index["loaders"]["0"]["ranks"] = []
     (folder / "predictions.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="0 of 4 batches are there"):
+    with pytest.raises(ValueError, match="only 0 of 4 batches"):
         list(treadle.read_predictions(folder))
 
 

@@ -233,7 +233,7 @@ def test_a_lottery_ticket_after_a_validation_with_averages(tmp_path):
     pruning = trained(prune_on_train_epoch_end=False, use_lottery_ticket_hypothesis=True)
     fit(tmp_path, EMAWeightAveraging(decay=0.5), pruning, Looks())
     assert seen == [True, True, True]
-    with pytest.raises(ValueError, match=r"EMAWeightAveraging still has its averages .* list it before ModelPruning"):
+    with pytest.raises(ValueError, match=r"EMAWeightAveraging still has its averages .* List it before ModelPruning"):
         fit(tmp_path, trained(prune_on_train_epoch_end=False), EMAWeightAveraging())
 
 

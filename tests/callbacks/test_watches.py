@@ -69,7 +69,7 @@ def test_what_to_do(tmp_path):
     assert made.global_step == 11  # what is asked at the end of step 10 is read in the next one
     made, _ = watch(tmp_path, losses(s8=5.0), action="save", dirpath=tmp_path / "s")
     assert [path.name for path in (tmp_path / "s").iterdir()] == ["step=10.ckpt"]
-    with pytest.raises(ValueError, match=r"loss leapt: 5 in step 8"):
+    with pytest.raises(ValueError, match=r"loss spiked: 5 in step 8"):
         watch(tmp_path, losses(s8=5.0), action="raise")
     with pytest.raises(ValueError, match="action='save'"):
         SpikeWatch(dirpath="here")
@@ -138,7 +138,7 @@ def test_looking_changes_nothing(tmp_path):
     fit(tmp_path, NonFiniteWatch(), task=tasks[0])
     fit(tmp_path, task=tasks[1])
     assert torch.equal(tasks[0].net.weight, tasks[1].net.weight)
-    with pytest.raises(ValueError, match="nothing to look at"):
+    with pytest.raises(ValueError, match="disables both checks"):
         NonFiniteWatch(outputs=False, gradients=False)
 
 

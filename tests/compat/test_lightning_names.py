@@ -122,9 +122,9 @@ def test_plugins_that_are_refused() -> None:
         MixedPrecision("16-true", "cuda")
     with pytest.raises(ValueError, match="a run creates its own"):
         MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(ValueError, match="both say it"):
+    with pytest.raises(ValueError, match="set the precision"):
         Trainer(**QUIET, precision="64-true", plugins=DoublePrecision())
-    with pytest.raises(TypeError, match=r"one format of checkpoints, and ModelCheckpoint\(async_save=True\)"):
+    with pytest.raises(TypeError, match=r"checkpoints have one format, and ModelCheckpoint\(async_save=True\)"):
         Trainer(**QUIET, plugins=AsyncCheckpointIO())
     assert isinstance(TorchSyncBatchNorm(), LayerSync)
 

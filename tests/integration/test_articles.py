@@ -308,8 +308,8 @@ def test_data_that_differs_between_processes(two):
     [
         ("dtype", ["in net.0 (Linear).forward: its parameters are float32 on cpu", "input: float64 on cpu"]),
         ("device", ["batch['pixels']: float32 on cpu", "batch['label']: float32 on meta"]),
-        ("memory", ["memory ran out", "accumulate_grad_batches", "find_executable_batch_size"]),
-        ("backward", ["second time", "something called backward on this loss before: leave backward"]),
+        ("memory", ["out of memory", "accumulate_grad_batches", "find_executable_batch_size"]),
+        ("backward", ["second time", "backward was already called on this loss: leave backward"]),
     ],
 )
 def test_an_error_of_torch_says_where_and_why(two, mistake, said):

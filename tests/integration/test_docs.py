@@ -414,7 +414,7 @@ def test_a_loss_that_is_not_finite_is_an_error_unless_asked():
 
 
 def test_an_empty_loader_is_an_error():
-    with pytest.raises(ValueError, match="the training loader yielded no batch"):
+    with pytest.raises(ValueError, match="the training dataloader yielded no batch"):
         fit(Task(), loader(3, 4, drop_last=True))
 
 

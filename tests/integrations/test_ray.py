@@ -191,10 +191,10 @@ def test_outside_of_ray_the_callbacks_name_where_they_belong():
     )
     done = script(source, env=ENVIRONMENT)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("RuntimeError", "ValueError"))]
-    assert lines[0].startswith("RuntimeError RayTrainReportCallback reports to Ray Train, and this is not one")
+    assert lines[0].startswith("RuntimeError RayTrainReportCallback was created outside of a Ray Train worker")
     assert lines[1].startswith("RuntimeError this is not a worker of Ray Train")
     assert lines[2].startswith("ValueError on='validation_ends' must be one of 'validation_end'")
-    assert lines[3].startswith("RuntimeError TuneReportCheckpointCallback reports to Ray Tune"), done.stderr
+    assert lines[3].startswith("RuntimeError TuneReportCheckpointCallback was used outside of"), done.stderr
 
 
 @pytest.mark.parametrize("name", ["RayTrainReportCallback", "TuneReportCheckpointCallback"])

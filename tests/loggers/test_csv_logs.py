@@ -206,7 +206,7 @@ def test_prefix_and_the_name_of_the_step_column(tmp_path):
     logger.log_metrics({"loss": 1, "step": 3}, 0)
     logger.finalize("success")
     assert rows(tmp_path)[0] == ["step", "run-loss", "run-step"]
-    with pytest.raises(ValueError, match="metric 'step' has the name of the column"):
+    with pytest.raises(ValueError, match="metric 'step' has the name of the step column"):
         CSVLogger(tmp_path).log_metrics({"step": 3}, 0)
 
 

@@ -186,7 +186,7 @@ def test_a_run_that_is_active_is_used_or_left_alone(tmp_path):
     import wandb
 
     active = wandb.init(project="sweep", dir=tmp_path)
-    with pytest.warns(UserWarning, match=rf"logs into the active W&B run '{active.id}'"):
+    with pytest.warns(UserWarning, match=rf"logs to the active W&B run '{active.id}'"):
         WandbLogger(save_dir=tmp_path).log_metrics({"x": 1}, 1)
     other = WandbLogger(save_dir=tmp_path, project="other")
     other.log_metrics({"y": 1}, 1)
@@ -235,14 +235,14 @@ def test_rank_one_does_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"save_dir": "a", "dir": "b"}, ValueError, "save_dir='a' and dir='b' mean the same"),
-        ({"version": "a", "id": "b"}, ValueError, "version='a' and id='b' mean the same"),
+        ({"save_dir": "a", "dir": "b"}, ValueError, "save_dir='a' and dir='b' are the same setting"),
+        ({"version": "a", "id": "b"}, ValueError, "version='a' and id='b' are the same setting"),
         ({"offline": True, "mode": "online"}, ValueError, "offline=True contradicts mode='online'"),
         ({"offline": True, "log_model": True}, ValueError, "log_model=True needs uploads"),
         ({"mode": "offline", "log_model": "all"}, ValueError, "log_model='all' needs uploads"),
         ({"log_model": "best"}, ValueError, "log_model='best' must be True, False or 'all'"),
         ({"add_file_policy": "fast"}, ValueError, "add_file_policy='fast'"),
-        ({"porject": "x"}, TypeError, "porject='x' is no argument: wandb.init takes .*project"),
+        ({"porject": "x"}, TypeError, "porject='x' is not an argument. wandb.init accepts .*project"),
         ({"project": 3}, TypeError, "project=3 must be a string"),
     ],
 )
@@ -332,6 +332,6 @@ def test_checkpoints_nobody_tells_of_are_not_forgotten_in_silence(tmp_path):
 def test_a_run_that_cannot_begin_does_not_end_training(tmp_path):
     (tmp_path / "taken").write_text("no directory")
     logger, table = WandbLogger(project="p", save_dir=tmp_path / "taken"), CSVLogger(tmp_path, "csv", 0)
-    with pytest.warns(UserWarning, match=r"WandbLogger\.log_hyperparams failed and gets nothing more"):
+    with pytest.warns(UserWarning, match=r"WandbLogger\.log_hyperparams failed; the logger is disabled"):
         trainer(tmp_path, [logger, table], enable_checkpointing=False).fit(Task(), loader())
     assert (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().count("\n") == 9

@@ -60,7 +60,7 @@ def test_barebones(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flag", ["logger", "enable_checkpointing", "enable_progress_bar", "fast_dev_run", "profiler"])
 def test_what_barebones_leaves_out(flag):
-    with pytest.raises(ValueError, match=rf"barebones=True, {flag}=.*drop one of them"):
+    with pytest.raises(ValueError, match=rf"barebones=True, {flag}=.*Remove one of them"):
         treadle.Trainer(barebones=True, **{flag: "simple" if flag == "profiler" else True})
 
 
@@ -108,7 +108,7 @@ def test_sync_batchnorm(flags):
 
 
 def not_by_ddp():
-    with pytest.raises(ValueError, match="sync_batchnorm=True is for strategy='ddp', not 'fsdp'"):
+    with pytest.raises(ValueError, match="sync_batchnorm=True needs strategy='ddp', not 'fsdp'"):
         trainer(strategy="fsdp", sync_batchnorm=True)
 
 
@@ -129,10 +129,10 @@ def test_a_precision_as_a_plugin():
 @pytest.mark.parametrize(
     ("flags", "error", "words"),
     [
-        ({"plugins": "deepspeed"}, TypeError, "plugins takes .*not 'deepspeed'"),
-        ({"plugins": [Precision.parse("64-true")], "precision": 32}, ValueError, "give one of them"),
-        ({"plugins": [TorchSyncBatchNorm()], "sync_batchnorm": True}, ValueError, "say the same"),
-        ({"model_registry": "x"}, TypeError, "no argument 'model_registry'. It is one vendor's"),
+        ({"plugins": "deepspeed"}, TypeError, "plugins='deepspeed' must be"),
+        ({"plugins": [Precision.parse("64-true")], "precision": 32}, ValueError, "Pass only one"),
+        ({"plugins": [TorchSyncBatchNorm()], "sync_batchnorm": True}, ValueError, "are the same setting"),
+        ({"model_registry": "x"}, TypeError, "no argument 'model_registry'. It belongs to one vendor"),
         ({"gpus": 2}, TypeError, "no argument 'gpus'. Use accelerator='gpu' and devices"),
         ({"max_epoch": 2}, TypeError, "no argument 'max_epoch'. Did you mean 'max_epochs'"),
         ({"compile": "yes"}, TypeError, "compile='yes' must be True or False"),
@@ -185,7 +185,7 @@ def test_callbacks_log_as_the_task_does():
     own.fit(Task(), loader())
     assert [row["of_a_batch"] for row in logger.rows if "of_a_batch" in row] == [3.0, 7.0]
     assert own.callback_metrics["of_an_epoch"] == 3.0
-    with pytest.raises(RuntimeError, match=r"Logs.log needs a running stage"):
+    with pytest.raises(RuntimeError, match=r"Logs.log was called outside of a stage"):
         logs.log("late", 1.0)
 
 

@@ -86,7 +86,7 @@ def test_manual_optimization_announces_what_is_known(tmp_path):
     assert trainer.decided.splitlines()[1:3] == ["batch 2 = 2 per process x 1 process", words]
     trainer = treadle.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_steps=1)
     trainer.fit(ByHand(), stream())
-    assert "the loader has no length, until 1 optimizer step" in trainer.decided
+    assert "the dataloader has no length, until 1 optimizer step" in trainer.decided
 
 
 def test_compile_says_what_it_compiles():
@@ -119,11 +119,11 @@ def test_a_schedule_over_a_loader_without_length(schedule):
     with pytest.raises((ValueError, OverflowError)) as caught:
         treadle.Trainer(**flags, max_epochs=2).fit(Task(schedule), stream())
     words = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-    assert "the training loader has no length and max_steps=-1: set max_steps" in words
+    assert "the training dataloader has no length and max_steps=-1. Set max_steps" in words
     with pytest.raises((ValueError, OverflowError)) as caught:
         treadle.Trainer(**flags, max_epochs=-1, max_time="00:00:01:00").fit(Task(schedule), loader())
     words = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-    assert "as max_epochs=-1 and max_steps=-1: set max_steps" in words
+    assert "as max_epochs=-1 and max_steps=-1. Set max_steps" in words
     treadle.Trainer(**flags, max_steps=4).fit(Task(schedule), stream())
 
 
@@ -222,7 +222,7 @@ def test_an_interrupt_says_how_to_resume(tmp_path, capsys):
     words = "interrupted in fit, epoch 0, after optimizer step 5, in batch 5"
     assert capsys.readouterr().err.splitlines()[-3:] == [
         words,
-        f"newest checkpoint: {path}, of optimizer step 4",
+        f"latest checkpoint: {path}, of optimizer step 4",
         f"to resume: trainer.fit(..., ckpt_path={str(path)!r})",
     ]
     again = treadle.Trainer(**QUIET, logger=False, max_epochs=2, enable_checkpointing=False)
@@ -252,5 +252,5 @@ def said_on_two(root):
 
 def test_rank_zero_says_it_for_all(tmp_path):
     first, second = run(said_on_two, 2, tmp_path)
-    assert "interrupted in fit, epoch 1, after optimizer step 5, in batch 1\nnewest checkpoint: " in first
+    assert "interrupted in fit, epoch 1, after optimizer step 5, in batch 1\nlatest checkpoint: " in first
     assert "interrupted" not in second

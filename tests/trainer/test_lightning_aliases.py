@@ -99,7 +99,7 @@ def test_interrupted():
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_no_stage_reads_code(stage):
-    with pytest.warns(UserWarning, match="weights_only=False is not needed.*never run"):
+    with pytest.warns(UserWarning, match="weights_only=False has no effect.*never run"):
         getattr(made(), stage)(Task(), loader(4), weights_only=False)
 
 

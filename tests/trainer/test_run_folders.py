@@ -103,7 +103,7 @@ def test_runs_without_an_id_are_numbered(tmp_path, make):
     assert [sorted(os.listdir(folder)) for folder in folders] == [["checkpoints", "report.html"]] * 2
 
 
-@pytest.mark.filterwarnings("ignore:.*failed and gets nothing more")
+@pytest.mark.filterwarnings("ignore:.*failed; the logger is disabled")
 @pytest.mark.parametrize("make", [Elsewhere, Documented], ids=["id", "fixed version"])
 def test_the_newest_run_is_found_again(tmp_path, make):
     fit(tmp_path, make(), max_epochs=3)
@@ -183,7 +183,7 @@ def test_a_spike_is_saved_in_the_runs_folder(tmp_path):
             enable_model_summary=False,
             log_every_n_steps=1,
         )
-        with pytest.warns(UserWarning, match="loss leapt"):
+        with pytest.warns(UserWarning, match="loss spiked"):
             trainer.fit(Leaps(), DataLoader(TensorDataset(torch.ones(80, 2)), batch_size=2))
         assert os.listdir(tmp_path / "treadle_logs" / f"version_{number}" / "spikes") != []
     assert os.listdir(tmp_path) == ["treadle_logs"]

@@ -1,4 +1,4 @@
-"""The run as it was before a validation, to be saved when a signal ends the run within it."""
+"""State of the run before a validation, which is saved when a signal ends the run within it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _COUNTING = (
 
 
 class BeforeValidation:
-    """Keeps what a validation moves: random states, its loaders' positions, buffers, counts, callbacks' states.
+    """Copy of what a validation changes: RNG states, positions of its dataloaders, buffers, counts, callbacks' states.
 
     Args:
-        trainer: whose run it is.
-        task: the user's task.
+        trainer: The running Trainer.
+        task: The user's task.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule) -> None:
@@ -52,15 +52,15 @@ class BeforeValidation:
         self._sums = sum_parameters(task)
 
     def note_start(self) -> None:
-        """The hooks of the validation's start were called: the buffers may be others now, such as averages."""
+        """Copy the buffers after the hooks at the validation's start, which may have replaced them by averages."""
         self._started_buffers = _copy_buffers(self._task)
 
     def discard(self) -> None:
-        """The validation is over."""
+        """Discard the copy after the validation."""
         self._counts.pop_all()
 
     def try_to_leave(self) -> bool:
-        """Return whether the model has its own weights, or has them back from a callback. All ranks must call it."""
+        """Return whether the model has its own weights, or gets them back from a callback. Call it on all ranks."""
         trainer, task = self._trainer, self._task
         moved_buffers = _copy_buffers(task)
         _restore_buffers(self._started_buffers)
@@ -75,7 +75,7 @@ class BeforeValidation:
         return False
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         trainer = self._trainer
         for entry in () if trainer.metrics.evaluation is None else trainer.metrics.evaluation.entries:
             if entry.metric is not None:
@@ -94,21 +94,27 @@ class BeforeValidation:
 
 
 def _copy_buffers(task: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return the buffers with their copies."""
     return [(buffer, buffer.clone()) for buffer in task.buffers()]
 
 
 def _restore_buffers(copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Restore the buffers from their copies."""
     for buffer, before in copies:
         buffer.copy_(before)
 
 
 def sum_parameters(task: nn.Module) -> list[Tensor]:
-    """Return what tells a model's parameters from others; on the device, read when it is compared."""
+    """Return the sum of each parameter, to detect changes. The sums stay on the device until they are compared.
+
+    Args:
+        task: The task.
+    """
     parameters = (local(parameter.detach()) for parameter in task.parameters())
-    return [(p.float() if p.element_size() == 1 else p).sum() for p in parameters]  # 8-bit formats can't be added up
+    return [(p.float() if p.element_size() == 1 else p).sum() for p in parameters]  # 8-bit formats cannot be summed
 
 
 def _may_count(callback: Callback) -> bool:
-    """Tell whether a callback may keep a state that validation moves; ours keep none."""
+    """Return whether a callback may have a state that a validation changes; Treadle's have none."""
     is_ours = type(callback).__module__.startswith("treadle.")
     return not is_ours and any(has_own(callback, name, Callback) for name in _COUNTING)

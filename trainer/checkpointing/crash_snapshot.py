@@ -1,4 +1,4 @@
-"""The last completed optimizer step, remembered so that it can be saved when the next one fails."""
+"""The last completed optimizer step, kept so that it can be saved when the next one fails."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 
 
 class LastStep:
-    """Keeps what moves between two optimizer steps, and puts it with what does not into a checkpoint.
+    """Copy of everything that changes between two optimizer steps, and the checkpoint of that step.
 
-    Parameters and the optimizer's tensors stay as the last step left them until the next one takes place, so nothing of
-    theirs is copied. Random states, the loaders' positions, buffers (batch norm's), counters, schedules, the states of
-    callbacks and what was logged move on, and are copied after every step.
+    Parameters and the optimizer's tensors stay as the last step left them until the next one, so they are not copied.
+    RNG states, the dataloaders' positions, buffers (batch norm's), counters, schedules, the states of callbacks and
+    logged values change in between and are copied after every step.
 
-    It is asked on one process alone, on the way out of an error, where the others may be gone: nothing is exchanged.
+    After an error the checkpoint is saved on one process alone, without collectives, because other ranks may have
+    ended.
 
     Args:
-        trainer: whose run it is.
-        task: the user's task.
+        trainer: The running Trainer.
+        task: The user's task.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule) -> None:
@@ -46,7 +47,7 @@ class LastStep:
         self._moving = self._changed = False
         self._sums: list[Tensor] | None = None
         self._state: dict[str, Any] = {}
-        # To look for metric objects means to walk through all modules.
+        # Searched once, because finding metric objects visits all modules.
         self._counting = task if metric_state.find(task) else None
         self._buffers = [
             (module._buffers, name)
@@ -57,7 +58,11 @@ class LastStep:
         self._handles = [optimizer.register_step_pre_hook(self._mark_moving) for optimizer in trainer.optimizers]
 
     def attach(self, hooks: Hooks) -> None:
-        """Be told of every completed step: as the last one, and before anyone begins an epoch or a validation."""
+        """Add the hooks that record every completed step: last in it, and before an epoch or a validation begins.
+
+        Args:
+            hooks: Dispatch table of the run.
+        """
         vars(hooks).update(
             on_step_end=(*hooks.on_step_end, self.note),
             on_train_epoch_start=(self.note, *hooks.on_train_epoch_start),
@@ -65,26 +70,27 @@ class LastStep:
         )
 
     def close(self) -> None:
-        """Let go of the optimizers, which a user may keep for another run."""
+        """Release the optimizers, which a user may keep for another run."""
         for handle in self._handles:
             handle.remove()
 
     def _mark_moving(self, *_: Any) -> None:
+        """Record that the next optimizer step has begun."""
         self._moving = True
 
     def changed(self) -> None:
-        """A callback makes the model or the optimizer another than the last step left, until the next one is noted."""
+        """Record that a callback changed the model or the optimizer after the last step. The next step resets this."""
         self._changed = True
 
     def _note_validation_start(self) -> None:
-        """The step itself is over, and its validation is still to come: a run that goes on from here does it."""
+        """Record the step before its validation, which a run that resumes from here performs."""
         if not self._trainer.sanity_checking:
             self.note()
-            self._sums = sum_parameters(self._task)  # some callbacks validate with other weights, such as averaged ones
+            self._sums = sum_parameters(self._task)  # to detect other weights, such as averages
 
     def note(self) -> None:
-        """Remember the run as it is: a step is complete."""
-        # Asked on every process: a user's object may exchange something to know it.
+        """Record the run after a complete step."""
+        # Called on every process, because a user's object may call collectives in it.
         registered = self._collect_registered()
         if self._alone is None:
             return
@@ -100,10 +106,10 @@ class LastStep:
                 schedulers=[copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
                 scheduler_kinds=snapshot.list_scheduler_kinds(accelerator.schedulers),
                 schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
-                # The loop calls them itself, after real steps only.
+                # The loop steps schedulers itself, after real steps only.
                 steps_since=[(0, 0) for _ in accelerator.schedulers],
                 scheduler_advances=[1 for _ in accelerator.schedulers],
-                scaler=None,  # asked for by `save`: to know its state means to wait for the device
+                scaler=None,  # read in `save`, because reading it synchronizes with the device
                 loaders=[_copy_position(loader) for loader in accelerator.loaders if not loader.evaluation],
                 evaluation_loaders=[_copy_position(loader) for loader in accelerator.loaders if loader.evaluation],
                 stream=None if accelerator.stream is None else accelerator.stream.get_state(),
@@ -114,6 +120,7 @@ class LastStep:
         self._moving, self._changed, self._sums = False, False, None
 
     def _collect_registered(self) -> dict[str, Any]:
+        """Return the states of callbacks, logged values and registered objects."""
         trainer = self._trainer
         callback_states = copy.deepcopy(collect_callback_states(trainer.callbacks))
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=callback_states, added={}), "metrics": {}}
@@ -126,47 +133,52 @@ class LastStep:
         return states
 
     def amend(self, callback: Callback, **values: Any) -> None:
-        """Say what has changed in a callback's state since."""
+        """Update a callback's recorded state.
+
+        Args:
+            callback: The callback.
+            values: The changed entries by name.
+        """
         if self._state:
             self._state["shared"]["registered"]["callbacks"]["callbacks"][callback.state_key] |= values
 
     @property
     def step(self) -> int:
-        """The optimizer steps that were complete."""
+        """Number of optimizer steps at the recorded step."""
         return self._state["progress"].step if self._state else 0
 
     @property
     def counts(self) -> dict[str, int]:
-        """``epoch`` and ``step``, for names."""
+        """Values of ``epoch`` and ``step`` for names."""
         return {"epoch": self._state["progress"].epoch, "step": self.step}
 
     @property
     def lost(self) -> str:
-        """Why it can't be saved any more; "" if it can."""
+        """Reason for which the step can no longer be saved; "" if it can."""
         trainer = self._trainer
         if trainer.preemption.abandoned:
             return "a second Ctrl-C came before the step was complete"
         if self._changed:
-            return "the error came after a callback had changed the model or its optimizer, and before the next step"
+            return "the error came after a callback had changed the model or its optimizer and before the next step"
         if self._moving and trainer.progress.step_is_unfinished and trainer.world_size == 1:
-            self.note()  # the step is over, but for its end; with others one may have to wait for them here
+            self.note()  # the step is taken; with several processes this could wait for the others
         if self._moving:
             return "the error came between the optimizer's next step and its end"
         if self._sums is not None and not all(map(torch.equal, self._sums, sum_parameters(self._task))):
-            return "the error came in a validation, for which something has put other weights into the model"
+            return "the error came in a validation, during which the model had other weights"
         return ""
 
     def save(self, path: AnyPath, weights_only: bool, trainable_only: bool) -> None:
-        """Write a checkpoint as of that step, on rank zero. Exchanges nothing.
+        """Write a checkpoint of the recorded step, on rank zero without collectives.
 
         Args:
-            path: where it is to stand.
-            weights_only: leave out what only resuming needs.
-            trainable_only: leave out frozen weights.
+            path: Path of the checkpoint.
+            weights_only: Leave out what only a resume needs.
+            trainable_only: Leave out frozen weights.
 
         Raises:
-            ValueError: if a weight is not finite.
-            OSError: the disk refused.
+            ValueError: If a weight is not finite.
+            OSError: If the checkpoint cannot be written.
         """
         trainer, task, state = self._trainer, self._task, self._state
         accelerator = trainer.accelerator
@@ -197,42 +209,49 @@ class LastStep:
                 "objects": metrics["objects"],
             }
             shared["registered"]["progress"] = state["progress"].state_dict()
-            shared["registered"]["history"] = trainer.history.state_dict()  # it only grows, and much: too much to copy
+            shared["registered"]["history"] = trainer.history.state_dict()  # large, so not copied in each step
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
             shared["registered"]["callbacks"]["added"] = hooked.added
             files |= store.encode_part(STATE, shared)
             files |= snapshot.encode_rank_state(0, state["random"], [])
-        # Of the other processes it holds nothing, and a resume takes it for one process's.
+        # It lacks the other processes' state, so a resume treats it as that of one process.
         info = {**snapshot.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         snapshot.publish(self._alone, path, files, info)
 
 
 def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, with tensors copied."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
 
 
 def _copy_position(loader: Loader) -> dict[str, Any]:
+    """Return a copy of a dataloader's position."""
     return _copy_state(loader.state_dict())
 
 
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a dataloader's state, which user code may change in place."""
     if "loaders" in state:
         return {**state, "loaders": list(map(_copy_state, state["loaders"]))}
-    return {**state, "source": copy.deepcopy(state["source"])}  # a user's own state may be changed in place
+    return {**state, "source": copy.deepcopy(state["source"])}  # user code may change its state in place
 
 
 def explain_need_of_others(trainer: Trainer) -> str:
-    """Return why rank zero does not have all that is to be saved; "" if it does."""
+    """Return why rank zero alone cannot save the run; "" if it can.
+
+    Args:
+        trainer: The Trainer.
+    """
     strategy = trainer.accelerator.strategy
     if strategy.sharded:
-        return f"with strategy={strategy.name!r} each process holds only a part of the model"
+        return f"with strategy={strategy.name!r} each process holds only a shard of the model"
     if any(strategy.keeps_apart(optimizer) for optimizer in trainer.optimizers):
-        return "each process holds only a part of the optimizer's state"
+        return "each process holds only a shard of the optimizer state"
     if getattr(strategy, "local_steps", None) is not None:
-        return "between two exchanges each process trains a model of its own"
+        return "between two synchronizations each process trains its own model"
     if trainer.accelerator.checkpointer.save_hooks:
-        return "a hook of register_save_state_pre_hook may have to exchange something"
+        return "a hook of register_save_state_pre_hook may call collectives"
     return ""

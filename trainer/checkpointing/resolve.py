@@ -1,4 +1,4 @@
-"""Which checkpoint ``ckpt_path`` means: a path, or a word for one that has to be searched for."""
+"""Resolution of ``ckpt_path``: a path, or a word for a checkpoint that has to be searched for."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _ELSEWHERE = {
-    "hpc": "checkpoints made for a scheduler's signal are like all others here: say 'auto'",
-    "registry": "there is no model registry: give a checkpoint's directory",
+    "hpc": "checkpoints saved after a scheduler's signal are like all others; use 'auto'",
+    "registry": "Treadle has no model registry; pass a checkpoint's directory",
 }
 
 
 @dataclass
 class SearchReport:
-    """What a search for a checkpoint came across. Rank zero fills it in; then all ranks have it.
+    """Findings of a search for a checkpoint. Rank zero fills it in and sends it to all ranks.
 
     Attributes:
-        steps_reached: optimizer steps that the run had taken when it ended, if its folder records them.
-        skipped: one sentence for each checkpoint that can't be used.
-        other_runs: checkpoints of other runs, latest first, by what tells them from this run's.
-        searched: directories that were searched.
+        steps_reached: Optimizer steps that the run had taken when it ended, if its folder records them.
+        skipped: One sentence for each checkpoint that cannot be used.
+        other_runs: Checkpoints of other runs, latest first, by their difference from this run.
+        searched: Directories that were searched.
     """
 
     steps_reached: int = 0
@@ -56,7 +56,7 @@ class SearchReport:
     searched: list[str] = field(default_factory=list)
 
     def describe_other_runs(self) -> str:
-        """Return the checkpoints of other runs, and why they are not this run's, as words."""
+        """Return the checkpoints of other runs, with their differences from this run, as text."""
         texts = []
         for difference, paths in self.other_runs.items():
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -64,7 +64,7 @@ class SearchReport:
         return "; ".join(texts)
 
     def describe_searched(self) -> str:
-        """Return the directories that were searched, as words."""
+        """Return the directories that were searched, as text."""
         return ", ".join(self.searched) or "the loggers' directory"
 
 
@@ -72,10 +72,10 @@ class CheckpointResolver:
     """Search for the checkpoint of a stage; `resolve` opens and verifies it.
 
     Args:
-        trainer: its ModelCheckpoints say where to look.
+        trainer: The Trainer, whose ModelCheckpoints determine where to look.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         ckpt_path: None; a path, which no other checkpoint replaces; ``"last"``, the latest intact checkpoint of this
-            run; ``"best"``; or ``"auto"``, in ``fit`` only: as ``"last"``, or a fresh start if there is none.
+            run; ``"best"``; or ``"auto"``, in ``fit`` only: ``"last"``, or a fresh start if there is none.
     """
 
     def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any) -> None:
@@ -86,16 +86,16 @@ class CheckpointResolver:
     def resolve(self) -> OpenCheckpoint | None:
         """Return the checkpoint, opened and verified, the same on every rank; None for a fresh start.
 
-        All ranks must call it. Rank zero searches, all ranks verify, and one message tells what was chosen and what
-        was skipped.
+        Call it on all ranks. Rank zero searches, all ranks verify, and one message announces the choice and what was
+        skipped.
 
         Raises:
-            ValueError: if there is no such checkpoint, or the one at a path is damaged.
-            TypeError: if ``ckpt_path`` is not a path.
+            ValueError: If there is no such checkpoint, or the one at a path is damaged.
+            TypeError: If ``ckpt_path`` is not a path.
         """
         trainer, ckpt_path = self.trainer, self.ckpt_path
         assert trainer.task is not None
-        configuration(trainer.task, trainer.datamodule)  # noted before any hook may change it
+        configuration(trainer.task, trainer.datamodule)  # recorded before any hook may change it
         if ckpt_path is None:
             return None
         self._check_arguments()
@@ -111,7 +111,7 @@ class CheckpointResolver:
         if report.other_runs:
             warn(
                 f"ckpt_path={ckpt_path!r} skips checkpoints of other runs: {report.describe_other_runs()}. To continue "
-                "from one of them, give its path."
+                "from one of them, pass its path."
             )
         if opened is None:
             announce(f"ckpt_path='auto': a fresh start, no checkpoint to resume from in {report.describe_searched()}")
@@ -128,21 +128,24 @@ class CheckpointResolver:
         return opened
 
     def _check_arguments(self) -> None:
+        """Raise an error if ``ckpt_path`` is invalid."""
         stage, ckpt_path = self.stage, self.ckpt_path
         if not isinstance(ckpt_path, str | os.PathLike):
             raise TypeError(f"ckpt_path={ckpt_path!r} must be a checkpoint's directory, 'last', 'best' or 'auto'.")
         if ckpt_path == "auto" and stage != "fit":
             raise ValueError(
-                f"ckpt_path='auto' may mean a fresh start, so it is for fit only; {stage} takes a path, 'last' or "
-                "'best'."
+                f"ckpt_path='auto' is for fit only, because it may mean a fresh start. Pass a path, 'last' or 'best' "
+                f"to {stage}."
             )
         if isinstance(ckpt_path, str) and (why := _ELSEWHERE.get(ckpt_path.partition(":")[0])):
             raise ValueError(f"ckpt_path={ckpt_path!r}: {why}.")
 
     def _check_callbacks(self) -> None:
+        """Raise a ValueError without a ModelCheckpoint."""
         if not self.trainer.checkpoint_callbacks:
             raise ValueError(
-                f"ckpt_path={self.ckpt_path!r}, but there is no ModelCheckpoint to say where to look. Give a path."
+                f"ckpt_path={self.ckpt_path!r} searches the directories of ModelCheckpoints, but the Trainer has no "
+                "ModelCheckpoint. Pass a path instead."
             )
 
     # -- the last ------------------------------------------------------------------------------------------------
@@ -175,6 +178,7 @@ class CheckpointResolver:
         return latest
 
     def _none_intact(self) -> ValueError:
+        """Return the error for a search without a result."""
         report, ckpt_path = self.report, self.ckpt_path
         whose = " of this run" if report.other_runs else ""
         folders_searched = report.describe_searched()
@@ -183,22 +187,22 @@ class CheckpointResolver:
         if report.other_runs:
             reasons.append(f"those of other runs are {report.describe_other_runs()}")
         can_start = self.stage == "fit" and ckpt_path != "auto"
-        fresh = ", or say 'auto' to start afresh where there is none" if can_start else ""
-        return ValueError("; ".join(reasons) + f". Give a path{fresh}.")
+        fresh = ", or 'auto' for a fresh start if there is none" if can_start else ""
+        return ValueError("; ".join(reasons) + f". Pass a path{fresh}.")
 
     def _latest(self, resumable: bool) -> OpenCheckpoint | None:
         """Return the latest intact checkpoint in the directories of this run's ModelCheckpoints.
 
         Args:
-            resumable: skip checkpoints that hold weights only.
+            resumable: Skip checkpoints that hold weights only.
         """
         return find_first_intact(self.world, self._candidates(resumable), self.report.skipped)
 
     def _candidates(self, resumable: bool) -> Iterator[OpenCheckpoint]:
-        """Yield this run's checkpoints, latest first; directories of earlier versions one by one, latest first."""
+        """Yield this run's checkpoints, latest first; earlier versions' directories follow one by one, latest first."""
         report = self.report
         run_folders, earlier_folders = self._folders()
-        if self.stage == "fit":  # this run saves in them: finish what a killed process left half done
+        if self.stage == "fit":  # this run saves in them: complete what a killed process left unfinished
             for store in self._stores(run_folders):
                 for sentence in store.recover():
                     announce(sentence)
@@ -206,7 +210,7 @@ class CheckpointResolver:
             report.searched += map(str, batch)
             for manifest, path in _latest_first(self._stores(batch), report):
                 if resumable and not has_part(manifest.files, STATE):
-                    report.skipped.append(f"{path}: it holds weights only, so no run can resume from it")
+                    report.skipped.append(f"{path} holds only weights, so no run can resume from it")
                     continue
                 opened = OpenCheckpoint(path, manifest)
                 try:
@@ -220,7 +224,7 @@ class CheckpointResolver:
                     yield opened
 
     def _folders(self) -> tuple[list[AnyPath], list[AnyPath]]:
-        """Return the directories this run's ModelCheckpoints save in, and those of earlier runs, latest first."""
+        """Return the directories of this run's ModelCheckpoints, and those of earlier runs, latest first."""
         trainer = self.trainer
         run_folders: dict[AnyPath, None] = {}
         earlier_folders: dict[AnyPath, None] = {}
@@ -233,7 +237,7 @@ class CheckpointResolver:
             if not trainer.loggers:
                 run_folders[absolute(root) / CHECKPOINTS] = None
                 continue
-            # To ask for a version that nobody has set would claim the next free one.
+            # Reading a version that is not set would claim the next free one.
             has_version = logger is not None and getattr(logger, "_version", None) is not None
             folder = (
                 trainer.logbook.existing_folder(root) if logger is None else logger.log_dir if has_version else None
@@ -247,7 +251,7 @@ class CheckpointResolver:
         return list(run_folders), list(earlier_folders)
 
     def _stores(self, directories: Iterable[AnyPath]) -> list[CheckpointStore]:
-        """Return the stores in directories: themselves, and the folders that names like ``{epoch}/{step}`` make."""
+        """Return the stores in directories, and in the nested folders that names like ``{epoch}/{step}`` create."""
         depth = max(callback.name_depth for callback in self.trainer.checkpoint_callbacks)
         return [CheckpointStore(path) for directory in directories for path in folders(directory, depth)]
 
@@ -264,8 +268,8 @@ class CheckpointResolver:
             if is_main and not callback.best_model_path and stage != "fit" and not has_run:
                 raise ValueError(
                     f"ckpt_path='best': {stage} was called without a fit in this process, so its ModelCheckpoint has "
-                    "saved no best checkpoint. Give a path, call fit before, or use the folder of a run (RunFolder, "
-                    "--from-run), whose checkpoints are that run's own."
+                    "saved no best checkpoint. Pass a path, call fit before, or use the folder of a run (RunFolder, "
+                    "--from-run), which has that run's checkpoints."
                 )
         latest = None
         if not self.world.broadcast(callback.best_model_path):
@@ -287,68 +291,69 @@ class CheckpointResolver:
                 other_runs = self.report.describe_other_runs()
                 others = f" Those of other runs: {other_runs}." if other_runs else ""
                 raise ValueError(
-                    f"ckpt_path='best', but its ModelCheckpoint has saved no best one, nor is there an intact "
-                    f"checkpoint of this run in {self.report.describe_searched()} that says which it is.{others} Give "
-                    "a path."
+                    f"ckpt_path='best', but its ModelCheckpoint has saved no best checkpoint, and no intact checkpoint "
+                    f"of this run in {self.report.describe_searched()} records one.{others} Pass a path."
                 )
             best, source = _recorded_best(callback, latest), str(latest.path)
         if not best:
-            raise ValueError(f"ckpt_path='best', but {source} knows of no best checkpoint. Give a path.")
+            raise ValueError(f"ckpt_path='best', but {source} records no best checkpoint. Pass a path.")
         checkpoint.find_again(best)
         if not as_path(best).is_dir():
             raise ValueError(
-                f"ckpt_path='best', but {best}, the best that {source} knows of, does not exist. Give a path."
+                f"ckpt_path='best', but {best}, the best checkpoint of {source}, does not exist. Pass a path."
             )
         return as_path(best)
 
 
 def _check_is_checkpoint(path: AnyPath) -> None:
+    """Raise a ValueError if a path is not a checkpoint."""
     checkpoint.find_again(path)
     if path.is_file():
         raise ValueError(
-            f"ckpt_path={str(path)!r} is a file, and a checkpoint of ours is a directory. Weights of Lightning's and "
-            "others' files are read by TaskModule.load_from_checkpoint and treadle.load_weights."
+            f"ckpt_path={str(path)!r} is a file, but Treadle's checkpoints are directories. Load weights from files of "
+            "Lightning and others with TaskModule.load_from_checkpoint or treadle.load_weights."
         )
     if not path.is_dir():
         raise ValueError(
-            f"ckpt_path={str(path)!r} does not exist. Give a checkpoint's directory, 'last', 'best' or 'auto'."
+            f"ckpt_path={str(path)!r} does not exist. Pass a checkpoint's directory, 'last', 'best' or 'auto'."
         )
     if not (path / checkpoint.MANIFEST).is_file():
         inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
         if inside:
             names = ", ".join(str(checkpoint_path)[len(str(path)) + 1 :] for checkpoint_path in inside[:5])
             raise ValueError(
-                f"ckpt_path={str(path)!r} is not a checkpoint, but a folder with checkpoints in it: give one of "
+                f"ckpt_path={str(path)!r} is not a checkpoint, but a folder that contains checkpoints. Pass one of "
                 f"{names}."
             )
 
 
 def _run_record(folder: AnyPath) -> AnyPath | None:
-    """Return the record of the run whose folder ``folder`` lies in, or is."""
+    """Return the record of the run whose folder contains ``folder``, or is it."""
     return next((path for parent in (folder, *folder.parents[:2]) if (path := parent / RECORD).is_file()), None)
 
 
 def _steps_reached(folder: AnyPath) -> int:
-    """Return the optimizer steps that the run of a folder has recorded; 0 if it has recorded none."""
+    """Return the optimizer steps that the run of a folder has recorded; 0 if none."""
     record = _run_record(folder)
     return 0 if record is None else int(read_run(record.parent).facts.get("steps", 0))
 
 
 def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterator[tuple[Manifest, AnyPath]]:
-    """Yield the committed checkpoints of several stores, latest first; damaged manifests go to the report."""
+    """Yield the committed checkpoints of several stores, latest first; damaged manifests are reported."""
     by_store: list[list[tuple[Manifest, AnyPath]]] = []
     for store in stores:
         committed, problems = store.scan()
-        # In one folder by the order in which they were committed: a run that went back, or another run in the same
-        # folder, has left later steps behind.
+        # Within a folder by the order of commits: a run that resumed from an earlier step, or another run in the same
+        # folder, may have left later steps.
         by_store.append(sorted(committed, key=lambda pair: (pair[0].sequence, pair[0].step)))
-        # Those whose manifest can't be read are in no list, so nobody knows how new they are.
+        # The age of a checkpoint with an unreadable manifest is unknown.
         report.skipped += problems
     while any(by_store):  # between folders the step decides
         yield max(filter(None, by_store), key=lambda pairs: (pairs[-1][0].step, str(pairs[-1][1]))).pop()
 
 
 def _shortened(lines: list[str], most: int = 5) -> str:
+    """Return lines as one text, shortened."""
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
 
 
@@ -367,7 +372,7 @@ def _find_earlier_runs(root: AnyPath, names: str) -> list[AnyPath]:
 
 
 def _recorded_best(callback: ModelCheckpoint, latest: OpenCheckpoint) -> str:
-    """Return the best checkpoint by the ModelCheckpoint's state in the latest one; "" if it records none."""
+    """Return the best checkpoint recorded by the ModelCheckpoint's state in the latest one; "" if none."""
     state = open_callback_states(latest)["callbacks"].get(callback.state_key, {})
     best, dirpath = state.get("best_model_path", ""), state.get("dirpath")
     if best and dirpath and as_path(dirpath) in as_path(best).parents and not as_path(best).is_dir():

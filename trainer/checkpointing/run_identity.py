@@ -1,4 +1,4 @@
-"""Whether a checkpoint that was found in a folder belongs to the run that asks for it by a word."""
+"""Comparison of a checkpoint with the current run: whether it belongs to the run that requests it by a word."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PACKAGE = __name__.partition(".")[0]
 _MOST_VALUES = 1000  # of a configuration; the rest is not compared
 _MOST_CHARACTERS = 1000  # of one value
 
-# Hyperparameters that an ordinary resume may change, by the last part of their name. They say how long the run is, on
-# what hardware it runs, where files are and what is printed; none of them makes it another experiment.
+# Hyperparameters that an ordinary resume may change, by the last component of their name. They set how long the run
+# is, its hardware, the places of files and what is printed; none of them makes it another experiment.
 _LENGTHS = r"(max|min|num|n|total|num_train|train)_(epochs|iters|iterations)|epochs|max_time|t_max|patience"
 _STEPS = r"(max|min|total|train|training|num_train|num_training)_steps"
 _BATCHES = r"(.*_)?batch_size|accumulate_grad_batches|gradient_accumulation_steps|prefetch_factor"
@@ -39,7 +39,11 @@ _MAY_DIFFER = re.compile("|".join((_LENGTHS, _STEPS, _BATCHES, _HARDWARE, _PLACE
 
 
 def class_name(cls: type) -> str:
-    """Return a class's full name, the same whether its file runs as a script or is imported."""
+    """Return a class's full name, the same whether its file runs as a script or is imported.
+
+    Args:
+        cls: The class.
+    """
     module = cls.__module__
     if module in ("__main__", "__mp_main__"):
         script = sys.modules.get(module)
@@ -49,9 +53,13 @@ def class_name(cls: type) -> str:
 
 
 def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
-    """Return the plain hyperparameters of task and data module, by dotted name, as they were before the first stage.
+    """Return the plain hyperparameters of task and data module, by dotted name, as of before the first stage.
 
-    A run may change them later (a finder, ``setup``), which the script that is started again has not done yet.
+    A run may change them later (a finder, ``setup``), which a restarted script has not done yet.
+
+    Args:
+        task: The task.
+        datamodule: The data module, or None.
     """
     values: dict[str, Any] = {}
     for owner, prefix in ((task, ""), (datamodule, "data.")):
@@ -64,6 +72,7 @@ def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, 
 
 
 def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values in nested hyperparameters, with dotted names."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
@@ -79,12 +88,16 @@ def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterato
 
 
 def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
-    """Say why a checkpoint is another run's, one line each; nothing if it belongs to this one.
+    """Return why a checkpoint belongs to another run, one line per difference; empty if it belongs to this one.
 
-    Compared are the task's class, its hyperparameters, and the names and shapes of its parameters.
+    The task's class, its hyperparameters, and the names and shapes of its parameters are compared.
+
+    Args:
+        trainer: The Trainer.
+        opened: The checkpoint.
 
     Raises:
-        ValueError: if the checkpoint is damaged.
+        ValueError: If the checkpoint is damaged.
     """
     task = trainer.task
     assert task is not None
@@ -106,11 +119,12 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
 
 
 def _matches_class(saved: str, cls: type) -> bool:
+    """Return whether a saved class name means this class."""
     name = class_name(cls)
     if not saved.endswith(f".{cls.__qualname__}"):
         return False
     saved_module, current_module = (text.removesuffix(f".{cls.__qualname__}") for text in (saved, name))
-    # A notebook has no name to compare; a file has another prefix where it is run from within its package.
+    # A notebook has no name to compare; a file has another prefix when it is run from within its package.
     return (
         "__main__" in (saved_module, current_module)
         or f".{saved_module}".endswith(f".{current_module}")
@@ -119,12 +133,14 @@ def _matches_class(saved: str, cls: type) -> bool:
 
 
 def _makes_another_run(name: str, saved: Any, value: Any) -> bool:
+    """Return whether a changed hyperparameter makes another run."""
     if saved == value or (saved != saved and value != value):
         return False
     return not (_MAY_DIFFER.fullmatch(name.rpartition(".")[2]) or _is_place(saved) or _is_place(value))
 
 
 def _is_place(value: Any) -> bool:
+    """Return whether a value is a path or a URL, or a list of them."""
     if isinstance(value, list):
         return bool(value) and all(map(_is_place, value))
     if not isinstance(value, str):
@@ -133,6 +149,7 @@ def _is_place(value: Any) -> bool:
 
 
 def _exists(value: str) -> bool:
+    """Return whether a path exists."""
     try:
         return os.path.exists(value)
     except ValueError:  # a null character
@@ -140,7 +157,7 @@ def _exists(value: str) -> bool:
 
 
 def _is_complete(trainer: Trainer, task: TaskModule) -> bool:
-    """Whether the model is built already: ``setup`` and ``configure_model`` come later, and may add to it."""
+    """Return whether the model is already built: ``setup`` and ``configure_model`` run later and may add to it."""
     if any(task_overrides(task, name) for name in ("configure_model", "setup")):
         return False
     return not any(

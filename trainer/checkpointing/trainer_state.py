@@ -37,22 +37,22 @@ if TYPE_CHECKING:
 
 
 class Added(dict[str, Any]):
-    """Dict for the hooks that add to a checkpoint: not the checkpoint itself, as it is in Lightning."""
+    """Dict for hooks that add to a checkpoint. Unlike Lightning's, it is not the checkpoint itself."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
-            f"{key!r}: the hooks get what hooks have added, 'state_dict', 'epoch', 'global_step' and "
-            "'hyper_parameters' only; the states of optimizers, schedulers and callbacks are in files of their own."
+            f"{key!r}: hooks get only the entries that hooks have added, 'state_dict', 'epoch', 'global_step' and "
+            "'hyper_parameters'; the states of optimizers, schedulers and callbacks are in other files."
         )
 
 
 @dataclass(frozen=True)
 class HookedState:
-    """What the ``on_save_checkpoint`` hooks made of a checkpoint.
+    """Result of the ``on_save_checkpoint`` hooks.
 
     Attributes:
-        added: entries of their own, and the hyperparameters that they changed.
-        weights: the task's state as they left it; None if they left it as it was.
+        added: Entries that the hooks added, and the hyperparameters that they changed.
+        weights: The task's state as the hooks left it; None if they did not change it.
     """
 
     added: dict[str, Any]
@@ -61,39 +61,43 @@ class HookedState:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Stateful object made of two functions; a third one returns what shows how its tensors lie."""
+    """Stateful object made of two functions; a third one returns tensors with the sharding of its state."""
 
     save: Callable[[], Any]
     load: Callable[[Any], None]
     like: Callable[[], Any] = dict
 
     def state_dict(self) -> Any:
-        """Return what to save."""
+        """Return the state to save."""
         return self.save()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load what `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The saved state.
+        """
         self.load(state_dict)
 
     def state_layout(self) -> Any:
-        """Return what shows how the state's tensors lie on the processes; no user's hook is called for it."""
+        """Return tensors with the sharding of the state, without a call of user-defined hooks."""
         return self.like()
 
 
 class TrainerCheckpointer:
-    """Saves and restores the Trainer's own parts of a checkpoint: counters, logged values, callbacks, data module.
+    """Save and restore of the Trainer's own parts of a checkpoint: counters, logged values, callbacks, data module.
 
     Args:
-        trainer: whose parts these are.
+        trainer: The Trainer.
 
     Attributes:
-        earlier_callback_states: what is saved in place of some callbacks' states, by their ``state_key``.
+        earlier_callback_states: States to save in place of some callbacks' current ones, by their ``state_key``.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.earlier_callback_states: dict[str, Any] = {}
-        self._added: dict[str, Any] | None = None  # what hooks have added to the checkpoint that is being made
+        self._added: dict[str, Any] | None = None  # entries that hooks add to the checkpoint being saved
 
     # -- save ----------------------------------------------------------------------------------------------------
 
@@ -105,32 +109,39 @@ class TrainerCheckpointer:
         trainable_only: bool = False,
         blocking: bool = True,
     ) -> None:
-        """Save the run as it is between two optimizer steps.
+        """Save the run between two optimizer steps.
+
+        Args:
+            task: The task.
+            paths: Paths of the checkpoint, which is saved under each of them.
+            weights_only: Leave out what only a resume needs.
+            trainable_only: Leave out frozen weights. Default: False.
+            blocking: Wait until the checkpoint is written. Default: True.
 
         Raises:
-            ValueError: in the middle of a step, or if a weight is not finite on any process; nothing is written or
-                removed then.
+            ValueError: If an optimizer step is in progress, or a weight is not finite on any process; nothing is
+                written or removed then.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         path, *also = map(str, paths)
         if trainer.progress.in_step and not weights_only:
             raise ValueError(
-                f"{path} can't be saved in the middle of optimizer step {trainer.progress.step + 1}: a run could not "
-                "go on from there. Save in on_train_batch_end or on_step_end; weights_only=True saves the weights as "
-                "they are."
+                f"{path} cannot be saved in the middle of optimizer step {trainer.progress.step + 1}, because no run "
+                "could resume from there. Save in on_train_batch_end or on_step_end, or save only the current weights "
+                "with weights_only=True."
             )
         accelerator.world.meet("trainer.save_checkpoint")
         with accelerator.world.together():
             hooked = self.call_save_hooks(task)
         if trainer.stage is None and not accelerator.registered and not weights_only:
             warn(
-                f"{path}: the last stage was no fit, so there are weights to save but no optimizer, position or random "
-                "state: no run can go on from this checkpoint. Save before, or say weights_only=True."
+                f"{path}: the last stage was not fit, so only weights are saved, without optimizer, position and RNG "
+                "state, and no run can resume from this checkpoint. Save earlier, or pass weights_only=True."
             )
             weights_only = True
         parts = self.parts(task)
         if weights_only and hooked.added:
-            parts[ADDED] = hooked.added  # else it is among the callbacks' states
+            parts[ADDED] = hooked.added  # otherwise it is among the callbacks' states
         with trainer.history.spending("checkpoints"), self.applying(hooked, task):
             accelerator.save_state(
                 path,
@@ -143,17 +154,27 @@ class TrainerCheckpointer:
             )
 
     def refuse_broken_weights(self, task: TaskModule, path: AnyPath) -> None:
-        """Raise a ValueError if this process's shard of the weights holds NaN or infinity: no run could resume."""
+        """Raise a ValueError if this process's shard of the weights has NaN or infinity: no run could resume from it.
+
+        Args:
+            task: The task.
+            path: Path of the checkpoint, for the message.
+        """
         if names := find_not_finite(task):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
                 f"{', '.join(names[:3])}{more} hold NaN or infinity after optimizer step "
-                f"{self._trainer.progress.step}, so {path} is not saved; what was saved before stays. Go on from that "
-                "with a lower learning rate or with gradient_clip_val."
+                f"{self._trainer.progress.step}, so {path} is not saved. Resume from an earlier checkpoint with a "
+                "lower learning rate or with gradient_clip_val."
             )
 
     def info(self, progress: Progress, task: TaskModule) -> dict[str, Any]:
-        """Return what a checkpoint's manifest says of the run."""
+        """Return the description of the run for a checkpoint's manifest.
+
+        Args:
+            progress: Counters of the run.
+            task: The task.
+        """
         return {
             "step": progress.step,
             "epoch": progress.epoch,
@@ -163,7 +184,11 @@ class TrainerCheckpointer:
         }
 
     def parts(self, task: TaskModule) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the states of what was prepared or registered."""
+        """Return the entries of a checkpoint beside the states of prepared and registered objects.
+
+        Args:
+            task: The task.
+        """
         parts: dict[str, Any] = {}
         for name, owner in ((HPARAMS, task), (DATAMODULE_HPARAMS, self._trainer.datamodule)):
             if owner is not None and owner.hparams:
@@ -180,9 +205,9 @@ class TrainerCheckpointer:
         return parts
 
     def register(self) -> None:
-        """Make the Trainer's own parts a part of every checkpoint."""
+        """Register the Trainer's own state for every checkpoint."""
         trainer, metrics, world = self._trainer, self._trainer.metrics, self._trainer.accelerator.data_world
-        collect_callback_states(trainer.callbacks)  # two of one name should be known now, not at the first save
+        collect_callback_states(trainer.callbacks)  # so that a duplicate name is an error now, not at the first save
         states = TrainerStates(
             progress=trainer.progress,
             logged=trainer.logbook,
@@ -196,22 +221,30 @@ class TrainerCheckpointer:
         )
         datamodule = trainer.datamodule
         if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
-            # It has its state by the time the rest is restored, see `ahead`.
+            # `ahead` restores its state before the rest.
             states["datamodule"] = Bundle(datamodule.state_dict, lambda state: None)
         trainer.accelerator.register_for_checkpointing(**states)
 
     def _collect_callback_states(self) -> CallbackStates:
+        """Return the states of the callbacks, and the entries that hooks have added."""
         callback_states = collect_callback_states(self._trainer.callbacks) | self.earlier_callback_states
         return CallbackStates(callbacks=callback_states, added=self._added or {})
 
     def _collect_callback_layouts(self) -> CallbackStates:
-        """Show how the tensors of callbacks lie; no hook is called for it, as that may change something."""
+        """Return tensors with the sharding of the callbacks' states.
+
+        No hook is called, as it might change something.
+        """
         callbacks = self._trainer.callbacks
         layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
         return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
 
     def call_save_hooks(self, task: TaskModule) -> HookedState:
-        """Call the ``on_save_checkpoint`` hooks, and return what they added to the checkpoint and edited in it."""
+        """Call the ``on_save_checkpoint`` hooks, and return what they added to the checkpoint and changed in it.
+
+        Args:
+            task: The task.
+        """
         hooks = self._trainer.hooks.on_save_checkpoint if self._trainer.hooks is not None else ()
         if not hooks:
             return HookedState({}, None)
@@ -232,7 +265,12 @@ class TrainerCheckpointer:
 
     @contextmanager
     def applying(self, hooked: HookedState, task: TaskModule) -> Iterator[None]:
-        """Inside, a checkpoint that is made holds what the hooks added, and the weights as they left them."""
+        """Apply the hooks' entries and weights to a checkpoint that is saved within a context.
+
+        Args:
+            hooked: Result of the hooks.
+            task: The task.
+        """
 
         def replace(module: Any, current: dict[str, Any], prefix: str, local_metadata: Any) -> None:
             assert hooked.weights is not None
@@ -249,9 +287,11 @@ class TrainerCheckpointer:
                 handle.remove()
 
     def _get_counts(self) -> dict[str, int]:
+        """Return epoch and step under the names of checkpoints."""
         return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
 
     def _get_hparams(self) -> dict[str, Any]:
+        """Return the task's hyperparameters."""
         task = self._trainer.task
         return {} if task is None or not task.hparams else dict(task.hparams)
 
@@ -259,7 +299,11 @@ class TrainerCheckpointer:
 
     @contextmanager
     def ahead(self, opened: OpenCheckpoint | None) -> Iterator[None]:
-        """Restore the counters and the data module first, as loaders may follow from them; undo it after an error."""
+        """Restore the counters and the data module first, as dataloaders may depend on them; undo it after an error.
+
+        Args:
+            opened: The checkpoint, or None.
+        """
         progress = self._trainer.progress
         counters_before = progress.state_dict()
         try:
@@ -273,13 +317,17 @@ class TrainerCheckpointer:
             raise
 
     def load_weights(self, task: TaskModule, opened: OpenCheckpoint) -> None:
-        """Load the weights, as the task's ``on_load_checkpoint`` leaves them. All processes must call it.
+        """Load the weights, as the task's ``on_load_checkpoint`` leaves them. Call it on all processes.
+
+        Args:
+            task: The task.
+            opened: The checkpoint.
 
         Raises:
-            ValueError: if they don't fit the task.
+            ValueError: If the weights do not fit the task.
         """
         accelerator = self._trainer.accelerator
-        by_task = overrides(task, "load_state_dict")  # which may know better what fits
+        by_task = overrides(task, "load_state_dict")  # a custom load_state_dict may accept more
         weights = None
         if by_task or overrides(task, "on_load_checkpoint"):
             opened.verify(accelerator.world)
@@ -293,7 +341,7 @@ class TrainerCheckpointer:
             load_opened(task, Opened(str(opened.path), weights, frozen=frozen), task.strict_loading)
 
     def _edit_weights(self, task: TaskModule, opened: OpenCheckpoint) -> dict[str, Any] | None:
-        """Call the task's ``on_load_checkpoint``; return the weights that it edited, or None."""
+        """Call the task's ``on_load_checkpoint``, and return the weights that it changed, or None."""
         checkpoint = Added(read_hook_entries(opened))
         if hparams := self._get_hparams():
             checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
@@ -303,9 +351,12 @@ class TrainerCheckpointer:
         return weights.get_edited(checkpoint)
 
     def restore_datamodule(self, opened: OpenCheckpoint) -> dict[str, Any]:
-        """Restore the state of the data module, if the checkpoint has one; returns all that was registered.
+        """Restore the state of the data module, if the checkpoint has one, and return all registered states.
 
-        All processes must call it.
+        Call it on all processes.
+
+        Args:
+            opened: The checkpoint.
         """
         datamodule = self._trainer.datamodule
         with self._trainer.accelerator.world.together():
@@ -315,11 +366,17 @@ class TrainerCheckpointer:
         return registered
 
     def _is_strict(self) -> bool:
+        """Return whether all models require exactly matching states."""
         models = self._trainer.accelerator.unwrapped_models
         return all(getattr(model, "strict_loading", True) for model in models)
 
     def restore_run(self, opened: OpenCheckpoint | None, schedule: str | None = None) -> Any:
-        """Restore everything but the weights; returns the random state to set just before the first step."""
+        """Restore everything except the weights, and return the RNG state to set right before the first step.
+
+        Args:
+            opened: The checkpoint, or None.
+            schedule: See `Accelerator.load_state`. Default: None.
+        """
         if opened is None:
             return None
         with isolated_random_state():
@@ -328,23 +385,23 @@ class TrainerCheckpointer:
                 models=False,
                 strict=self._is_strict(),
                 schedule=schedule,
-                finish_epoch=False,  # what follows an epoch's last batch, its validation first, is still to come
+                finish_epoch=False,  # the end of the epoch and its validation follow
             )
             if info.get("saved_by", 1) > 1:
                 warn(
-                    f"{opened.path} was saved by rank zero alone when an error came: the other processes' random "
-                    "numbers and share of the epoch's logged means are not in it, and begin anew."
+                    f"{opened.path} was saved by rank zero alone after an error. It lacks the other processes' RNG "
+                    "state and their share of the epoch's logged means, which start anew."
                 )
             return random_state()
 
     def _load_callback_states(self, state: CallbackStates) -> None:
-        """Load the callbacks' states, and hand their hooks what was added; the task's got it in `load_weights`."""
+        """Load the callbacks' states, and pass added entries to their hooks; the task's hook ran in `load_weights`."""
         callbacks = {callback.state_key: callback for callback in self._trainer.callbacks}
         for name, saved in state["callbacks"].items():
             if name in callbacks:
                 callbacks[name].load_state_dict(saved)
             else:
-                warn(f"the checkpoint has a state for {name}, but no such callback is there to take it.")
+                warn(f"the checkpoint has a state for {name}, but the Trainer has no such callback.")
         assert self._trainer.hooks is not None
         added = Added({**self._get_counts(), **state["added"]})
         if hparams := self._get_hparams():
@@ -358,15 +415,18 @@ class TrainerCheckpointer:
 def collect_callback_states(callbacks: list[Callback]) -> dict[str, Any]:
     """Return the callbacks' states by name.
 
+    Args:
+        callbacks: The callbacks.
+
     Raises:
-        ValueError: if two callbacks would be saved under one name.
+        ValueError: If two callbacks have the same name.
     """
     states: dict[str, Any] = {}
     for callback in callbacks:
         if state := callback.state_dict():
             if callback.state_key in states:
                 raise ValueError(
-                    f"two callbacks would be saved under the name {callback.state_key!r}: give one another state_key."
+                    f"two callbacks would be saved under the name {callback.state_key!r}. Change the state_key of one."
                 )
             states[callback.state_key] = state
     return states

@@ -1,3 +1,3 @@
-"""Words that stand for a checkpoint in the run's own folder. Nothing here waits for torch."""
+"""Words that stand for a checkpoint in the run's folder. Importing this file does not import torch."""
 
 WORDS_FOR_CHECKPOINTS = ("last", "best", "auto")

@@ -1,4 +1,4 @@
-"""What users subclass: the task, its data, their hooks and hyperparameters."""
+"""Base classes for users: the task, its data, their hooks and hyperparameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every form that ``configure_optimizers`` may return, made into one."""
+"""Parser of every form that ``configure_optimizers`` may return."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ _TYPING_ERROR = 0.9  # 'lr_schedular' is 0.92; 'scheduler' for 'lr_scheduler', a
 
 @dataclass(kw_only=True)
 class SchedulerConfig:
-    """A scheduler and when it steps.
+    """Scheduler with the time of its steps.
 
     Attributes:
-        scheduler: anything with ``step`` and ``state_dict``.
-        interval: ``"epoch"`` or ``"step"`` (optimizer steps).
-        frequency: step every so many intervals.
-        monitor: the logged value a plateau scheduler is stepped with.
-        strict: whether a monitored value that was not logged is an error.
-        name: for `LearningRateMonitor`.
-        reduce_on_plateau: whether it takes the monitored value.
+        scheduler: An object with ``step`` and ``state_dict``.
+        interval: ``"epoch"`` or ``"step"`` (optimizer steps). Default: ``"epoch"``.
+        frequency: Number of intervals between steps. Default: 1.
+        monitor: Name of the logged value that a plateau scheduler is stepped with. Default: None.
+        strict: Whether a monitored value that was not logged is an error. Default: True.
+        name: Name for `LearningRateMonitor`. Default: None.
+        reduce_on_plateau: Whether ``step`` receives the monitored value. Default: False; always True for
+            ``ReduceLROnPlateau``.
     """
 
     scheduler: Any
@@ -47,25 +48,28 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if not (hasattr(self.scheduler, "step") and hasattr(self.scheduler, "state_dict")):
-            raise TypeError(f"a scheduler needs step() and state_dict(); got {self.scheduler!r}.")
+            raise TypeError(f"{self.scheduler!r} is not a scheduler: it must have step() and state_dict().")
         choose("interval", self.interval, ("epoch", "step"))
         check_int("frequency", self.frequency, 1)
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
     def check_monitor(self) -> None:
-        """Raise a ValueError for a plateau scheduler that the loop is to step, and that watches nothing."""
+        """Raise a ValueError for a plateau scheduler that the loop steps and that has no ``monitor``."""
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(
-                "a ReduceLROnPlateau scheduler needs to know what to watch: return "
+                "a ReduceLROnPlateau scheduler needs a monitor. Return "
                 "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
             )
 
 
 def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers in whatever ``configure_optimizers`` returned.
+    """Return the optimizers and schedulers in the result of ``configure_optimizers``.
+
+    Args:
+        returned: The result of ``configure_optimizers``.
 
     Raises:
-        TypeError, ValueError: names what was returned and what may be.
+        TypeError, ValueError: If the form is invalid; the message states the result and the valid forms.
     """
     if returned is None:
         return [], []
@@ -81,7 +85,7 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     if len(parts) == 2 and isinstance(parts[0], list | tuple):
         if not parts[0]:
             raise ValueError("configure_optimizers returned two lists, and the first, of optimizers, is empty.")
-        # A single scheduler, or its dict, may stand for a list of one, as in Lightning.
+        # A single scheduler, or its dict, counts as a list of one, as in Lightning.
         schedulers = parts[1] if isinstance(parts[1], list | tuple) else [parts[1]]
         return [_check_optimizer(o) for o in parts[0]], [_parse_scheduler(s, None) for s in schedulers]
     if parts and all(isinstance(part, Mapping) for part in parts):
@@ -91,59 +95,67 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
 
 
 def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
-    """The optimizers must train the module, and the schedulers must drive these optimizers.
+    """Raise an error unless the optimizers train the module and the schedulers drive these optimizers.
+
+    Args:
+        module: The task.
+        optimizers: Its optimizers.
+        schedulers: Its schedulers.
 
     Raises:
-        ValueError: if one has nothing to do with the run, so that it would do nothing without a word.
+        ValueError: If an optimizer or a scheduler is unrelated to the run and would silently have no effect.
     """
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         if not any(id(parameter) in parameter_ids for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
                 f"configure_optimizers returned a {type(optimizer).__name__} that holds none of "
-                f"{type(module).__name__}'s parameters, so nothing would be trained. Build it from self.parameters()."
+                f"{type(module).__name__}'s parameters, so it would train nothing. Build it from self.parameters()."
             )
     for config in schedulers:
         driven = getattr(config.scheduler, "optimizer", None)
         if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in optimizers):
             raise ValueError(
-                f"configure_optimizers returned a {type(config.scheduler).__name__} that drives another optimizer than "
-                "the one it returned. Build it from that one."
+                f"configure_optimizers returned a {type(config.scheduler).__name__} whose optimizer it did not return. "
+                "Build the scheduler from the returned optimizer."
             )
 
 
 def _check_optimizer(value: Any) -> Optimizer:
+    """Return the value if it is an optimizer, or raise a TypeError."""
     if isinstance(value, Optimizer):
         return value
     raise TypeError(
-        f"configure_optimizers returned {type(value).__name__} where an optimizer stands; it may return {_FORMS}."
+        f"configure_optimizers returned a {type(value).__name__} in place of an optimizer; it may return {_FORMS}."
     )
 
 
 def _parse_dict(config: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizer and the scheduler in a dict of `configure_optimizers`."""
     _check_keys("configure_optimizers returned a dict", config, ("optimizer", "lr_scheduler", "monitor"))
     if "optimizer" not in config:
-        raise ValueError("configure_optimizers returned a dict without 'optimizer'.")
+        raise ValueError("configure_optimizers returned a dict without 'optimizer'. Add this key.")
     scheduler = config.get("lr_scheduler")
     schedulers = [] if scheduler is None else [_parse_scheduler(scheduler, config.get("monitor"))]
     return [_check_optimizer(config["optimizer"])], schedulers
 
 
 def _parse_scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
+    """Return a scheduler, or the dict that describes it, as a `SchedulerConfig`."""
     if not isinstance(value, Mapping):
         return SchedulerConfig(scheduler=value, monitor=monitor)
     valid = [field.name for field in fields(SchedulerConfig)]
     _check_keys("configure_optimizers returned an lr_scheduler dict", value, valid)
     if "scheduler" not in value:
-        raise ValueError("the lr_scheduler dict has no 'scheduler'.")
+        raise ValueError("configure_optimizers returned an lr_scheduler dict without 'scheduler'. Add this key.")
     return SchedulerConfig(**{"monitor": monitor, **{key: value[key] for key in valid if key in value}})
 
 
 def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) -> None:
-    """Warn of keys that nobody reads, as public code has some.
+    """Warn of unknown keys, which occur in public code.
 
     Raises:
-        ValueError: for a key that is nearly a valid one: a scheduler would be lost by a typing error.
+        ValueError: If a key is nearly a valid one: a misspelled key would drop the scheduler.
     """
     for key in config:
         if key in valid:
@@ -151,14 +163,17 @@ def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) ->
         if (close := closest_name(key, valid, _TYPING_ERROR)) is not None:
             raise ValueError(f"{source} with the key {key!r}; it may have {', '.join(valid)}. Did you mean {close!r}?")
         keys = f"the keys are {', '.join(valid)}.{nearest(key, valid)}"
-        warn(f"{source} with the key {key!r}, which nobody reads; {keys}")
+        warn(f"{source} with the key {key!r}, which is ignored; {keys}")
 
 
 def endless(scheduler: Any) -> str | None:
-    """Return the name of a scheduler's length that is infinite; None if it has none such.
+    """Return the name of a scheduler's length argument that is infinite; None if all are finite.
 
-    Looks at torch's schedulers, those that one combines, and at what a ``LambdaLR``'s function was made with: that of
+    Looks at torch's schedulers, at those that one combines, and at the closure of a ``LambdaLR``'s function: that of
     transformers' ``get_cosine_schedule_with_warmup`` holds ``num_training_steps``.
+
+    Args:
+        scheduler: The scheduler.
     """
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         values = {name: getattr(part, name, None) for name in ("total_steps", "T_max", "total_iters", "T_0")}

@@ -1,4 +1,4 @@
-"""Data apart from the model: where it comes from and how it is loaded."""
+"""`DataModule`: the datasets and dataloaders of a task."""
 
 from __future__ import annotations
 
@@ -22,30 +22,72 @@ LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dat
 
 
 class TransferHooks:
-    """How a batch gets to the device; overridden on a task or a data module (the data module's wins)."""
+    """Hooks that move a batch to the device.
+
+    Override them on a task or a data module; those of the data module take precedence.
+    """
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change the batch on the host."""
+        """Change the batch on the host.
+
+        Args:
+            batch: The batch, as the dataloader returned it.
+            dataloader_idx: Index of the dataloader.
+
+        Returns:
+            The batch to transfer.
+        """
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move the batch."""
+        """Move the batch to the device.
+
+        Args:
+            batch: The batch.
+            device: The device.
+            dataloader_idx: Index of the dataloader.
+
+        Returns:
+            The batch on the device.
+        """
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change the batch on the device."""
+        """Change the batch on the device.
+
+        Args:
+            batch: The batch.
+            dataloader_idx: Index of the dataloader.
+
+        Returns:
+            The batch for the step.
+        """
         return batch
 
 
 class DataModule(HyperparametersMixin, TransferHooks):
-    """The data of a task. ``prepare_data`` runs once per machine, ``setup`` on every process.
+    """Datasets and dataloaders of a task. ``prepare_data`` runs once per machine, ``setup`` on every process.
 
     Attributes:
-        trainer: the Trainer that uses it, once there is one.
-        name: a name of your own.
-        prepare_data_per_node: whether ``prepare_data`` runs on one process of each machine, or on one of all.
-        allow_zero_length_dataloader_with_multiple_devices: accepted for Lightning's users: a process without a share of
-            the data always takes part, with weight zero.
+        trainer: The Trainer that uses it, or None.
+        name: A user-defined name.
+        prepare_data_per_node: Whether ``prepare_data`` runs on one process of each machine, or on one process in total.
+            Default: True.
+        allow_zero_length_dataloader_with_multiple_devices: Accepted for Lightning's users: a process without a share of
+            the data always participates, with weight zero.
+
+    Example:
+        >>> import torch
+        >>> import treadle as tl
+        >>> class Numbers(tl.DataModule):
+        ...     def setup(self, stage):
+        ...         self.numbers = torch.arange(8.0).reshape(8, 1)
+        ...     def train_dataloader(self):
+        ...         return torch.utils.data.DataLoader(self.numbers, batch_size=4)
+        >>> data = Numbers()
+        >>> data.setup("fit")
+        >>> len(data.train_dataloader())
+        2
     """
 
     trainer: Trainer | None = None
@@ -54,45 +96,61 @@ class DataModule(HyperparametersMixin, TransferHooks):
     allow_zero_length_dataloader_with_multiple_devices: bool = False
 
     def prepare_data(self) -> None:
-        """Download or build data on disk: runs on one process per machine, before ``setup``."""
+        """Download or build data on disk. Runs on one process per machine, before ``setup``."""
 
     def setup(self, stage: str) -> None:
-        """Make the datasets of a stage (``fit``, ``validate``, ``test``, ``predict``)."""
+        """Create the datasets of a stage. Runs on every process.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def teardown(self, stage: str) -> None:
-        """Clean up after a stage."""
+        """Clean up after a stage.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def train_dataloader(self) -> Any:
-        """Return the training loader."""
+        """Return the training dataloader."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
-        """Return the validation loader, or several."""
+        """Return the validation dataloader, or several."""
         raise NotImplementedError
 
     def test_dataloader(self) -> Any:
-        """Return the test loader, or several."""
+        """Return the test dataloader, or several."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """Return the predict loader, or several."""
+        """Return the predict dataloader, or several."""
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """What each loader's dataset holds, as far as it can be made now."""
+        """Return the sizes of each dataloader's dataset, as far as they are known."""
         names = ("Train", "Validation", "Test", "Predict")
         pairs = zip(names, LOADERS, strict=True)
         return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Something raised during a stage."""
+        """React to an exception raised during a stage.
+
+        Args:
+            exception: The exception.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save in a checkpoint."""
+        """Return the state to save in a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The saved state.
+        """
 
     @classmethod
     def from_datasets(
@@ -105,14 +163,18 @@ class DataModule(HyperparametersMixin, TransferHooks):
         num_workers: int = 0,
         **kwargs: Any,
     ) -> Self:
-        """A data module around datasets you have already; the training set is shuffled.
+        """Return a data module around existing datasets. The training set is shuffled.
 
         Args:
-            train_dataset: a dataset, or several in lists, tuples and dicts.
-            val_dataset, test_dataset, predict_dataset: the same.
-            batch_size: of each loader; ``__init__`` gets it too, if it has an argument of this name.
-            num_workers: the same.
-            kwargs: more for ``__init__``.
+            train_dataset: A dataset, or several in lists, tuples and dicts.
+            val_dataset: The same for validation.
+            test_dataset: The same for testing.
+            predict_dataset: The same for prediction.
+            batch_size: Batch size of each dataloader. Also passed to ``__init__`` if it has an argument of this name.
+                Default: 1.
+            num_workers: Worker processes of each dataloader. Also passed to ``__init__`` if it has an argument of this
+                name. Default: 0.
+            kwargs: Further arguments of ``__init__``.
         """
 
         def build_loader(dataset: Any, shuffle: bool) -> Any:
@@ -146,18 +208,21 @@ class DataModule(HyperparametersMixin, TransferHooks):
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the data module from the hyperparameters in a checkpoint, and load its state. No code in it is run.
+        """Build the data module from the hyperparameters in a checkpoint and load its state. No code in it is run.
 
         Args:
-            checkpoint_path: a checkpoint of ours; a Lightning ``.ckpt``; or the URL of a file, with ``sha256``.
-            map_location: accepted for Lightning's signature: a data module's tensors stay on the CPU.
-            hparams_file: the ``hparams.yaml`` or ``.csv`` of a logger, in place of the saved hyperparameters.
-            weights_only: accepted for Lightning's signature; code in a file never runs.
-            sha256: the digest of the file, compared before anything in it is looked at.
-            kwargs: arguments of ``__init__``, in place of the saved ones.
+            checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``; or the URL of a file, with ``sha256``.
+            map_location: Accepted for Lightning's signature; a data module's tensors stay on the CPU.
+            hparams_file: The ``hparams.yaml`` or ``.csv`` of a logger, which replaces the saved hyperparameters.
+            weights_only: Accepted for Lightning's signature; code in a file never runs.
+            sha256: The digest of the file, compared before the file is parsed.
+            kwargs: Arguments of ``__init__``, which override the saved ones.
+
+        Returns:
+            The data module with its saved state.
 
         Raises:
-            ValueError: if it is no checkpoint, is damaged or harmful.
+            ValueError: If the path is not a checkpoint, or the checkpoint is damaged or harmful.
         """
         from .loading import build_datamodule, warn_of_code
 
@@ -170,10 +235,10 @@ def _is_nested(value: Any) -> bool:
 
 
 def _describe_sizes(module: DataModule, method: str) -> Iterator[str]:
-    """How many samples each of a method's loaders has; "None" where there is none, or none yet."""
+    """Yield the number of samples of each of a method's dataloaders; "None" if there is no dataloader, or not yet."""
     try:
         loaders = getattr(module, method)()
-    except Exception:  # the user's hook, which may need a setup() that has not been
+    except Exception:  # the user's hook may need a setup() that has not run
         loaders = None
     if loaders is None:
         yield "None"

@@ -1,4 +1,4 @@
-"""A task's computation, or its weights, in files for others."""
+"""Export of a task's computation, or of its weights, to files for other programs."""
 
 from __future__ import annotations
 
@@ -28,28 +28,32 @@ if TYPE_CHECKING:
 
 
 class Exports(nn.Module):
-    """The part of a task that writes it for others: ``forward`` in evaluation mode, or the weights."""
+    """Part of a task that exports ``forward`` in evaluation mode, or the weights."""
 
     example_input_array: Any
 
     def to_onnx(
         self, file_path: str | Path | BinaryIO | None = None, input_sample: Any = None, **kwargs: Any
     ) -> ONNXProgram:
-        """Turn ``forward`` into an ONNX program. Needs the packages onnx and onnxscript.
+        """Convert ``forward`` to an ONNX program. Requires the packages onnx and onnxscript.
 
         Args:
-            file_path: the file, or an open one; None writes none.
-            input_sample: what to call ``forward`` with: a tensor, a tuple of arguments, or a dict of keywords; by
-                default ``example_input_array``.
-            kwargs: for ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` leaves the batch's size open.
+            file_path: Path of the file, or an open file; None writes none.
+            input_sample: The input of ``forward``: a tensor, a tuple of arguments, or a dict of keywords. Default:
+                ``example_input_array``.
+            kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` leaves the batch
+                size open.
+
+        Returns:
+            The program.
 
         Raises:
-            ModuleNotFoundError: names what to install.
-            ValueError: if there is no input, the model is sharded, or the program's outputs are of other shapes.
+            ModuleNotFoundError: If a package is missing; the message names it.
+            ValueError: If there is no input, the model is sharded, or the program's outputs have other shapes.
         """
         require("to_onnx", "onnx", "onnxscript", extra="onnx")
         if kwargs.pop("dynamo", True) is not True:
-            raise ValueError("dynamo=False is the export that torch has given up; leave it out.")
+            raise ValueError("dynamo=False is not supported, because torch has deprecated that export. Remove it.")
         with _for_export(self, "to_onnx"):
             args, keywords = _prepare_arguments(self, "to_onnx", input_sample)
             expected = self(*args, **keywords)
@@ -67,18 +71,21 @@ class Exports(nn.Module):
     def to_torch_export(
         self, file_path: str | Path | None = None, input_sample: Any = None, **kwargs: Any
     ) -> ExportedProgram:
-        """Turn ``forward`` into a graph of torch operations, by ``torch.export``.
+        """Convert ``forward`` to a graph of torch operations with ``torch.export``.
 
         Args:
-            file_path: the ``.pt2`` file, which ``torch.export.load(file).module()`` makes a module of; or None.
-            input_sample: see `to_onnx`.
-            kwargs: for ``torch.export.export``: ``dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}``.
+            file_path: Path of the ``.pt2`` file, which ``torch.export.load(file).module()`` loads; None writes none.
+            input_sample: See `to_onnx`.
+            kwargs: Keyword arguments of ``torch.export.export``: ``dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}``.
+
+        Returns:
+            The program.
 
         Raises:
-            ValueError: if there is no input, the model is sharded, or the program's outputs are of other shapes.
+            ValueError: If there is no input, the model is sharded, or the program's outputs have other shapes.
         """
         if file_path is not None and Path(file_path).suffix != ".pt2":
-            raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, by which torch knows such a file.")
+            raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, the suffix that torch expects.")
         with _for_export(self, "to_torch_export"):
             args, keywords = _prepare_arguments(self, "to_torch_export", input_sample)
             expected = self(*args, **keywords)
@@ -93,12 +100,15 @@ class Exports(nn.Module):
         return program
 
     def to_safetensors(self, file_path: str | Path) -> None:
-        """Write the weights, under the names of ``state_dict``, to one safetensors file that appears in one move.
+        """Write the weights, with the names of ``state_dict``, to one safetensors file. The file appears in one rename.
 
-        Tied ones are written once, and the header says so. `load_weights` takes it.
+        Tied weights are written once, and the header lists them. `load_weights` loads the file.
+
+        Args:
+            file_path: Path of the file.
 
         Raises:
-            ValueError: if the model is sharded.
+            ValueError: If the model is sharded.
         """
         _refuse_shards(self, "to_safetensors")
         if not is_url(file_path):
@@ -115,28 +125,29 @@ class Exports(nn.Module):
         example_inputs: Any = None,
         **kwargs: Any,
     ) -> torch.jit.ScriptModule:
-        """Turn ``forward`` into TorchScript, which torch has deprecated; `to_torch_export` has taken its place.
+        """Convert ``forward`` to TorchScript, which torch has deprecated in favour of `to_torch_export`.
 
         Args:
-            file_path: the file, which ``torch.jit.load`` reads; or None.
-            method: ``"script"`` compiles the source of ``forward``, ``"trace"`` records one call.
-            example_inputs: for ``"trace"``, what to call ``forward`` with: a tensor, a tuple of arguments, or a dict of
-                keywords; by default ``example_input_array``.
-            kwargs: for ``torch.jit.script`` or ``torch.jit.trace``.
+            file_path: Path of the file, which ``torch.jit.load`` loads; None writes none.
+            method: ``"script"`` compiles the source of ``forward``, ``"trace"`` records one call. Default:
+                ``"script"``.
+            example_inputs: The input of ``forward`` for ``"trace"``: a tensor, a tuple of arguments, or a dict of
+                keywords. Default: ``example_input_array``.
+            kwargs: Keyword arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Returns:
             The module in evaluation mode.
 
         Raises:
-            ValueError: for another method, if a trace has no input, or the model is sharded.
+            ValueError: If the method is unknown, a trace has no input, or the model is sharded.
         """
         warn(
-            "to_torchscript: TorchScript is deprecated in torch, and gets no fixes. Use to_torch_export, whose file "
-            "torch.export.load reads and AOTInductor compiles for C++, or to_onnx."
+            "to_torchscript: TorchScript is deprecated in torch and no longer fixed. Use to_onnx, or to_torch_export, "
+            "whose files torch.export.load reads and AOTInductor compiles for C++."
         )
         method = choose("method", method or "script", ("script", "trace"))
         with _for_export(self, "to_torchscript"), _readable_properties(self), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`torch.jit.*deprecated", DeprecationWarning)  # said above, once
+            warnings.filterwarnings("ignore", "`torch.jit.*deprecated", DeprecationWarning)  # see the warning above
             if method == "script":
                 module = torch.jit.script(self, **kwargs)
             else:
@@ -149,26 +160,28 @@ class Exports(nn.Module):
         return module
 
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not there: it is another package's.
+        """Raise NotImplementedError: another package provides this export.
+
+        Args:
+            args: Ignored.
+            kwargs: Ignored.
 
         Raises:
-            NotImplementedError: always; names what to use.
+            NotImplementedError: Always; the message names the function to use.
         """
         raise NotImplementedError(
-            "to_tensorrt is NVIDIA's to do: torch_tensorrt.dynamo.compile takes what to_torch_export returns."
+            "to_tensorrt is not supported. Pass the result of to_torch_export to torch_tensorrt.dynamo.compile."
         )
 
 
 @contextmanager
 def _for_export(task: nn.Module, method: str) -> Iterator[None]:
-    """Evaluation mode, no gradients, nothing compiled; afterwards all is as it was."""
+    """Set evaluation mode and disable gradients and compilation within a context."""
     from ...engine import evaluation_mode
 
     _refuse_shards(task, method)
     if type(task).forward is nn.Module.forward:
-        raise ValueError(
-            f"{method} writes what forward computes, and {type(task).__name__} has no forward: give it one."
-        )
+        raise ValueError(f"{method} exports forward, but {type(task).__name__} has no forward. Define one.")
     with torch.no_grad(), evaluation_mode(task), plain_calls(task):
         yield
 
@@ -187,19 +200,20 @@ def _readable_properties(task: nn.Module) -> Iterator[None]:
 
 
 def _refuse_shards(task: nn.Module, method: str) -> None:
+    """Raise a ValueError if the task is sharded or has parameters on the meta device."""
     if any(is_sharded(parameter) or parameter.is_meta for parameter in task.parameters()):
         raise ValueError(
-            f"{method}: this {type(task).__name__} is sharded, or not built, so no process has it whole. Load a "
-            f"checkpoint into a new one, {type(task).__name__}.load_from_checkpoint(path), and export that."
+            f"{method}: this {type(task).__name__} is sharded, or not built, so no process holds the full model. Load "
+            f"a checkpoint with {type(task).__name__}.load_from_checkpoint(path), and export that task."
         )
 
 
 def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords for ``forward``, where the task is."""
+    """Return positional arguments and keywords for ``forward``, on the task's device."""
     sample = task.example_input_array if sample is None else sample
     if sample is None:
         raise ValueError(
-            f"{method} needs an input to follow: pass input_sample, or set {type(task).__name__}.example_input_array."
+            f"{method} needs an example input. Pass input_sample, or set {type(task).__name__}.example_input_array."
         )
     sample = move_data_to_device(sample, task.device)
     if isinstance(sample, Mapping):
@@ -208,17 +222,18 @@ def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, 
 
 
 def _collect_tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in an output, in order."""
     tensors: list[Tensor] = []
     apply_to_collection(output, Tensor, tensors.append)
     return tensors
 
 
 def _check_shapes(method: str, expected: list[Any], actual: list[Any]) -> None:
-    """Raise a ValueError unless the outputs are as many and of the same shapes; a name stands for any size."""
+    """Raise a ValueError unless number and shapes of the outputs match; a symbolic size matches any number."""
     fits = len(expected) == len(actual) and all(
         have is None
         or (len(want) == len(have) and all(not isinstance(n, int) or n == m for n, m in zip(have, want, strict=True)))
         for want, have in zip(expected, actual, strict=True)
     )
     if not fits:
-        raise ValueError(f"{method}: forward returns tensors of shapes {expected}, but what was made of it {actual}.")
+        raise ValueError(f"{method}: forward returns tensors of shapes {expected}, but the exported program {actual}.")

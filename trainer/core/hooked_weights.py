@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class HookedWeights:
-    """A state dict that is offered to checkpoint hooks, and what they made of it.
+    """State dict that is passed to checkpoint hooks, with detection of their edits.
 
     Args:
-        weights: tensors, and what else modules keep in their state, by name.
+        weights: Tensors and other module state, by name.
 
     Attributes:
-        offered: the dict for ``checkpoint["state_dict"]``.
+        offered: The dict for ``checkpoint["state_dict"]``.
     """
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
@@ -23,18 +23,19 @@ class HookedWeights:
         self._before = {name: (value, _get_version(value)) for name, value in weights.items()}
 
     def get_edited(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the weights as the hooks left them; None if nothing was dropped, added, replaced or changed in place.
+        """Return the weights as the hooks left them; None if they dropped, added, replaced and changed nothing.
 
         Args:
-            checkpoint: the dict that the hooks got.
+            checkpoint: The dict that the hooks got.
 
         Raises:
-            ValueError: if no state dict is there any more.
+            ValueError: If ``checkpoint["state_dict"]`` is missing or is not a mapping.
         """
         weights = checkpoint.get("state_dict")
         if not isinstance(weights, Mapping):
             raise ValueError(
-                f"a checkpoint hook left {type(weights).__name__} as checkpoint['state_dict']: leave a dict of weights."
+                f"a checkpoint hook left a {type(weights).__name__} as checkpoint['state_dict']. It must be a dict of "
+                "weights."
             )
         same = list(weights) == list(self._before) and all(
             value is before and _get_version(value) == version
@@ -44,5 +45,5 @@ class HookedWeights:
 
 
 def _get_version(value: Any) -> int:
-    """Return the number of changes in place; tensors made in inference mode count none."""
+    """Return the number of in-place changes; tensors made in inference mode have no counter and return 0."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0

@@ -1,4 +1,4 @@
-"""The hooks of a task: the same names and moments as a callback's, told from the inside."""
+"""Hooks of a task, with the names and the times of a callback's hooks."""
 
 from __future__ import annotations
 
@@ -8,167 +8,260 @@ from torch.optim import Optimizer
 
 
 class TaskHooks:
-    """Override the hooks you need; the others cost nothing. `docs/hooks.md` has the order."""
+    """Hooks of a task. Override those you need; the others have no overhead. `docs/hooks.md` has their order."""
 
     prepare_data_per_node: bool = True
-    """Whether ``prepare_data`` runs on one process of each machine, or on one of all."""
+    """Whether ``prepare_data`` runs on one process of each machine, or on one process in total."""
 
     allow_zero_length_dataloader_with_multiple_devices: bool = False
-    """Accepted for Lightning's users: a process without a share of the data always takes part, with weight zero."""
+    """Accepted for Lightning's users: a process without a share of the data always participates, with weight zero."""
 
     def prepare_data(self) -> None:
-        """Download or build data on disk: runs on one process per machine, before ``setup``."""
+        """Download or build data on disk. Runs on one process per machine, before ``setup``."""
 
     def setup(self, stage: str) -> None:
-        """A stage (``fit``, ``validate``, ``test``, ``predict``) begins, on every process."""
+        """Prepare for a stage. Runs on every process.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def teardown(self, stage: str) -> None:
-        """A stage is over, by success or failure."""
+        """Clean up after a stage, whether it succeeded or failed.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def configure_model(self) -> None:
-        """Build what ``__init__`` left out, in place and, where the strategy shards, never whole; see `init_module`.
+        """Build layers that ``__init__`` left out, in place.
 
-        May be called more than once: return at once if it is there already.
+        A strategy that shards shards the layers as they are built; see `Accelerator.init_module`. May be called more
+        than once: return at once if the layers exist.
         """
 
     def configure_callbacks(self) -> Any:
-        """Callbacks that belong to this task; they replace the Trainer's of the same class."""
+        """Return callbacks that belong to this task. They replace the Trainer's callbacks of the same class.
+
+        Returns:
+            One callback or several. Default: none.
+        """
         return []
 
     def on_fit_start(self) -> None:
-        """Model and optimizers are in place."""
+        """Run once model and optimizers are in place."""
 
     def on_fit_end(self) -> None:
-        """Training is over."""
+        """Run after training."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Something raised, on this process at least. No collectives here: the others may not come."""
+        """React to an exception on this process. Call no collectives: other ranks may not reach them.
+
+        Args:
+            exception: The exception.
+        """
 
     def on_sanity_check_start(self) -> None:
-        """The few validation batches before training begin."""
+        """Run before the sanity check, the validation batches that precede training."""
 
     def on_sanity_check_end(self) -> None:
-        """The few validation batches before training are over."""
+        """Run after the sanity check."""
 
     def on_train_start(self) -> None:
-        """The first epoch is about to begin."""
+        """Run before the first epoch."""
 
     def on_train_end(self) -> None:
-        """The last epoch is over."""
+        """Run after the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """An epoch begins."""
+        """Run before each epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """An epoch is over, its validation and its schedulers too."""
+        """Run after each epoch, including its validation and its schedulers' steps."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """A micro-batch is on the device; return -1, on every rank, to end the epoch here."""
+        """Run before each micro-batch, which is on the device.
+
+        Args:
+            batch: The batch.
+            batch_idx: Index of the batch.
+
+        Returns:
+            -1, on every rank, to end the epoch; None to continue.
+        """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A micro-batch is done; after its group's last one, the optimizer has stepped."""
+        """Run after each micro-batch; after the last one of a group, the optimizer has stepped.
+
+        Args:
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+        """
 
     def on_before_backward(self, loss: Any) -> None:
-        """The loss is known, its gradient not yet."""
+        """Run after the loss is computed and before its backward pass.
+
+        Args:
+            loss: The loss that ``training_step`` returned, unscaled.
+        """
 
     def on_after_backward(self) -> None:
-        """Gradients of this micro-batch are added."""
+        """Run after the gradients of a micro-batch are accumulated."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """The group's gradient is complete and unscaled, but not clipped."""
+        """Run once the group's gradients are complete and unscaled, before they are clipped.
+
+        Args:
+            optimizer: The optimizer.
+        """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped; its gradients are about to be dropped."""
+        """Run after the optimizer step, before its gradients are reset.
+
+        Args:
+            optimizer: The optimizer.
+        """
 
     def on_step_end(self) -> None:
-        """An optimizer step is wholly over: validated if due, schedulers stepped."""
+        """Run after each optimizer step, including a validation that is due and the schedulers' steps."""
 
     def on_validation_start(self) -> None:
-        """Validation begins."""
+        """Run before the validation."""
 
     def on_validation_end(self) -> None:
-        """Validation is over."""
+        """Run after the validation."""
 
     def on_validation_epoch_start(self) -> None:
-        """The validation loaders are about to be run through."""
+        """Run before the first batch of the validation dataloaders."""
 
     def on_validation_epoch_end(self) -> None:
-        """The validation loaders have been run through."""
+        """Run after the last batch of the validation dataloaders.
+
+        The last place to log a value of this validation.
+        """
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A validation batch is on the device."""
+        """Run before each validation batch, which is on the device.
+
+        Args:
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A validation batch is done."""
+        """Run after each validation batch.
+
+        Args:
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_test_start(self) -> None:
-        """Testing begins."""
+        """Run before the test."""
 
     def on_test_end(self) -> None:
-        """Testing is over."""
+        """Run after the test."""
 
     def on_test_epoch_start(self) -> None:
-        """The test loaders are about to be run through."""
+        """Run before the first batch of the test dataloaders."""
 
     def on_test_epoch_end(self) -> None:
-        """The test loaders have been run through."""
+        """Run after the last batch of the test dataloaders."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A test batch is on the device."""
+        """Run before each test batch, which is on the device.
+
+        Args:
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A test batch is done."""
+        """Run after each test batch.
+
+        Args:
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_predict_start(self) -> None:
-        """Prediction begins."""
+        """Run before the prediction."""
 
     def on_predict_end(self) -> None:
-        """Prediction is over."""
+        """Run after the prediction."""
 
     def on_predict_epoch_start(self) -> None:
-        """The predict loaders are about to be run through."""
+        """Run before the first batch of the predict dataloaders."""
 
     def on_predict_epoch_end(self) -> None:
-        """The predict loaders have been run through."""
+        """Run after the last batch of the predict dataloaders."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A predict batch is on the device."""
+        """Run before each predict batch, which is on the device.
+
+        Args:
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A predict batch is done."""
+        """Run after each predict batch.
 
-    # How evaluation sets and takes back modes. Overriding one replaces what the loop does; `super()` gives Lightning's
-    # behavior. Without overrides each part returns to the mode it was in.
+        Args:
+            outputs: The step's result.
+            batch: The batch.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of the dataloader. Default: 0.
+        """
+
+    # How evaluation sets and restores modes. Overriding one replaces what the loop does; `super()` has Lightning's
+    # behavior. Without overrides each module returns to its earlier mode.
 
     def on_validation_model_zero_grad(self) -> None:
-        """Within ``fit``, validation is about to begin; the gradients were dropped after the step."""
+        """Run before a validation within ``fit``. The gradients were already reset after the step."""
 
     def on_validation_model_eval(self) -> None:
-        """Set the modes for validation."""
+        """Set the modes of all modules for validation."""
         self._set_mode(training=False)
 
     def on_validation_model_train(self) -> None:
-        """Take the modes back after validation."""
+        """Restore the modes of all modules after validation."""
         self._set_mode(training=True)
 
     def on_test_model_eval(self) -> None:
-        """Set the modes for testing."""
+        """Set the modes of all modules for testing."""
         self._set_mode(training=False)
 
     def on_test_model_train(self) -> None:
-        """Take the modes back after testing."""
+        """Restore the modes of all modules after testing."""
         self._set_mode(training=True)
 
     def on_predict_model_eval(self) -> None:
-        """Set the modes for prediction."""
+        """Set the modes of all modules for prediction."""
         self._set_mode(training=False)
 
     def _set_mode(self, *, training: bool) -> None:
-        """Put every part in one mode; a task is a module too."""
+        """Set every module, the task included, to one mode."""
         self.train(training)  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being made; add plain data or tensors under names of your own."""
+        """Add plain data or tensors to a checkpoint, under user-defined names.
+
+        Args:
+            checkpoint: Entries of the checkpoint, by name.
+        """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being restored; take back what `on_save_checkpoint` added."""
+        """Restore what `on_save_checkpoint` added to a checkpoint.
+
+        Args:
+            checkpoint: Entries of the checkpoint, by name.
+        """

@@ -1,4 +1,4 @@
-"""Hyperparameters: what a task or data module was built with."""
+"""Hyperparameters: the arguments that a task or data module was built with."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from .stored_hparams import (
 
 
 class HyperparametersMixin:
-    """Adds ``save_hyperparameters`` and ``hparams``."""
+    """Mixin that adds ``save_hyperparameters`` and ``hparams``."""
 
     log_hyperparameters = True
-    hparams_name: str | None = None  # of the one argument that holds them all, where there is one
-    hparams_kind: tuple[str, str] | None = None  # what that argument is, and the name of its class
+    hparams_name: str | None = None  # name of the one argument that holds all of them, if any
+    hparams_kind: tuple[str, str] | None = None  # kind of that argument, and the name of its class
 
     def save_hyperparameters(
         self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
-        """Keep the arguments of ``__init__`` in ``self.hparams``, as they were passed.
+        """Keep the arguments of ``__init__`` in ``self.hparams``, unchanged.
 
-        Checkpoints and loggers get what of them is data: numbers, text, lists, dicts, paths, dates, tensors, enum
-        members, dataclasses, containers of OmegaConf. What is not (a module, a function) is left out there, with one
-        warning that names it.
+        Checkpoints and loggers get the arguments that are data: numbers, text, lists, dicts, paths, dates, tensors,
+        enum members, dataclasses, containers of OmegaConf. Other arguments (a module, a function) are left out of them,
+        with one warning that names them.
 
         Args:
-            args: names of arguments to keep (all by default), or one dict, namespace, dataclass or configuration of
-                OmegaConf to keep instead.
-            ignore: names to leave out.
-            frame: whose arguments; the caller's by default.
-            logger: whether loggers get them.
+            args: Names of the arguments to keep, or one dict, namespace, dataclass or OmegaConf configuration to keep
+                instead. Default: all arguments.
+            ignore: Names to leave out.
+            frame: The frame of ``__init__``. Default: the caller's.
+            logger: Whether loggers get the hyperparameters. Default: True.
 
         Raises:
-            TypeError: for something that holds no hyperparameters by name.
-            ValueError: for the name of an argument that does not exist, or outside of ``__init__``.
+            TypeError: If an object does not hold hyperparameters by name.
+            ValueError: If an argument does not exist, or the method is called outside of ``__init__``.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
@@ -64,18 +64,18 @@ class HyperparametersMixin:
             self._keep({name: value for name, value in values.items() if name not in ignored})
         else:
             if len(args) != 1:
-                raise TypeError(f"save_hyperparameters takes names, or one object that holds them all, not {args!r}.")
+                raise TypeError(f"save_hyperparameters got {args!r}. Pass names, or one object that holds all of them.")
             self.hparams_kind = _classify(args[0])
             arguments = _collect_init_arguments(self, caller) or {}
             self.hparams_name = next((name for name, value in arguments.items() if value is args[0]), None)
             self._keep_whole(args[0], ignored)
-        for name in ignored.intersection(self.hparams):  # a base class has kept it
+        for name in ignored.intersection(self.hparams):  # kept by a base class
             del self.hparams[name]
-        self.__dict__["_hparams_initial"] = _take_snapshot(self.hparams, (Tensor, ndarray))  # large, and ours already
+        self.__dict__["_hparams_initial"] = _take_snapshot(self.hparams, (Tensor, ndarray))  # large, and already copied
         self.log_hyperparameters = logger
 
     def _keep(self, values: Mapping[str, Any]) -> None:
-        if is_config(self.hparams):  # which takes values of a few types only
+        if is_config(self.hparams):  # a DictConfig accepts values of a few types only
             self.__dict__["_hparams"] = AttributeDict(entries(self.hparams))
         self.hparams.update(_take_snapshot(values))
 
@@ -91,14 +91,14 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> AttributeDict:
-        """What `save_hyperparameters` kept: a dict whose keys are attributes, or a copy of the one ``DictConfig``."""
+        """Hyperparameters: a dict whose keys are also attributes, or a copy of the ``DictConfig`` that was passed."""
         if "_hparams" not in self.__dict__:
             self.__dict__["_hparams"] = AttributeDict()
         return self.__dict__["_hparams"]
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """A copy of `hparams` as `save_hyperparameters` kept them, whatever was changed since."""
+        """Copy of `hparams` as of `save_hyperparameters`, without later changes."""
         return _take_snapshot(self.__dict__.get("_hparams_initial", AttributeDict()))
 
     def stored_hparams(self) -> Stored:
@@ -108,11 +108,15 @@ class HyperparametersMixin:
         )
 
     def plain_hparams(self) -> dict[str, Any]:
-        """Return `hparams` as loggers get them: dicts, lists, text and numbers, without what can't be stored."""
+        """Return `hparams` as sent to loggers: dicts, lists, text and numbers, without values that cannot be stored."""
         return plain({name: readable(value) for name, value in self.stored_hparams().values.items()})
 
     def check_hparams(self, stored_form: Stored) -> None:
-        """Warn once of each hyperparameter that a checkpoint will not give back to the constructor."""
+        """Warn once of each hyperparameter that cannot be passed to the constructor from a checkpoint.
+
+        Args:
+            stored_form: The result of `stored_hparams`.
+        """
         checked: set[str] = self.__dict__.setdefault("_hparams_checked", set())
         lost: dict[str, str] = {}
         for name in self.hparams.keys() - checked:
@@ -130,16 +134,16 @@ class HyperparametersMixin:
             names = [name for name in self.hparams if name in lost]
             words, passed = (", ".join(lost[name] for name in names), ", ".join(f"{name}=..." for name in names))
             warn(
-                f"{type(self).__name__}.hparams: checkpoints can't hold {words}. Pass {passed} to "
-                f"load_from_checkpoint. save_hyperparameters(ignore={names}) silences this."
+                f"{type(self).__name__}.hparams: checkpoints cannot store {words}. Pass {passed} to "
+                f"load_from_checkpoint. save_hyperparameters(ignore={names}) silences this warning."
             )
 
 
 def _classify(whole: Any) -> tuple[str, str]:
-    """What the one object that holds all hyperparameters is, as a record names it.
+    """Return the kind and the class name of the one object that holds all hyperparameters.
 
     Raises:
-        TypeError: if it holds none by name.
+        TypeError: If it holds none by name.
     """
     kind = type(whole)
     if dataclasses.is_dataclass(whole) and not isinstance(whole, type):
@@ -149,12 +153,12 @@ def _classify(whole: Any) -> tuple[str, str]:
     if isinstance(whole, Mapping):
         return ("DictConfig", "") if is_config(whole) else ("mapping", class_name(kind))
     raise TypeError(
-        f"save_hyperparameters takes names, or a dict, Namespace, dataclass or DictConfig, not {whole!r:.200}."
+        f"save_hyperparameters got {whole!r:.200}. Pass names, or a dict, Namespace, dataclass or DictConfig."
     )
 
 
 def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
-    """A copy that later changes of what was passed do not reach. What is not data, or ``shared``, is not copied."""
+    """Return a copy that later changes of the original do not affect; ``shared`` types and non-data are not copied."""
     if is_config(values):
         return copy.deepcopy(values)
     snapshot = AttributeDict()
@@ -165,21 +169,21 @@ def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
 
 
 def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments of these names, all of them without names."""
+    """Return the arguments with these names; all of them if no name is given."""
     if arguments is None:
         raise ValueError(
-            f"save_hyperparameters finds no call of {type(instance).__name__}.__init__ that it is part of: call it in "
-            "__init__, or pass it a dict of what it should keep."
+            f"save_hyperparameters was called outside of {type(instance).__name__}.__init__. Call it in __init__, or "
+            "pass a dict of the hyperparameters."
         )
     unknown = [name for name in names if name not in arguments]
     if unknown:
-        raise ValueError(f"__init__ has no argument {unknown[0]!r}; it has {', '.join(arguments)}.")
+        raise ValueError(f"{unknown[0]!r} is not an argument of __init__. Its arguments: {', '.join(arguments)}.")
     return {name: arguments[name] for name in names or arguments}
 
 
 def _collect_init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any] | None:
-    """The arguments of all of ``instance``'s ``__init__`` calls on the stack; None outside of them."""
-    while frame is not None and not _is_init(frame, instance):  # it may be called in a helper
+    """Return the arguments of all of ``instance``'s ``__init__`` calls on the stack; None outside of them."""
+    while frame is not None and not _is_init(frame, instance):  # the method may be called in a helper of __init__
         frame = frame.f_back
     if frame is None:
         return None
@@ -192,17 +196,19 @@ def _collect_init_arguments(instance: Any, frame: FrameType | None) -> dict[str,
         frame_arguments.append(values)
         frame = frame.f_back
     merged: dict[str, Any] = {}
-    for values in frame_arguments:  # those of the outermost class last
+    for values in frame_arguments:  # the outermost class last, so that its values override
         merged.update(values)
     return {name: value for name, value in merged.items() if name != "__class__"}
 
 
 def _is_init(frame: FrameType, instance: Any) -> bool:
+    """Return whether a frame belongs to an ``__init__`` of ``instance``."""
     code = frame.f_code
     first = code.co_varnames[0] if code.co_argcount else ""
     return code.co_name == "__init__" and frame.f_locals.get(first) is instance
 
 
 def _list_keyword_only(frame: FrameType) -> tuple[str, ...]:
+    """Return the names of a frame's keyword-only arguments."""
     code = frame.f_code
     return code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]

@@ -1,4 +1,4 @@
-"""A task from a checkpoint, ours or another program's: its arguments, then its weights."""
+"""Tasks and data modules built from checkpoints, Treadle's or another program's: arguments first, then weights."""
 
 from __future__ import annotations
 
@@ -33,16 +33,20 @@ from .stored_hparams import CannotRebuild, rebuild
 if TYPE_CHECKING:
     from .task import TaskModule
 
-_OLD_NAMES = ("hparams", "module_arguments")  # of `hyper_parameters`, in Lightning before 0.8
+_OLD_NAMES = ("hparams", "module_arguments")  # names of `hyper_parameters` in Lightning before 0.8
 _MAX_HPARAMS_BYTES = 2**20  # a YAML file of this size takes seconds
 
 
 def warn_of_code(weights_only: bool | None) -> None:
-    """Warn where a checkpoint is to be read in a way that could run code: only data is read, whoever asks."""
+    """Warn of ``weights_only=False``, which has no effect: only data is ever read from a checkpoint.
+
+    Args:
+        weights_only: The user's argument.
+    """
     if weights_only is not None and not weights_only:
         warn(
-            "weights_only=False is not needed: of any checkpoint plain data is read, and code in it is never run; "
-            "leave it out."
+            "weights_only=False has no effect: only plain data is read from a checkpoint, and code in it is never run. "
+            "Remove the argument."
         )
 
 
@@ -55,17 +59,32 @@ def build(
     sha256: str | None,
     overrides: dict[str, Any],
 ) -> Any:
-    """Build a task and load its weights; see `TaskModule.load_from_checkpoint`."""
+    """Build a task and load its weights; see `TaskModule.load_from_checkpoint`.
+
+    Args:
+        cls: The task's class.
+        source: The checkpoint or other source of weights.
+        map_location: The device of the task, or None for the CPU.
+        hparams_file: A logger's file of hyperparameters, or None.
+        strict: Whether the weights must match exactly; None uses the task's ``strict_loading``.
+        sha256: The expected digest of the file, or None.
+        overrides: Arguments that override the saved ones.
+
+    Returns:
+        The task with the loaded weights.
+
+    Raises:
+        TypeError: If ``map_location`` is not a device, or a required argument is missing.
+        ValueError: If the source cannot be loaded.
+    """
     if map_location is not None and not isinstance(map_location, str | int | torch.device):
-        raise TypeError(
-            f"map_location={map_location!r:.100} must be a device to put the task on; leave it out for the CPU."
-        )
+        raise TypeError(f"map_location={map_location!r:.100} must be a device. Remove it to load the task on the CPU.")
     file_hparams = None if hparams_file is None else read_hparams_file(hparams_file)
     with open_source(source, sha256) as opened_source:
         saved = opened_source.checkpoint
         if saved is not None:
             document = _read_hparams(saved, HPARAMS)
-            if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
+            if document and "hparams_kind" not in document:  # the earliest format: only the values
                 document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
             hook_entries = read_hook_entries(saved)
             _take_changed_hparams(document, hook_entries)
@@ -91,7 +110,22 @@ def build(
 def build_datamodule(
     cls: type[Any], source: Source, hparams_file: str | Path | None, sha256: str | None, overrides: dict[str, Any]
 ) -> Any:
-    """Build a data module and give it its state; see `DataModule.load_from_checkpoint`."""
+    """Build a data module and restore its state; see `DataModule.load_from_checkpoint`.
+
+    Args:
+        cls: The data module's class.
+        source: The checkpoint.
+        hparams_file: A logger's file of hyperparameters, or None.
+        sha256: The expected digest of the file, or None.
+        overrides: Arguments that override the saved ones.
+
+    Returns:
+        The data module with its saved state.
+
+    Raises:
+        TypeError: If a required argument is missing.
+        ValueError: If the source cannot be loaded, or holds weights only.
+    """
     file_hparams = None if hparams_file is None else read_hparams_file(hparams_file)
     document: dict[str, Any] = {}
     state: Any = None
@@ -106,11 +140,11 @@ def build_datamodule(
             state = parts.get(cls.__qualname__)
         else:
             raise ValueError(
-                f"{opened_source.place} holds weights only, and nothing of a data module: give a checkpoint of a run."
+                f"{opened_source.place} holds only weights, not a data module. Pass a checkpoint of a run."
             )
         if file_hparams is not None:
             document = _replace_hparams(file_hparams, document)
-        takes_arguments = cls.__init__ is not object.__init__  # whose signature says that it takes anything
+        takes_arguments = cls.__init__ is not object.__init__  # object.__init__'s signature accepts anything
         module = cls(
             **_merge_arguments(cls, opened_source.place, document, overrides) if takes_arguments else overrides
         )
@@ -122,28 +156,40 @@ def build_datamodule(
 def load_checkpoint(
     checkpoint_path: Source, map_location: Any = None, weights_only: bool | None = None, *, sha256: str | None = None
 ) -> dict[str, Any]:
-    """Return a checkpoint as the dict that Lightning keeps in its file, in place of ``torch.load(path)``.
+    """Return a checkpoint as the dict that Lightning stores in its file, in place of ``torch.load(path)``.
 
     Args:
-        checkpoint_path: a checkpoint of ours, such as ``trainer.checkpoint_callback.best_model_path``, or any other
-            source of weights that `load_weights` takes.
-        map_location: the device for the weights (default: the CPU).
-        weights_only: accepted for the signature of ``torch.load``; code in a file never runs.
-        sha256: the digest of a file, compared before anything in it is looked at.
+        checkpoint_path: A Treadle checkpoint, such as ``trainer.checkpoint_callback.best_model_path``, or any other
+            source of weights that `load_weights` accepts.
+        map_location: The device of the weights. Default: the CPU.
+        weights_only: Accepted for the signature of ``torch.load``; code in a file never runs.
+        sha256: The digest of a file, compared before the file is parsed.
 
     Returns:
-        ``state_dict``, the weights by the names they have in the task; ``epoch``, ``global_step``,
-        ``hyper_parameters`` and what ``on_save_checkpoint`` added, as far as the checkpoint has them.
+        ``state_dict``, the weights by their names in the task; ``epoch``, ``global_step``, ``hyper_parameters`` and the
+        entries that ``on_save_checkpoint`` added, as far as the checkpoint has them.
+
+    Raises:
+        ValueError: If the path is not a checkpoint, or the checkpoint is damaged or harmful.
 
     Example:
-        >>> weights = load_checkpoint(trainer.checkpoint_callback.best_model_path)["state_dict"]
+        >>> import tempfile
+        >>> import treadle as tl
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> trainer = tl.Trainer(max_steps=1, accelerator="cpu", devices=1, barebones=True)
+        >>> trainer.fit(BoringModel())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer.save_checkpoint(f"{folder}/last.ckpt")
+        ...     checkpoint = tl.load_checkpoint(f"{folder}/last.ckpt")
+        >>> sorted(checkpoint["state_dict"])
+        ['layer.bias', 'layer.weight']
     """
     warn_of_code(weights_only)
     with open_source(checkpoint_path, sha256) as opened_source:
         document: dict[str, Any] = {}
         if (saved := opened_source.checkpoint) is not None:
             document = _read_hparams(saved, HPARAMS)
-            if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
+            if document and "hparams_kind" not in document:  # the earliest format: only the values
                 document = {"hyper_parameters": document}
             hook_entries = read_hook_entries(saved)
             _take_changed_hparams(document, hook_entries)
@@ -160,15 +206,15 @@ def load_checkpoint(
 
 
 def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to build a task with: those that its checkpoint holds, the given ones for the rest.
+    """Return the arguments to build a task with: those in its checkpoint, and given ones for the rest.
 
     Args:
-        cls: the task's class.
-        source: the checkpoint.
-        given: arguments by name.
+        cls: The task's class.
+        source: The checkpoint.
+        given: Arguments by name.
 
     Raises:
-        TypeError: names an argument that neither has.
+        TypeError: If an argument is in neither; the message names it.
     """
     with open_source(source) as opened_source:
         saved, document = opened_source.checkpoint, {}
@@ -184,7 +230,7 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
 
 
 def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, checkpoint: dict[str, Any]) -> Opened:
-    """Call the task's ``on_load_checkpoint``; return the weights to load: what it made of them, if it edited any."""
+    """Call the task's ``on_load_checkpoint`` and return the weights to load, with the hook's edits."""
     weights = HookedWeights(read_weights(saved))
     checkpoint["state_dict"] = weights.offered
     task.on_load_checkpoint(checkpoint)
@@ -193,20 +239,28 @@ def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, check
 
 
 def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the first model's weights in a checkpoint, by name: tensors mapped onto the file, and extra state."""
+    """Return the first model's weights in a checkpoint, by name: tensors mapped onto the file, and extra state.
+
+    Args:
+        opened: The checkpoint.
+    """
     extra = extra_part(0)
     weights = {name: read_tensor(piece) for name, piece in opened.open_part(model_part(0)).items()}
     return weights | (opened.read_part(extra) if opened.has(extra) else {})
 
 
 def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return what the ``on_save_checkpoint`` hooks added to a checkpoint, with the counts they were given."""
+    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, with the epoch and step of the save.
+
+    Args:
+        opened: The checkpoint.
+    """
     manifest = opened.manifest
     return load_into_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
 
 
 def _take_changed_hparams(document: dict[str, Any], hook_entries: dict[str, Any]) -> None:
-    """Put the hyperparameters that ``on_save_checkpoint`` changed in place of the stored ones, in both."""
+    """Replace stored hyperparameters by those that ``on_save_checkpoint`` changed, in both dicts."""
     values = document.get("hyper_parameters")
     if isinstance(values, dict):
         changed = hook_entries.get("hyper_parameters") or {}
@@ -215,18 +269,18 @@ def _take_changed_hparams(document: dict[str, Any], hook_entries: dict[str, Any]
 
 
 def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
-    """The hyperparameters that a checkpoint has; none if it has no such part."""
+    """Return the hyperparameters in a checkpoint; an empty dict if it has no such part."""
     document = saved.read_part(part) if saved.has(part) else {}
     if not isinstance(document, dict):
         raise ValueError(
-            f"{saved.path}: part {part!r} is damaged: it is a {type(document).__name__}, not a dict. Use another "
-            "checkpoint."
+            f"{saved.path}: part {part!r} is damaged: it is a {type(document).__name__}, but must be a dict. Use "
+            "another checkpoint."
         )
     return document
 
 
 def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
-    """What Lightning would hand to ``on_load_checkpoint``: all that is data, tensors mapped onto the file."""
+    """Return what Lightning would pass to ``on_load_checkpoint``: all data of the file, with tensors mapped onto it."""
     try:
         parts, dropped = _read_parts(file)
     except (ValueError, RecursionError) as error:
@@ -235,8 +289,8 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
     if arguments:
         dropped_text = ", ".join(f"{place} (a {name})"[:150] for place, name in list(arguments.items())[:8])
         warn(
-            f"{opened_source.place}: {dropped_text} is no plain data, and no code is run to make it, so it is left "
-            "out. If the task needs it, pass it to load_from_checkpoint."
+            f"{opened_source.place}: {dropped_text} is not plain data and is ignored, because no code in a checkpoint "
+            "is run. If the task needs it, pass it to load_from_checkpoint."
         )
     return parts | {
         "state_dict": {name: read_tensor(piece) for name, piece in opened_source.weights.items()} | opened_source.others
@@ -244,7 +298,7 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
 
 
 def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
-    """The file's parts but the weights, and what in them is no data, by place."""
+    """Return the file's entries except for the weights, and by place what in them is not data."""
     raw = file.reader.container(file.document)
     parts: dict[str, Any] = {}
     dropped: dict[str, str] = {}
@@ -263,6 +317,7 @@ def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _read_tensors(file: TorchFile, value: Any) -> Any:
+    """Return a value with its tensors mapped onto the file."""
     if isinstance(value, View):
         return read_tensor(file.piece(value))
     if isinstance(value, dict):
@@ -273,7 +328,7 @@ def _read_tensors(file: TorchFile, value: Any) -> Any:
 
 
 def _replace_hparams(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters of a logger's file, in the place of those that were saved."""
+    """Return a document with the hyperparameters of a logger's file in place of the saved ones."""
     whole = {name: saved.get(name) for name in ("hparams_name", "hparams_kind")}
     return {**whole, "hyper_parameters": values, "left_out": {}, "from_text": True}
 
@@ -281,10 +336,10 @@ def _replace_hparams(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[s
 def _merge_arguments(
     cls: type[Any], place: str, document: Mapping[str, Any], overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of ``__init__``: what was saved, as far as it takes that, and what is given.
+    """Return the arguments of ``__init__``: saved ones that it accepts, and the caller's overrides.
 
     Raises:
-        TypeError: names an argument that neither has.
+        TypeError: If an argument is in neither; the message names it.
     """
     saved: dict[str, Any] = {}
     for name in (*_OLD_NAMES, "hyper_parameters"):
@@ -302,13 +357,13 @@ def _merge_arguments(
         overrides = {name: value for name, value in overrides.items() if name not in inside}
         saved = {whole: Record(kind, name, {**saved, **inside})} if whole not in overrides else {}
         if lost and whole not in overrides:
-            warn(f"{place}: {whole} lacks {_join_words(lost)}, which can't be stored. {_advise_passing(lost)}")
+            warn(f"{place}: {whole} lacks {_join_words(lost)}, which cannot be stored. {_advise_passing(lost)}")
         lost = {}
     elif not takes_all:
         unknown = [str(name) for name in saved if name not in names and name not in overrides]
         if unknown:
             warn(
-                f"{place}: {cls.__name__} takes no {', '.join(unknown[:8])}, which was saved with it; that is ignored."
+                f"{place}: the saved {', '.join(unknown[:8])} is ignored, because {cls.__name__} has no such argument."
             )
         saved = {name: value for name, value in saved.items() if name in names}
         lost = {name: words for name, words in lost.items() if name in names}
@@ -323,7 +378,7 @@ def _merge_arguments(
 def _rebuild_arguments(
     cls: type[Any], saved: Mapping[str, Any], document: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The arguments that were saved, as the constructor takes them; and those that can't be rebuilt, in words."""
+    """Return the saved arguments for the constructor, and the reasons for those that cannot be rebuilt."""
     arguments = signature(cls).arguments
     rebuilt: dict[str, Any] = {}
     lost: dict[str, str] = {}
@@ -338,7 +393,7 @@ def _rebuild_arguments(
 
 
 def _check_missing(cls: type[Any], place: str, available: set[str], lost: Mapping[str, str]) -> None:
-    """Raise a TypeError for an argument that is needed; warn of one whose default stands for what was not stored."""
+    """Raise a TypeError for a missing required argument; warn if a default replaces a value that was not stored."""
     missing = [
         name
         for name, parameter in inspect.signature(cls).parameters.items()
@@ -352,7 +407,7 @@ def _check_missing(cls: type[Any], place: str, available: set[str], lost: Mappin
             f"{place} does not hold {_join_words(words)}, which {cls.__name__} needs. {_advise_passing(words)}"
         )
     if lost:
-        warn(f"{place} does not hold {_join_words(lost)}, so {cls.__name__} gets its default. {_advise_passing(lost)}")
+        warn(f"{place} does not hold {_join_words(lost)}; {cls.__name__} uses its default. {_advise_passing(lost)}")
 
 
 def _join_words(words: Mapping[str, str]) -> str:
@@ -364,37 +419,44 @@ def _advise_passing(names: Iterable[str]) -> str:
 
 
 def read_hparams_file(path: str | Path) -> dict[str, Any]:
-    """Read hyperparameters from the ``hparams.yaml`` or ``.csv`` that loggers write. Only data comes out of it.
+    """Read hyperparameters from the ``hparams.yaml`` or ``.csv`` that loggers write. Only data is read.
+
+    Args:
+        path: Path of the file, at most 1 MiB.
+
+    Returns:
+        Hyperparameters by name.
 
     Raises:
-        ValueError: it is no such file, is longer than one, or names types.
+        ValueError: If the file is missing, is not such a file, is too long, or names types.
     """
     path = Path(path)
     ending = path.suffix.lower()
     if ending not in (".yaml", ".yml", ".csv"):
         raise ValueError(f"hparams_file={str(path)!r} must be a .yaml, .yml or .csv file.")
     if not path.is_file():
-        raise ValueError(f"hparams_file={str(path)!r} is no file.")
+        raise ValueError(f"hparams_file={str(path)!r} is not a file.")
     if os.path.getsize(path) > _MAX_HPARAMS_BYTES:
-        raise ValueError(f"hparams_file={str(path)!r} is longer than {_MAX_HPARAMS_BYTES:,} bytes.")
+        raise ValueError(f"hparams_file={str(path)!r} must have at most {_MAX_HPARAMS_BYTES:,} bytes.")
     try:
         text = path.read_text(encoding="utf-8")
         hparams = _parse_csv(text) if ending == ".csv" else _parse_yaml(text)
         check_extent(hparams)
     except (ValueError, RecursionError, csv.Error, TypeError, LookupError, OverflowError) as error:
-        raise ValueError(f"hparams_file={str(path)!r} can't be read as plain data: {error}") from error
+        raise ValueError(f"hparams_file={str(path)!r} cannot be read as plain data: {error}") from error
     if not isinstance(hparams, dict) or not all(isinstance(name, str) for name in hparams):
-        raise ValueError(f"hparams_file={str(path)!r} holds no names with values.")
+        raise ValueError(f"hparams_file={str(path)!r} must be a mapping of names to values.")
     return hparams
 
 
 def _parse_yaml(text: str) -> Any:
+    """Return the content of a YAML file, read by a loader that builds only data."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def flatten_mapping(self, node: Any) -> None:  # merged a few times, ten lines become a billion
+        def flatten_mapping(self, node: Any) -> None:  # a few nested merges turn ten lines into a billion entries
             if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-                raise ValueError("it merges mappings ('<<'), which no logger writes")
+                raise ValueError("it merges mappings ('<<'), which loggers never write")
 
     try:
         return yaml.load(text, Loader)
@@ -403,6 +465,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _parse_csv(text: str) -> dict[str, Any]:
+    """Return the pairs of a logger's CSV file, without its header."""
     rows = [row for row in csv.reader(text.splitlines()) if row]
     if any(len(row) != 2 for row in rows):
         raise ValueError("each line must be a key and a value")
@@ -410,7 +473,7 @@ def _parse_csv(text: str) -> dict[str, Any]:
 
 
 def _parse_value(word: str) -> Any:
-    """Numbers, lists and the like from their text; what is none of these is text."""
+    """Return the number, list or other literal that a text stands for, else the text itself."""
     named = {"None": None, "True": True, "False": False, "": None}
     if word in named:
         return named[word]

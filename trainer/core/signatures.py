@@ -1,4 +1,4 @@
-"""What a constructor takes: names, types, defaults and the words of its docstring."""
+"""Signatures of constructors: names, types, defaults and the docstring's description of each argument."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 REQUIRED = inspect.Parameter.empty
-# Where the bases are that take *args and **kwargs to hand them on to a sibling, and nothing for themselves.
+# Modules of base classes that pass *args and **kwargs on to a sibling and use none of them.
 _HAND_ON = ("treadle.trainer.core.task", "treadle.trainer.core.datamodule", "torch.nn.modules.module")
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a constructor.
+    """Argument of a constructor.
 
     Attributes:
-        name: its name.
-        type: its annotation; ``Any`` where there is none, or none that can be understood.
-        default: its default; `REQUIRED` where it has none.
-        several: whether it is ``*args``, given as a list.
+        name: Its name.
+        type: Its annotation; ``Any`` if there is none or it cannot be evaluated.
+        default: Its default; `REQUIRED` if it has none.
+        several: Whether it is ``*args``, passed as a list.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Argument:
 
 @dataclass(frozen=True)
 class Signature:
-    """What can be given to something that is called.
+    """Arguments that a callable accepts.
 
     Attributes:
-        arguments: by name, in order.
-        open: whether it takes other names too, and does with them what nobody knows.
-        positional: those that may be passed by position, as those before ``*args`` must be.
-        by_place_only: how many of them must be in any case.
+        arguments: Arguments by name, in order.
+        open: Whether it accepts other names too, whose use is unknown.
+        positional: Names that may be passed by position, which those before ``*args`` must be.
+        by_place_only: How many of them must be passed by position.
     """
 
     arguments: dict[str, Argument]
@@ -52,7 +52,13 @@ class Signature:
 
 
 def signature(target: Callable[..., Any]) -> Signature:
-    """What ``target``, a class or function, takes. A class that hands ``**kwargs`` up takes what its bases take."""
+    """Return the arguments of a class or function.
+
+    A class that passes ``**kwargs`` on also has its base classes' arguments.
+
+    Args:
+        target: The class or function.
+    """
     if not isinstance(target, type):
         return _read_signature(target, bound=False)
     chain = [cls for cls in target.__mro__ if "__init__" in vars(cls)]
@@ -64,7 +70,7 @@ def signature(target: Callable[..., Any]) -> Signature:
             else _read_signature(getattr(constructor, "__func__", constructor), bound=True)
         )
     merged = Signature({})
-    settled: set[str] = set()  # what a class on the way gives its base itself
+    settled: set[str] = set()  # arguments that a derived class passes to its base itself
     for number, cls in enumerate(chain):
         if cls is object or cls.__module__ in _HAND_ON:
             continue
@@ -97,7 +103,7 @@ def signature(target: Callable[..., Any]) -> Signature:
 
 
 def _read_signature(function: Any, bound: bool) -> Signature:
-    """A function's own arguments; those of one that nobody can look into may be any."""
+    """Return a function's own arguments; a function that cannot be inspected accepts any."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
@@ -126,7 +132,7 @@ def _read_signature(function: Any, bound: bool) -> Signature:
 
 
 def _make_annotation_finder(function: Any) -> Callable[[str], Any]:
-    """Finds an argument's annotation by name; one that can't be evaluated is ``Any``, and the others are not lost."""
+    """Return a function that finds an argument's annotation by name. One that cannot be evaluated is ``Any``."""
     function = inspect.unwrap(function)
     raw = getattr(function, "__annotations__", {})
     names = getattr(function, "__globals__", {})
@@ -137,7 +143,7 @@ def _make_annotation_finder(function: Any) -> Callable[[str], Any]:
         try:
             holder = typing.cast(Any, type("_", (), {"__annotations__": {name: annotation}}))
             return typing.get_type_hints(holder, {**local, **names}, include_extras=True)[name]
-        except Exception:  # a name imported for type checkers only, or whatever an annotation may raise
+        except Exception:  # for example a name imported for type checkers only
             return Any
 
     return find
@@ -145,12 +151,12 @@ def _make_annotation_finder(function: Any) -> Callable[[str], Any]:
 
 @dataclass(frozen=True)
 class _ForwardedArguments:
-    """What a constructor gives ``super().__init__`` itself, beside its ``**kwargs``.
+    """Arguments that a constructor passes to ``super().__init__`` beside its ``**kwargs``.
 
     Attributes:
-        keywords: by name.
-        by_place: how many by position.
-        variadic: whether its ``*args`` go there, too.
+        keywords: Names of the keywords.
+        by_place: Number of positional arguments.
+        variadic: Whether its ``*args`` are passed on, too.
     """
 
     keywords: set[str]
@@ -159,7 +165,7 @@ class _ForwardedArguments:
 
 
 def _find_forwarded(init: Any) -> _ForwardedArguments | None:
-    """What goes with ``**kwargs`` in ``super().__init__(..., **kwargs)``; None if a constructor uses them otherwise."""
+    """Return what is passed with ``**kwargs`` to ``super().__init__``; None if a constructor uses them otherwise."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
     except (OSError, TypeError, SyntaxError):
@@ -189,7 +195,14 @@ def _find_forwarded(init: Any) -> _ForwardedArguments | None:
 
 
 def described(target: Any) -> dict[str, str]:
-    """The words of a docstring about each argument, as far as they can be found, in Google's or Sphinx's form."""
+    """Return a docstring's description of each argument, in Google's or Sphinx's form.
+
+    Args:
+        target: The class or function.
+
+    Returns:
+        Descriptions by name, for the arguments that have one.
+    """
     texts = [inspect.getdoc(target) or ""]
     if isinstance(target, type):
         texts.append(inspect.getdoc(vars(target).get("__init__")) or "")
@@ -207,6 +220,7 @@ _SPHINX = re.compile(r"^\s*:param\s+(?:[\w.\[\]]+\s+)?(\w+):\s*(.*)$")
 
 
 def _parse_arguments(text: str) -> list[tuple[str, str]]:
+    """Return the names and descriptions in the argument sections of a docstring."""
     entries: list[tuple[list[str], list[str]]] = []
     inside, indent = False, 0
     for line in text.splitlines():

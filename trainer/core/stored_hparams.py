@@ -1,8 +1,8 @@
 """Hyperparameters as data: the form that checkpoints store and loggers get, and the arguments rebuilt from it.
 
-What a user passes is kept as it is in ``hparams``. Its stored form holds data alone: containers of OmegaConf,
-dataclasses and enum members become a `Record` of their content. Reading it imports nothing and builds an object of a
-dataclass only if the constructor's own annotation names that class, so a checkpoint never chooses what is called.
+``hparams`` holds the user's objects unchanged. The stored form holds data alone: containers of OmegaConf, dataclasses
+and enum members become a `Record` of their content. Reading it imports nothing and builds a dataclass only if the
+constructor's own annotation names that class, so a checkpoint cannot choose code to run.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ...engine.checkpoint import MAX_DEPTH, Record, encode
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _PLAIN = (str, int, float, bool, type(None))
-_REFERENCE_START = re.compile(r"(\\*)\$\{")  # OmegaConf halves the backslashes before it
+_REFERENCE_START = re.compile(r"(\\*)\$\{")  # OmegaConf halves the preceding backslashes
 _NOTHING: Any = object()
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose keys are attributes too."""
+    """Dict whose keys are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyperparameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+            raise AttributeError(f"no hyperparameter {name!r}; available: {', '.join(self) or 'none'}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -57,11 +57,11 @@ class AttributeDict(dict[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Hyperparameters in the form in which they are stored.
+    """Hyperparameters in their stored form.
 
     Attributes:
-        values: by name, what `codec.encode` accepts; of a mapping that can be stored in part, that part.
-        left_out: by name, the place and type of what is missing in it.
+        values: Values by name that `codec.encode` accepts; of a mapping that can be stored in part, that part.
+        left_out: Place and type of what could not be stored, by name.
     """
 
     values: dict[str, Any]
@@ -72,8 +72,8 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
     """Return the stored form of hyperparameters.
 
     Args:
-        hparams: by name, as the user passed them.
-        defaults: the constructor's defaults. One that can't be stored is not missed: the constructor has it.
+        hparams: Values by name, as the user passed them.
+        defaults: The constructor's defaults. A default that cannot be stored is not reported: the constructor has it.
     """
     flattener = _Flattener()
     values = flattener.mapping(hparams, ())
@@ -86,7 +86,11 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
 
 
 def make_config(values: Any) -> Any:
-    """Return values as a ``DictConfig``, or as they are where OmegaConf can't hold one of them."""
+    """Return values as a ``DictConfig``, or unchanged if OmegaConf cannot hold one of them.
+
+    Args:
+        values: The values.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -97,7 +101,12 @@ def make_config(values: Any) -> Any:
 
 
 def copied_config(config: Any, ignored: set[str]) -> Any:
-    """Return a copy of a ``DictConfig``, which keeps its flags and what its references refer to, without some keys."""
+    """Return a copy of a ``DictConfig`` without some keys. Its flags and the targets of its references are kept.
+
+    Args:
+        config: The ``DictConfig``.
+        ignored: Keys to leave out.
+    """
     from omegaconf import flag_override
 
     copied = copy.deepcopy(config)
@@ -108,7 +117,11 @@ def copied_config(config: Any, ignored: set[str]) -> Any:
 
 
 def entries(config: Any) -> dict[Any, Any]:
-    """Return the values of a ``DictConfig`` by name; one that is missing or refers to nothing as it is written."""
+    """Return the values of a ``DictConfig`` by name. A missing value or a broken reference is returned as written.
+
+    Args:
+        config: The ``DictConfig``.
+    """
     from omegaconf import OmegaConf
 
     written = OmegaConf.to_container(config)
@@ -123,12 +136,20 @@ def entries(config: Any) -> dict[Any, Any]:
 
 
 def class_name(kind: type) -> str:
-    """The name by which a record refers to a class."""
+    """Return the name by which a record refers to a class.
+
+    Args:
+        kind: The class.
+    """
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def readable(value: Any) -> Any:
-    """What is stored, for people: the content of a record in its place."""
+    """Return a stored value for people: records are replaced by their content.
+
+    Args:
+        value: The stored value.
+    """
     if isinstance(value, Record):
         name = value.name.partition(":")[2]
         return f"{name}.{value.content}" if value.kind == "enum" else readable(value.content)
@@ -142,6 +163,7 @@ def readable(value: Any) -> Any:
 
 
 def _make_readable_key(key: Any) -> Any:
+    """Return a readable form of a mapping's key that can itself be a key."""
     name = readable(key)
     return name if isinstance(name, Hashable) else str(key)
 
@@ -150,17 +172,18 @@ def _make_readable_key(key: Any) -> Any:
 
 
 class _NoData(Exception):
-    """Something that can't be stored, in words."""
+    """Error for a value that cannot be stored; its text says why."""
 
 
 class _Flattener:
-    """Turns values into data. An entry of a mapping that is none is left out; a list with such an item is none."""
+    """Converter of values to data. A mapping loses entries that are not data; a list with such an item is not data."""
 
     def __init__(self) -> None:
         self.left_out: dict[tuple[str, ...], str] = {}
-        self._open: set[int] = set()  # the containers being walked through
+        self._open: set[int] = set()  # the containers that are being flattened
 
     def mapping(self, value: Any, place: tuple[str, ...]) -> dict[Any, Any]:
+        """Return the entries of a mapping as data and record those that are not."""
         flattened = {}
         for key in value:
             name = self.data(key, place)
@@ -174,6 +197,7 @@ class _Flattener:
         return flattened
 
     def data(self, value: Any, place: tuple[str, ...]) -> Any:
+        """Return a value as data, or raise `_NoData`."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, enum.Enum):
@@ -184,6 +208,7 @@ class _Flattener:
             return self._flatten_container(value, place)
 
     def _flatten_container(self, value: Any, place: tuple[str, ...]) -> Any:
+        """Return a container, a dataclass or an array-like value as data."""
         kind = type(value)
         if is_config(value):
             return Record(kind.__name__, "", self._flatten_config(value, place))
@@ -203,7 +228,7 @@ class _Flattener:
         return _check(value, f"class {value.__qualname__}" if isinstance(value, type) else kind.__qualname__)
 
     def _flatten_config(self, value: Any, place: tuple[str, ...]) -> Any:
-        """The content of a configuration, its references filled in; what has no value yet stays ``"???"``."""
+        """Return the content of a configuration with resolved references; missing values stay ``"???"``."""
         from omegaconf import OmegaConf
 
         whole = OmegaConf.to_container(value)
@@ -217,7 +242,7 @@ class _Flattener:
         return self._unwrap_records(items)
 
     def _unwrap_records(self, content: Any) -> Any:
-        """Configurations within one as plain dicts and lists, which become such again with it."""
+        """Return nested configurations as plain dicts and lists, which are rebuilt with the outer one."""
         if isinstance(content, Record) and content.kind in ("DictConfig", "ListConfig"):
             return content.content
         if type(content) is dict:
@@ -226,9 +251,10 @@ class _Flattener:
 
     @contextmanager
     def _inside(self, value: Any, place: tuple[str, ...]) -> Iterator[None]:
+        """Track the open containers, and raise `_NoData` for cycles and for too deep nesting."""
         if id(value) in self._open:
             raise _NoData("it contains itself")
-        if len(place) >= MAX_DEPTH // 2:  # a record takes a level of its own
+        if len(place) >= MAX_DEPTH // 2:  # a record adds a level
             raise _NoData(f"nested more than {MAX_DEPTH // 2} deep")
         self._open.add(id(value))
         try:
@@ -238,7 +264,7 @@ class _Flattener:
 
 
 def _check(value: Any, words: str = "") -> Any:
-    """Return what can be stored as it is."""
+    """Return a value that can be stored unchanged, or raise `_NoData`."""
     try:
         encode(value)
     except (TypeError, ValueError) as error:
@@ -247,7 +273,7 @@ def _check(value: Any, words: str = "") -> Any:
 
 
 def _get_item(container: Any, key: Any) -> Any:
-    """The item of a dict, or of a configuration, whose references may fail."""
+    """Return an item of a dict or of a configuration, or raise `_NoData` if its reference fails."""
     if not is_config(container):
         return container[key]
     from omegaconf import OmegaConf
@@ -260,11 +286,12 @@ def _get_item(container: Any, key: Any) -> Any:
 
 
 def _is_dataclass(value: Any) -> bool:
+    """Return whether a value is an instance of a dataclass to store by its fields."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Record | nn.Module)
 
 
 def _list_fields(kind: type) -> list[str]:
-    """The names of what a dataclass is made from."""
+    """Return the names of the constructor arguments of a dataclass."""
     names = [field.name for field in dataclasses.fields(kind) if field.init]
     needed = [
         parameter.name
@@ -280,21 +307,25 @@ def _list_fields(kind: type) -> list[str]:
 
 
 class CannotRebuild(ValueError):
-    """An argument that needs to be passed, and why, in words."""
+    """Error for an argument that must be passed by the caller; its text says why."""
 
 
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
     """Rebuild an argument from its stored form. Nothing is imported; only classes that ``annotation`` names are called.
 
     Args:
-        value: its stored form.
-        annotation: the constructor's annotation of the argument.
-        default: the constructor's default, whose class counts as named by the annotation.
-        home: the module of the constructor's class, where enums of a script are looked for.
-        from_text: whether the data came from a file that knows text only, so that the annotation says what it means.
+        value: The stored form.
+        annotation: The constructor's annotation of the argument.
+        default: The constructor's default, whose class counts as named by the annotation.
+        home: The module of the constructor's class, in which enums of a script are looked up.
+        from_text: Whether the data comes from a file that holds text only, so that the annotation decides on types.
+            Default: False.
+
+    Returns:
+        The argument.
 
     Raises:
-        CannotRebuild: if the class of an object in it is not known.
+        CannotRebuild: If the class of an object in it is unknown.
     """
     allowed = [*_iterate_classes(annotation)]
     if isinstance(default, enum.Enum) or _is_dataclass(default):
@@ -303,13 +334,14 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
 
 
 class _Rebuilder:
-    """Turns data into the values it was made of."""
+    """Converter of stored data to the original values."""
 
     def __init__(self, home: str, from_text: bool) -> None:
         self.home = home
         self.from_text = from_text
 
     def value(self, value: Any, allowed: tuple[type, ...]) -> Any:
+        """Return the original of a stored value."""
         kind = type(value)
         if kind is Record:
             return self._build_object(value, allowed)
@@ -323,6 +355,7 @@ class _Rebuilder:
         return self._interpret(value, allowed) if self.from_text else value
 
     def _build_object(self, record: Record, allowed: tuple[type, ...]) -> Any:
+        """Return the object that a record describes."""
         if record.kind == "enum":
             return self._find_member(record, allowed)
         if record.kind == "dataclass":
@@ -334,9 +367,10 @@ class _Rebuilder:
             return Namespace(**content)
         if record.kind in ("DictConfig", "ListConfig"):
             return build_config(content)
-        raise CannotRebuild(f"this version of Treadle writes no {record.kind!r:.40}")
+        raise CannotRebuild(f"this version of Treadle does not write {record.kind!r:.40}")
 
     def _find_member(self, record: Record, allowed: tuple[type, ...]) -> Any:
+        """Return the enum member that a record names."""
         module, _, name = record.name.partition(":")
         classes = [cls for cls in allowed if cls.__qualname__ == name]
         classes += [_look_up(module_name, name) for module_name in (module, self.home)]
@@ -346,6 +380,7 @@ class _Rebuilder:
         raise CannotRebuild(f"{name}.{record.content}, an enum that is not found")
 
     def _build_dataclass(self, record: Record, allowed: tuple[type, ...]) -> Any:
+        """Return the dataclass instance that a record describes."""
         name = record.name.partition(":")[2]
         bases = [cls for cls in allowed if dataclasses.is_dataclass(cls)]
         matching_class = next(
@@ -356,9 +391,10 @@ class _Rebuilder:
         return self._instantiate(matching_class, record.content)
 
     def _instantiate(self, kind: type, content: Mapping[str, Any]) -> Any:
+        """Return an instance of a dataclass with this content."""
         try:
             hints = typing.get_type_hints(kind)
-        except Exception:  # a name imported for type checkers only, or whatever an annotation may raise
+        except Exception:  # for example a name imported for type checkers only
             hints = {}
         values = {name: self.value(item, tuple(_iterate_classes(hints.get(name)))) for name, item in content.items()}
         try:
@@ -367,7 +403,7 @@ class _Rebuilder:
             raise CannotRebuild(f"a {kind.__qualname__} as it was saved: {error}") from error
 
     def _interpret(self, value: Any, allowed: tuple[type, ...]) -> Any:
-        """What a text or a dict means where the annotation wants neither."""
+        """Convert a text or a dict to the type of the annotation, if it names another one."""
         if type(value) in allowed or not allowed:
             return value
         for kind in allowed:
@@ -386,24 +422,32 @@ class _Rebuilder:
                 try:
                     return kind.fromisoformat(value)  # type: ignore[attr-defined]
                 except ValueError as error:
-                    raise CannotRebuild(f"{value!r:.40}, which is no {kind.__name__}") from error
+                    raise CannotRebuild(f"{value!r:.40}, which is not a {kind.__name__}") from error
         return value
 
 
 def build_config(content: Any) -> Any:
-    """A configuration of OmegaConf with such content, in which no text is a reference: none was stored."""
+    """Return an OmegaConf configuration with this content. No text becomes a reference, because none was stored.
+
+    Args:
+        content: A dict, a list or None.
+
+    Raises:
+        CannotRebuild: If the content has another type.
+    """
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     if content is None:
         return DictConfig(None)
     if not isinstance(content, dict | list):
-        raise CannotRebuild(f"{type(content).__name__} is no content of a configuration")
+        raise CannotRebuild(f"{type(content).__name__} is not the content of a configuration")
     config = OmegaConf.create(_escape_references(content), flags={"allow_objects": True})
     assert isinstance(config, DictConfig | ListConfig)
     return config
 
 
 def _escape_references(content: Any) -> Any:
+    """Return the content with escaped ``${``, so that OmegaConf reads it as text."""
     if isinstance(content, str):
         return _REFERENCE_START.sub(lambda match: match[1] * 2 + "\\${", content)
     if type(content) is dict:
@@ -412,7 +456,7 @@ def _escape_references(content: Any) -> Any:
 
 
 def _iterate_classes(annotation: Any) -> Iterator[type]:
-    """Every class that an annotation names, however deep in it."""
+    """Yield every class that an annotation names, at any depth."""
     inner = typing.get_args(annotation)
     if isinstance(annotation, type) and not inner and annotation not in (Any, object):
         yield annotation
@@ -421,6 +465,7 @@ def _iterate_classes(annotation: Any) -> Iterator[type]:
 
 
 def _iterate_subclasses(kind: type) -> Iterator[type]:
+    """Yield a class and its subclasses, at any depth."""
     yield kind
     subclasses: list[type] = type.__subclasses__(kind)
     for subclass in subclasses:
@@ -428,7 +473,7 @@ def _iterate_subclasses(kind: type) -> Iterator[type]:
 
 
 def _look_up(module: str, name: str) -> Any:
-    """What a name stands for in a module that is loaded: looked up, so that nothing is imported or run."""
+    """Return the object with this name in a loaded module, or None. Nothing is imported or run."""
     target: Any = sys.modules.get(module)
     for part in name.split("."):
         target = vars(target).get(part) if hasattr(target, "__dict__") else None

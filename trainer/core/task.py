@@ -1,4 +1,4 @@
-"""`TaskModule`: a model, the steps it is trained and evaluated by, and its optimizers."""
+"""`TaskModule`: a model with its training and evaluation steps and its optimizers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,33 @@ if TYPE_CHECKING:
 
 
 class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Module):
-    """An ``nn.Module`` with steps. Write ``training_step`` and ``configure_optimizers``, call ``Trainer.fit``.
+    """Module with steps: write ``training_step`` and ``configure_optimizers``, then call ``Trainer.fit``.
 
-    The names are the ones Lightning's users know. A task knows nothing of processes.
+    The names are those of Lightning. A task needs no code for processes or devices.
 
     Attributes:
-        automatic_optimization: whether the Trainer runs backward and the optimizer.
-        strict_loading: whether checkpoints must hold exactly this task's weights.
-        example_input_array: an input for graph logging and export, if you like.
+        automatic_optimization: Whether the Trainer runs the backward pass and the optimizer. Default: True.
+        strict_loading: Whether checkpoints must hold exactly this task's weights. Default: True.
+        example_input_array: An input of ``forward`` for graph logging and export. Default: None.
+
+    Example:
+        >>> import torch
+        >>> import treadle as tl
+        >>> class Line(tl.TaskModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(1, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         loss = (self.layer(batch) - 2 * batch).square().mean()
+        ...         self.log("train_loss", loss)
+        ...         return loss
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.01)
+        >>> data = torch.utils.data.DataLoader(torch.arange(8.0).reshape(8, 1), batch_size=4)
+        >>> trainer = tl.Trainer(max_epochs=2, accelerator="cpu", devices=1, barebones=True)
+        >>> trainer.fit(Line(), data)
+        >>> trainer.global_step
+        4
     """
 
     automatic_optimization: bool = True
@@ -48,7 +67,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Plain attributes: nn.Module must not register the Trainer's parts, and reading them must cost nothing.
+        # Plain attributes, so that nn.Module does not register the Trainer's modules and reads are fast.
         self.__dict__["_trainer"] = None
         self.__dict__["_metrics"] = None
         self.__dict__["_toggled"] = []
@@ -58,41 +77,70 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor | Mapping[str, Any]:
         """Return the mean loss of a batch, or a dict with ``"loss"``.
 
-        A dict may also hold ``"weight"``: what the loss is a mean over where that is not the batch's samples (tokens,
-        say). Then the optimizer step's gradient is the mean over all of these, on all processes.
+        A dict may also hold ``"weight"``: the number of items that the loss is the mean of, if they are not the batch's
+        samples (tokens, for example). The gradient of the optimizer step is then the mean over these items on all
+        processes.
+
+        Args:
+            args: The batch, then its index ``batch_idx``; ``batch_idx`` may be left out of the signature.
+            kwargs: Keyword arguments, for signatures that name them.
+
+        Returns:
+            A 0-d tensor, or a dict with it as ``"loss"``.
         """
         raise NotImplementedError
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Work on one validation batch; log what you measure."""
+        """Process one validation batch; log what you measure.
+
+        Args:
+            args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
+            kwargs: Keyword arguments, for signatures that name them.
+
+        Returns:
+            The ``outputs`` of ``on_validation_batch_end``.
+        """
         raise NotImplementedError
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Work on one test batch; log what you measure."""
+        """Process one test batch; log what you measure.
+
+        Args:
+            args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
+            kwargs: Keyword arguments, for signatures that name them.
+
+        Returns:
+            The ``outputs`` of ``on_test_batch_end``.
+        """
         raise NotImplementedError
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the predictions for one batch; by default ``self(batch)``."""
+        """Return the predictions for one batch. Default: ``self(batch)``.
+
+        Args:
+            args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
+            kwargs: Keyword arguments, for signatures that name them.
+        """
         return self(args[0])
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, with schedulers if you like: every form that Lightning takes."""
+        """Return the optimizers and, optionally, schedulers, in any form that Lightning accepts."""
         raise NotImplementedError
 
     def train_dataloader(self) -> Any:
-        """Return the training loader, if it is not passed to ``fit``."""
+        """Return the training dataloader, if it is not passed to ``fit``."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
-        """Return the validation loader, or several."""
+        """Return the validation dataloader, or several."""
         raise NotImplementedError
 
     def test_dataloader(self) -> Any:
-        """Return the test loader, or several."""
+        """Return the test dataloader, or several."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """Return the predict loader, or several."""
+        """Return the predict dataloader, or several."""
         raise NotImplementedError
 
     def configure_gradient_clipping(
@@ -101,7 +149,13 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of a step; by default as the Trainer's flags say."""
+        """Clip the gradients of a step. Default: apply the Trainer's flags.
+
+        Args:
+            optimizer: The optimizer whose parameters are clipped.
+            gradient_clip_val: The Trainer's flag.
+            gradient_clip_algorithm: The Trainer's flag.
+        """
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
@@ -110,7 +164,16 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of ``optimizer``'s parameters by ``"norm"`` or by ``"value"``."""
+        """Clip the gradients of ``optimizer``'s parameters by ``"norm"`` or by ``"value"``.
+
+        Args:
+            optimizer: The optimizer whose parameters are clipped.
+            gradient_clip_val: The limit; None or 0 clips nothing.
+            gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
+
+        Raises:
+            ValueError: If the algorithm is unknown.
+        """
         if not gradient_clip_val:
             return
         choose("gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value"))
@@ -123,7 +186,13 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             accelerator.strategy.clip_grad_norm_(parameters, gradient_clip_val)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, which is weighed and scaled as it has to be."""
+        """Run the backward pass. ``loss`` is already scaled for accumulation, world size and the gradient scaler.
+
+        Args:
+            loss: The scaled loss, a 0-d tensor.
+            args: Positional arguments of ``Tensor.backward``.
+            kwargs: Keyword arguments of ``Tensor.backward``.
+        """
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
@@ -133,23 +202,34 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         optimizer: torch.optim.Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step an optimizer; by default at once. To leave a step out, don't call ``optimizer.step``.
+        """Step an optimizer. Default: step it at once. To skip a step, do not call ``optimizer.step``.
 
         Args:
-            epoch: epochs completed.
-            batch_idx: the group's last micro-batch.
-            optimizer: the one to step, with its gradients in place, agreed on and clipped.
-            optimizer_closure: returns the step's loss. An optimizer that needs a closure (L-BFGS) gets one that
-                computes loss and gradients anew.
+            epoch: Number of completed epochs.
+            batch_idx: Index of the group's last micro-batch.
+            optimizer: The optimizer to step. Its gradients are complete, reduced over the ranks and clipped.
+            optimizer_closure: Function that returns the step's loss. An optimizer that needs a closure (L-BFGS) gets
+                one that recomputes loss and gradients.
         """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Drop an optimizer's gradients, after its step."""
+        """Reset an optimizer's gradients after its step.
+
+        Args:
+            epoch: Number of completed epochs.
+            batch_idx: Index of the group's last micro-batch.
+            optimizer: The optimizer.
+        """
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Step a scheduler that is due; ``metric`` is the monitored value of a plateau scheduler."""
+        """Step a scheduler that is due.
+
+        Args:
+            scheduler: The scheduler.
+            metric: The monitored value of a plateau scheduler; None for other schedulers.
+        """
         if metric is None:
             scheduler.step()
         else:
@@ -174,66 +254,81 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log one number. Costs next to nothing: it is reduced and read later, in bulk, over all processes.
+        """Log one value. The overhead is small: values are reduced over all processes and read later, in bulk.
 
         Args:
-            name: the name to log under.
-            value: a number, a tensor with one element, or a ``torchmetrics.Metric``.
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers (default yes).
-            on_step: log the value of single steps (default: in training batches).
-            on_epoch: log the epoch's value (default: everywhere else).
-            reduce_fx: how an epoch's values, and the processes', become one: ``"mean"``, ``"sum"``, ``"min"``,
+            name: The name to log under.
+            value: A number, a tensor with one element, or a ``torchmetrics.Metric``.
+            prog_bar: Show the value in the progress bar. Default: False.
+            logger: Send the value to the loggers. Default: True.
+            on_step: Log the value of single steps. Default: True in training batches.
+            on_epoch: Log the value of the epoch. Default: True everywhere else.
+            reduce_fx: Reduction over the batches of an epoch and over processes: ``"mean"``, ``"sum"``, ``"min"`` or
                 ``"max"``.
-            enable_graph: accepted for Lightning's signature; values are always detached.
-            sync_dist, sync_dist_group: accepted for Lightning's signature; values are always of all processes.
-            add_dataloader_idx: add ``/dataloader_idx_N`` to the name where there are several evaluation loaders.
-            batch_size: what the value weighs in an epoch's mean (default: the samples the loader put into the batch).
-            metric_attribute: accepted for Lightning's signature; metrics are not restored by attribute.
-            rank_zero_only: accepted for Lightning's signature; log the same names on every process.
+            enable_graph: Accepted for Lightning's signature; values are always detached.
+            sync_dist: Accepted for Lightning's signature; values are always reduced over all processes.
+            sync_dist_group: Accepted for Lightning's signature.
+            add_dataloader_idx: Append ``/dataloader_idx_N`` to the name if there are several evaluation dataloaders.
+                Default: True.
+            batch_size: Weight of the value in the mean of an epoch. Default: the number of samples in the batch.
+            metric_attribute: Accepted for Lightning's signature; metrics are not restored by attribute.
+            rank_zero_only: Accepted for Lightning's signature; log the same names on every process.
 
         Raises:
-            TypeError, ValueError: for a value that is no number, with its shape or type.
+            TypeError, ValueError: If the value is not a number; the message states its shape or type.
         """
-        if is_dynamo_compiling():  # in a step that the user has compiled: called between two graphs
+        if is_dynamo_compiling():  # in a step compiled by the user: called between two graphs
             log_arguments = (name, value, prog_bar, logger, on_step, on_epoch, reduce_fx)
             _log_outside(self, *log_arguments, batch_size=batch_size, add_dataloader_idx=add_dataloader_idx)
             return
         metrics = self._metrics
         if metrics is None:
             warn(
-                f"self.log({name!r}) does nothing here: log in a step, or in a hook of a running stage from its "
+                f"self.log({name!r}) has no effect here: log in a step, or in a hook of a running stage from its "
                 "on_*_start to its on_*_epoch_end."
             )
             return
         metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """`log` every item of a mapping (or ``torchmetrics.MetricCollection``) with the same arguments."""
-        # By default the items() of a MetricCollection copies its common states, such as all predictions of an epoch.
+        """Log every item of a mapping or ``torchmetrics.MetricCollection`` with the same arguments.
+
+        Args:
+            dictionary: Values by name.
+            kwargs: Keyword arguments of `log`.
+        """
+        # By default, items() of a MetricCollection copies shared states, such as all predictions of an epoch.
         shared = {"copy_state": False} if isinstance(getattr(dictionary, "compute_groups", None), dict) else {}
         for name, value in dictionary.items(**shared):
             self.log(name, value, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on rank zero, beside the progress bar."""
+        """Print on rank zero, beside the progress bar.
+
+        Args:
+            args: Positional arguments of ``print``.
+            kwargs: Keyword arguments of ``print``.
+        """
         if self._trainer is None:
             print(*args, **kwargs)
         else:
             self._trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Stack every process's tensors along a new first dimension, if there is more than one process.
+        """Stack every process's tensors along a new first dimension, if the world size is larger than 1.
 
         Args:
-            data: tensors or numbers, nested in dicts, lists and tuples as you like. Shapes must be the same on all
-                processes; ``self.trainer.accelerator.gather`` concatenates batches of different sizes.
-            group: a process group of torch's to gather from (default: all processes).
-            sync_grads: let gradients flow back to the process that each tensor came from; see `Accelerator.gather` for
-                their scale. If False, several processes get the result without gradients.
+            data: Tensors or numbers, nested in dicts, lists and tuples. Shapes must be the same on all processes;
+                ``self.trainer.accelerator.gather`` concatenates batches of different sizes.
+            group: A torch process group to gather from. Default: all processes.
+            sync_grads: Let gradients flow back to the process that each tensor came from; see `Accelerator.gather` for
+                their scale. If False and the world size is larger than 1, the result has no gradients. Default: False.
+
+        Returns:
+            ``data`` with each tensor of shape ``(world_size, ...)``; unstacked in a single process.
 
         Raises:
-            ValueError: on every process, if their shapes differ.
+            ValueError: On every process, if the shapes differ.
         """
         world = self.trainer.accelerator.world
         if group is not None and world.size > 1:
@@ -242,34 +337,39 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         return collectives.all_gather(data, world, sync_grads)
 
     def freeze(self) -> Self:
-        """Make every parameter constant, and go to evaluation mode."""
+        """Set ``requires_grad`` of every parameter to False and switch to evaluation mode. Returns the task."""
         for parameter in self.parameters():
             parameter.requires_grad = False
         return self.eval()
 
     def unfreeze(self) -> Self:
-        """Make every parameter trainable, and go to training mode."""
+        """Set ``requires_grad`` of every parameter to True and switch to training mode. Returns the task."""
         for parameter in self.parameters():
             parameter.requires_grad = True
         return self.train()
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """In ``training_step``, with ``automatic_optimization=False``: add a loss's gradients, in the run's precision.
+        """Run the backward pass in the run's precision, in ``training_step`` with ``automatic_optimization=False``.
 
         Args:
-            loss: 0-d tensor, the mean over the batch's samples; on several processes it is weighed by their number.
-            kwargs: for ``Tensor.backward``.
+            loss: 0-d tensor, the mean over the batch's samples. With several processes it is weighted by their number.
+            args: Positional arguments of ``Tensor.backward``.
+            kwargs: Keyword arguments of ``Tensor.backward``.
 
         Raises:
-            RuntimeError: elsewhere.
+            RuntimeError: If no ``fit`` is running.
         """
         if self.trainer.steps is None:
-            raise RuntimeError("manual_backward belongs into training_step; no fit is running.")
+            raise RuntimeError("manual_backward was called, but no fit is running. Call it in training_step.")
         self.trainer.steps.backward(loss, *args, **kwargs)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """A context in which only ``optimizer``'s parameters get gradients."""
+        """Restrict gradients to ``optimizer``'s parameters within a context.
+
+        Args:
+            optimizer: The optimizer to train with.
+        """
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -277,10 +377,17 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             self.untoggle_optimizer(optimizer)
 
     def toggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give gradients to no other optimizer's parameters, until `untoggle_optimizer`."""
+        """Disable gradients of all other optimizers' parameters until `untoggle_optimizer` is called.
+
+        Args:
+            optimizer: The optimizer to train with.
+
+        Raises:
+            RuntimeError: If an optimizer is toggled already.
+        """
         parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self._toggled:
-            raise RuntimeError("toggle_optimizer was called before: call untoggle_optimizer first.")
+            raise RuntimeError("toggle_optimizer was called twice. Call untoggle_optimizer before the second call.")
         for other in self.trainer.optimizers:
             for parameter in (p for group in other.param_groups for p in group["params"]):
                 if id(parameter) not in parameter_ids and parameter.requires_grad:
@@ -288,18 +395,27 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
                     self._toggled.append(parameter)
 
     def untoggle_optimizer(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Undo `toggle_optimizer`."""
+        """Undo `toggle_optimizer`.
+
+        Args:
+            optimizer: Accepted for Lightning's signature.
+        """
         for parameter in self._toggled:
             parameter.requires_grad = True
         self._toggled.clear()
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them."""
+        """Return the optimizer, or the list of optimizers if there are several.
+
+        Args:
+            use_pl_optimizer: Return the prepared optimizers, which step as the run's precision and accumulation
+                require. False returns the original ones. Default: True.
+        """
         chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.accelerator.optimizers]
         return chosen[0] if len(chosen) == 1 else chosen
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, the list of them, or None."""
+        """Return the scheduler, the list of schedulers if there are several, or None."""
         chosen = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return chosen[0] if len(chosen) == 1 else chosen or None
 
@@ -315,21 +431,25 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the task from the hyperparameters in a checkpoint, and load its weights. No code in it is ever run.
+        """Build the task from the hyperparameters in a checkpoint and load its weights. No code in it is run.
 
         Args:
-            checkpoint_path: a checkpoint of ours; a Lightning ``.ckpt``, whose ``hyper_parameters`` become arguments
-                as far as ``__init__`` takes them; any other source of weights that `load_weights` takes; or the URL of
-                a file, with ``sha256``.
-            map_location: the device to put the task on (default: the CPU).
-            hparams_file: the ``hparams.yaml`` or ``.csv`` of a logger, in place of the saved hyperparameters.
-            strict: whether the weights must match exactly (default: the task's ``strict_loading``).
-            weights_only: accepted for Lightning's signature; code in a file never runs.
-            sha256: the digest of the file, compared before anything in it is looked at.
-            kwargs: arguments of ``__init__``, in place of the saved ones.
+            checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``, whose ``hyper_parameters`` are passed to
+                ``__init__`` if it has arguments of these names; any other source of weights that `load_weights`
+                accepts; or the URL of a file, with ``sha256``.
+            map_location: The device of the task. Default: the CPU.
+            hparams_file: The ``hparams.yaml`` or ``.csv`` of a logger, which replaces the saved hyperparameters.
+            strict: Whether the weights must match exactly. Default: the task's ``strict_loading``.
+            weights_only: Accepted for Lightning's signature; code in a file never runs.
+            sha256: The digest of the file, compared before the file is parsed.
+            kwargs: Arguments of ``__init__``, which override the saved ones.
+
+        Returns:
+            The task with the loaded weights.
 
         Raises:
-            ValueError: if it is no checkpoint, is damaged or harmful, or the weights are another model's.
+            ValueError: If the path is not a checkpoint, the checkpoint is damaged or harmful, or the weights belong to
+                another model.
         """
         from .loading import build, warn_of_code
 
@@ -340,7 +460,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def device_mesh(self) -> Any:
-        """The processes on a grid (torch's ``DeviceMesh``, with ``"data_parallel"`` and the like), or None.
+        """Grid of processes (torch's ``DeviceMesh``, with dimensions such as ``"data_parallel"``), or None.
 
         None without a Trainer.
         """
@@ -348,13 +468,16 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer that runs this task.
+        """Trainer that runs this task.
 
         Raises:
-            RuntimeError: if there is none.
+            RuntimeError: If there is none.
         """
         if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer: that happens in fit and its kin.")
+            raise RuntimeError(
+                f"{type(self).__name__} is not attached to a Trainer. Read self.trainer after fit, validate, test or "
+                "predict has been called."
+            )
         return self._trainer
 
     @trainer.setter
@@ -364,49 +487,49 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; without any, where the Trainer computes."""
+        """Device of the parameters; for a task without parameters, the Trainer's device."""
         if (first := next(itertools.chain(self.parameters(), self.buffers()), None)) is not None:
             return first.device
         return torch.device("cpu") if self._trainer is None else self._trainer.accelerator.device
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the parameters are on a CUDA device."""
+        """Return whether the parameters are on a CUDA device."""
         return self.device.type == "cuda"
 
     @property
     def dtype(self) -> torch.dtype:
-        """The parameters' floating-point format."""
+        """Floating-point dtype of the parameters."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed; 0 without a Trainer."""
+        """Number of completed epochs; 0 without a Trainer."""
         return 0 if self._trainer is None else self._trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps taken; 0 without a Trainer."""
+        """Number of optimizer steps taken; 0 without a Trainer."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        """This process's rank."""
+        """Rank of this process; 0 without a Trainer."""
         return 0 if self._trainer is None else self._trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its machine."""
+        """Rank of this process on its machine; 0 without a Trainer."""
         return 0 if self._trainer is None else self._trainer.local_rank
 
     @property
     def logger(self) -> Any:
-        """The Trainer's first logger, or None."""
+        """First logger of the Trainer, or None."""
         return None if self._trainer is None else self._trainer.logger
 
     @property
     def loggers(self) -> list[Any]:
-        """The Trainer's loggers."""
+        """Loggers of the Trainer."""
         return [] if self._trainer is None else self._trainer.loggers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -428,25 +551,45 @@ TaskModule.__jit_ignored_attributes__ = [  # type: ignore[attr-defined]
 
 
 def task_modules(task: TaskModule) -> list[TaskModule]:
-    """Return the task itself and the TaskModules inside it, at any depth."""
+    """Return the task itself and its nested TaskModules, at any depth.
+
+    Args:
+        task: The task.
+    """
     return [part for part in task.modules() if isinstance(part, TaskModule)]
 
 
 def has_own(owner: object, name: str, base: type) -> bool:
-    """Return whether a method is the owner's, of its class or set on it, and not the base's. None is no method."""
+    """Return whether ``owner`` overrides a method of ``base``, in its class or on itself. None counts as no method.
+
+    Args:
+        owner: The task, data module or other object.
+        name: Name of the method.
+        base: The class that defines the default.
+    """
     method = getattr(owner, name)
     return method is not None and getattr(method, "__func__", method) is not getattr(base, name)
 
 
 def overrides(task: TaskModule, name: str) -> bool:
-    """Return whether a task has a method ``name`` of its own. None disables the class's."""
+    """Return whether a task overrides the method ``name``. None disables the class's method.
+
+    Args:
+        task: The task.
+        name: Name of the method.
+    """
     return has_own(task, name, TaskModule)
 
 
 def log_to(task: TaskModule, metrics: Metrics | None) -> None:
-    """Let ``log`` of the task, and of those in it, go to ``metrics``."""
+    """Send values that the task and its nested tasks log to ``metrics``.
+
+    Args:
+        task: The task.
+        metrics: The destination, or None.
+    """
     for part in task_modules(task):
-        part.__dict__["_metrics"] = metrics  # a module's own assignment would cost, and is not wanted
+        part.__dict__["_metrics"] = metrics  # nn.Module.__setattr__ would be slow and might register it
 
 
 @torch._disable_dynamo  # the public `torch.compiler.disable` would import the compiler here, which takes a second

@@ -1,4 +1,4 @@
-"""Logged values: on their way to the loggers, and kept for a look back."""
+"""Logged values: sent to the loggers, and kept as the history of the run."""
 
 from __future__ import annotations
 

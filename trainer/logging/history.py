@@ -1,4 +1,4 @@
-"""What a run logged and what it spent its time on, kept for a look at it while it runs or afterwards."""
+"""Logged values and the time spent in each activity, available during the run and afterwards."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MOST_POINTS = 4096
 
 
 class Curve:
-    """A number over the optimizer steps.
+    """Values of one metric over the optimizer steps.
 
-    A curve that has `MOST_POINTS` points loses every second one, and of those to come only so many are kept too: a
-    long run's curve is coarser, not longer, so that memory and checkpoints stay small. The loggers get every value.
+    A curve with `MOST_POINTS` points drops every second one and records later ones at half the rate: the curve of a
+    long run is coarser, not longer, so memory and checkpoints stay small. Loggers get every value.
 
     Attributes:
-        steps: optimizer steps that were taken, of each point.
-        values: the number at each of them.
-        last: the newest step and value, whether it is among the points or not; None before the first.
+        steps: Optimizer steps of the points.
+        values: Values of the points.
+        last: The latest step and value, whether recorded as a point or not; None before the first.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,12 @@ class Curve:
         return f"Curve({len(self)} points, last {self.last})"
 
     def add(self, step: int, value: float) -> None:
-        """The number after ``step`` optimizer steps; a newer one takes the place of one of the same step."""
+        """Add a value; it replaces an earlier one of the same step.
+
+        Args:
+            step: Number of optimizer steps.
+            value: The value.
+        """
         if self.last is not None and self.last[0] == step:
             if self.steps[-1] == step:
                 self.values[-1] = value
@@ -62,13 +67,13 @@ class Curve:
         self._passed += 1
 
     def points(self) -> tuple[list[int], list[float]]:
-        """The points with the newest one, to draw."""
+        """Return steps and values of the points, with the latest one, for a plot."""
         if self.last is None or self.steps[-1] == self.last[0]:
             return list(self.steps), list(self.values)
         return [*self.steps, self.last[0]], [*self.values, self.last[1]]
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole curve."""
         return {
             "steps": torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
             "values": torch.tensor(self.values, dtype=torch.float64, device="cpu"),
@@ -78,29 +83,33 @@ class Curve:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The saved state.
+        """
         self.steps, self.values = state_dict["steps"].tolist(), state_dict["values"].tolist()
         self.last = state_dict["last"] and tuple(state_dict["last"])
         self._every, self._passed = state_dict["every"], state_dict["passed"]
 
 
 class History(Mapping[str, Curve]):
-    """The curves of a run by name: ``trainer.history["train_loss"].values``.
+    """Curves of a run by name: ``trainer.history["train_loss"].values``.
 
-    There is a curve of everything that was logged with ``logger=True``, also where no logger is, but of no single batch
-    of an evaluation. A run that is resumed goes on with the curves and rates of its checkpoint; times and throughput
-    are those of this process.
+    Every value logged with ``logger=True`` has a curve, even without a logger, except for single batches of
+    evaluations. A resumed run continues the curves and rates of its checkpoint; times and throughput are those of this
+    process.
 
     Args:
-        cursor: knows how many seconds this process has waited for batches so far.
+        cursor: The accelerator's cursor, which counts the seconds this process has waited for batches.
 
     Attributes:
-        rates: each optimizer's learning rate, every ``log_every_n_steps``: the one the next step is taken with. Named
-            as `LearningRateMonitor` names them.
-        throughput: samples per second of training, validation and checkpoints left out; of all processes.
-        spent: seconds by what they were spent on: ``"setup"``, ``"training"``, ``"validation"``, ``"checkpoints"``,
-            ``"test"``, ``"predict"``.
-        waits: how many of those this process waited for batches. An accelerator may still have been busy meanwhile.
+        rates: Learning rate of each optimizer every ``log_every_n_steps``, with which the next step is taken, by the
+            names of `LearningRateMonitor`.
+        throughput: Samples per second of training over all processes, without validations and checkpoints.
+        spent: Seconds by activity: ``"setup"``, ``"training"``, ``"validation"``, ``"checkpoints"``, ``"test"``,
+            ``"predict"``.
+        waits: Seconds of these in which the process waited for batches. An accelerator may have been busy meanwhile.
     """
 
     def __init__(self, cursor: Cursor) -> None:
@@ -112,7 +121,7 @@ class History(Mapping[str, Curve]):
         self._cursor = cursor
         self._part: str | None = None
         self._since = self._waited_since = 0.0
-        self._measured: tuple[int, float] | None = None  # samples and seconds of training when the last ones were
+        self._measured: tuple[int, float] | None = None  # samples and seconds of training at the last measurement
 
     # -- curves --------------------------------------------------------------------------------------------------
 
@@ -121,7 +130,7 @@ class History(Mapping[str, Curve]):
             return self.curves[name]
         except KeyError:
             logged_names = ", ".join(self.curves) or "nothing"
-            raise KeyError(f"{name!r} was not logged; {logged_names} was.{nearest(name, self.curves)}") from None
+            raise KeyError(f"{name!r} was not logged. Logged: {logged_names}.{nearest(name, self.curves)}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self.curves
@@ -136,18 +145,33 @@ class History(Mapping[str, Curve]):
         return f"History({', '.join(self.curves)})"
 
     def add(self, row: Mapping[str, float], step: int) -> None:
-        """Note what is logged after ``step`` optimizer steps."""
+        """Add logged values.
+
+        Args:
+            row: Values by name.
+            step: Number of optimizer steps.
+        """
         _add(self.curves, row, step)
 
     def begin(self, progress: Progress, rates: Mapping[str, float]) -> None:
-        """Training begins: note what `measure` counts from, and the first learning rates."""
+        """Record the start of training, from which `measure` counts, and the first learning rates.
+
+        Args:
+            progress: Counters of the run.
+            rates: Learning rates by name.
+        """
         self.tick()
         self._measured = (progress.samples, self.spent.get("training", 0.0))
         if not self.rates:
             _add(self.rates, rates, progress.step)
 
     def measure(self, progress: Progress, rates: Mapping[str, float]) -> None:
-        """Note the learning rates and the throughput."""
+        """Record the learning rates and the throughput.
+
+        Args:
+            progress: Counters of the run.
+            rates: Learning rates by name.
+        """
         _add(self.rates, rates, progress.step)
         self.tick()
         before, self._measured = self._measured, (progress.samples, self.spent.get("training", 0.0))
@@ -158,7 +182,11 @@ class History(Mapping[str, Curve]):
 
     @contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """Inside, time is spent on ``part``, and not on what it is a part of."""
+        """Count the time within a context as spent on ``part``, and not on the activity around it.
+
+        Args:
+            part: Name of the activity.
+        """
         outer = self._part
         self._switch(part)
         try:
@@ -167,10 +195,11 @@ class History(Mapping[str, Curve]):
             self._switch(outer)
 
     def tick(self) -> None:
-        """Bring ``spent`` and ``waits`` up to now."""
+        """Update ``spent`` and ``waits``."""
         self._switch(self._part)
 
     def _switch(self, part: str | None) -> None:
+        """Add the elapsed time to the current activity, and switch to another."""
         current_time, waited = time.perf_counter(), self._cursor.waited
         if self._part is not None:
             self.spent[self._part] = self.spent.get(self._part, 0.0) + current_time - self._since
@@ -180,29 +209,37 @@ class History(Mapping[str, Curve]):
     # -- keeping and showing -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The curves and rates. No times: what is the same twice is saved as the same bytes."""
+        """Return the curves and rates, without times: a repeated run has to save the same bytes."""
         return {
             "curves": {name: curve.state_dict() for name, curve in self.curves.items()},
             "rates": {name: curve.state_dict() for name, curve in self.rates.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The saved state.
+        """
         for name in ("curves", "rates"):
             setattr(self, name, {key: _load_curve(state) for key, state in state_dict[name].items()})
 
     def plot(self, *names: str, show: bool = False) -> Figure:
-        """Draw curves with matplotlib; returns the figure, with one plot for names that end alike (``..._loss``).
+        """Draw curves with matplotlib and return the figure: one plot for names with the same ending (``..._loss``).
 
-        A notebook displays the figure as the cell's value, once: there pyplot, which would display it too, forgets it.
+        A notebook displays the figure once, as the value of the cell: pyplot, which would display it again, discards
+        it.
 
         Args:
-            names: which; all, by default, with the learning rates.
-            show: open a window.
+            names: Names of the curves. Default: all, with the learning rates.
+            show: Open a window. Default: False.
+
+        Returns:
+            The figure.
 
         Raises:
-            KeyError: for what was not logged.
-            ModuleNotFoundError: if matplotlib is not installed.
+            KeyError: If a name was not logged.
+            ModuleNotFoundError: If matplotlib is not installed.
         """
         try:
             import matplotlib.pyplot as plt
@@ -231,6 +268,7 @@ class History(Mapping[str, Curve]):
 
 
 def _add(curves: dict[str, Curve], row: Mapping[str, float], step: int) -> None:
+    """Add values to curves by name."""
     for name, value in row.items():
         curve = curves.get(name)
         if curve is None:
@@ -239,6 +277,7 @@ def _add(curves: dict[str, Curve], row: Mapping[str, float], step: int) -> None:
 
 
 def _load_curve(state: Mapping[str, Any]) -> Curve:
+    """Return a saved curve."""
     curve = Curve()
     curve.load_state_dict(state)
     return curve

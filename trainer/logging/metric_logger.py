@@ -1,4 +1,4 @@
-"""Where logged numbers go: the dictionaries users read, and the loggers."""
+"""Destinations of logged values: the dictionaries that users read, and the loggers."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from .history import History
 
 
 class SilentLogger(Logger):
-    """Takes everything, keeps nothing: what ``fast_dev_run`` puts in the place of the loggers."""
+    """Logger that accepts every call and stores nothing. ``fast_dev_run`` uses it in place of the loggers."""
 
     @property
     def experiment(self) -> Any:
-        """Answers every call."""
+        """Object that accepts every call."""
         return NullExperiment()
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def __getitem__(self, index: int) -> SilentLogger:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # A method of the logger that it stands for: log_image, log_table, ...
+        # Methods of the replaced logger: log_image, log_table, ...
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(NullExperiment(), name)
 
 
 class Logbook:
-    """Turns what was logged into numbers, over all processes, and passes them on.
+    """Reduction of logged values over all processes, and their distribution.
 
     Args:
-        world: all processes.
-        data_world: those to reduce over.
-        loggers: who gets the numbers, on rank zero. One that fails is left out from then on, with a warning: a side
-            service does not end a training run.
-        history: who gets them too, on all processes.
+        world: All processes.
+        data_world: The processes to reduce over.
+        loggers: Loggers that get the values, on rank zero. A logger that fails is disabled with a warning, because a
+            tracking service must not end a training run.
+        history: History that gets the values, on all processes.
 
     Attributes:
-        callback_values: by name, the newest agreed value of everything logged.
-        bar_values: the same, of what the progress bar shows.
-        logged_values: the same, of what is for the loggers.
-        evaluated: batches of each validation loader that were worked through within ``fit``.
-        newest: the names that the epoch or evaluation that ended last has logged.
-        watch: what the newest validation within ``fit`` measured, and when.
-        folder: the run's, once it was made because no logger has one.
+        callback_values: The latest reduced value of everything logged, by name.
+        bar_values: The same for the values of the progress bar.
+        logged_values: The same for the values of the loggers.
+        evaluated: Batches processed of each validation dataloader within ``fit``.
+        newest: Names that the last epoch or evaluation logged.
+        watch: Names and step of the latest validation within ``fit``.
+        folder: The run's folder, if it was created because no logger has one.
     """
 
     def __init__(self, world: World, data_world: World, loggers: list[Logger], history: History) -> None:
@@ -81,7 +81,13 @@ class Logbook:
         self.watch = LatestValidation()
 
     def write_step(self, metrics: Metrics, step: int, epoch: int) -> None:
-        """Reduce the latest step's values and hand them to the loggers. All processes must call it."""
+        """Reduce the latest step's values and send them to the loggers. Call it on all processes.
+
+        Args:
+            metrics: Values of the training.
+            step: Number of optimizer steps.
+            epoch: Index of the epoch.
+        """
         row: dict[str, float] = {}
         for entry, value in metrics.step_values(self.data_world):
             name = entry.label("step")
@@ -93,7 +99,11 @@ class Logbook:
         self.write_row(row, step, epoch)
 
     def update_epoch(self, metrics: Metrics) -> dict[str, float]:
-        """Reduce the epoch's values; returns them by name. All processes must call it."""
+        """Reduce the epoch's values and return them by name. Call it on all processes.
+
+        Args:
+            metrics: Values of the epoch.
+        """
         values: dict[str, float] = {}
         names: set[str] = set()
         self._epoch_row = {}
@@ -110,16 +120,16 @@ class Logbook:
         return values
 
     def write_batches(self, metrics: Metrics, counts: list[int], step: int, *, keep_counting: bool) -> None:
-        """Hand the loggers what the single batches of an evaluation logged. All processes must call it.
+        """Send the values that single batches of an evaluation logged to the loggers. Call it on all processes.
 
-        Their x-axis is the number of the loader's batches, as the step stays the same in an evaluation. The optimizer
-        steps done are in the row.
+        Their x-axis is the index of the dataloader's batches, because the step is constant in an evaluation. The row
+        includes the number of optimizer steps.
 
         Args:
-            metrics: what the evaluation has logged.
-            counts: batches of each loader.
-            step: optimizer steps done.
-            keep_counting: go on counting from evaluation to evaluation, as in ``fit``.
+            metrics: Values of the evaluation.
+            counts: Number of batches of each dataloader.
+            step: Number of optimizer steps.
+            keep_counting: Continue the count across evaluations, as in ``fit``.
         """
         before = self.evaluated if keep_counting else []
         before = before + [0] * (len(counts) - len(before))
@@ -138,11 +148,11 @@ class Logbook:
             self.evaluated = [previous + count for previous, count in zip(before, counts, strict=False)]
 
     def keep_step_values(self, metrics: Metrics, newer: Container[str] = ()) -> None:
-        """Agree on the epoch's last step values, for those who read them later. All processes must call it.
+        """Reduce the epoch's last step values for later readers. Call it on all processes.
 
         Args:
-            metrics: what training has logged.
-            newer: names that a validation has logged since, which stay as they are.
+            metrics: Values of the training.
+            newer: Names that a validation has logged since, whose values are kept. Default: none.
         """
         for entry, value in metrics.step_values(self.data_world):
             name = entry.label("step")
@@ -154,27 +164,46 @@ class Logbook:
                     self.logged_values[name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """The agreed values: a scheduler, or a callback that monitors, may need one before it is logged again."""
+        """Return the reduced values: a scheduler or a monitoring callback may need one before it is logged again."""
         values, watch = dict(self.callback_values), self.watch.state_dict()
         return {"values": values, "watch": watch, "evaluated": list(self.evaluated)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The saved state.
+        """
         self.callback_values.clear()
         self.callback_values.update(state_dict["values"])
         self.watch.load_state_dict(state_dict["watch"])
         self.evaluated = list(state_dict.get("evaluated", ()))
 
     def note_epoch(self, step: int) -> None:
-        """Let the history have the epoch's values before the loggers: a checkpoint is made in between."""
+        """Add the epoch's values to the history before the loggers get them: a checkpoint is saved in between.
+
+        Args:
+            step: Number of optimizer steps.
+        """
         self.history.add(self._epoch_row, step)
 
     def write_epoch(self, step: int, epoch: int) -> None:
-        """Hand the epoch's values, as last updated, to the loggers."""
+        """Send the last updated values of the epoch to the loggers.
+
+        Args:
+            step: Number of optimizer steps.
+            epoch: Index of the epoch.
+        """
         self.write_row(self._epoch_row, step, epoch)
 
     def write_row(self, row: dict[str, float], step: int, epoch: int) -> None:
-        """Hand a row of agreed values to the loggers, with the epoch beside them."""
+        """Send a row of reduced values, and the epoch, to the loggers.
+
+        Args:
+            row: Values by name.
+            step: Number of optimizer steps.
+            epoch: Index of the epoch.
+        """
         if not row:
             return
         self.logged_values.update(row)
@@ -182,7 +211,13 @@ class Logbook:
         self.call("log_metrics", {"epoch": epoch, **row}, step=step)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every logger that works, on rank zero."""
+        """Call a method of every working logger, on rank zero.
+
+        Args:
+            method: Name of the method.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
         if not self.world.is_main:
             return
         for logger in self.loggers:
@@ -195,17 +230,18 @@ class Logbook:
                 self._written.add(id(logger))
 
     def _use(self, logger: Logger, action: str, use: Callable[[], Any]) -> None:
+        """Call a function of a logger; after an error, warn and disable the logger unless it is strict."""
         try:
             use()
         except Exception as error:
             if logger.strict:
                 raise
             self._failed.add(id(logger))
-            warn(f"{type(logger).__name__}.{action} failed and gets nothing more: {type(error).__name__}: {error}")
+            warn(f"{type(logger).__name__}.{action} failed; the logger is disabled: {type(error).__name__}: {error}")
 
     def places(self) -> list[str]:
-        """Where rank zero's loggers have written metrics: a directory, or the run of a service."""
-        # Not of others: to ask a logger that has written nothing for its directory claims one.
+        """Return where rank zero's loggers have written metrics: a directory, or the run of a service."""
+        # Only of these: reading the directory of a logger that has written nothing claims one.
         written = [
             logger
             for logger in self.loggers
@@ -215,17 +251,22 @@ class Logbook:
         return list(dict.fromkeys(map(str, places)))
 
     def clear(self) -> None:
-        """Forget the values so far."""
+        """Reset all values."""
         self.watch = LatestValidation()
         self.callback_values.clear()
         self.bar_values.clear()
         self.logged_values.clear()
 
     def describe(self, task: TaskModule, datamodule: DataModule | None, hyperparameters: bool = True) -> None:
-        """Tell the loggers what is about to be trained: hyperparameters, and the graph for those that want it.
+        """Send the hyperparameters to the loggers, and the model's graph to those that record it.
+
+        Args:
+            task: The task.
+            datamodule: The data module, or None.
+            hyperparameters: Whether to send hyperparameters. Default: True.
 
         Raises:
-            ValueError: for a hyperparameter of which the task and the data module say different things.
+            ValueError: If the task and the data module have different values of a hyperparameter.
         """
         merged: dict[str, Any] = {}
         for owner in (task, datamodule) if hyperparameters and self.loggers else ():
@@ -237,8 +278,8 @@ class Logbook:
                     name = differs[0]
                     raise ValueError(
                         f"hyperparameter {name!r}: {type(task).__name__} has {merged[name]!r:.100}, "
-                        f"{type(owner).__name__} {hparams[name]!r:.100}, and loggers keep one value of a name. Rename "
-                        f"one, or leave it out with save_hyperparameters(ignore=[{name!r}]) or (logger=False)."
+                        f"{type(owner).__name__} {hparams[name]!r:.100}, but loggers store one value per name. Rename "
+                        f"one, or exclude it with save_hyperparameters(ignore=[{name!r}]) or (logger=False)."
                     )
                 merged |= hparams
         if merged:
@@ -246,17 +287,21 @@ class Logbook:
         self.call("log_graph", task)
 
     def agree_on_versions(self) -> None:
-        """Give every process rank zero's version, and so one directory. All processes must call it."""
+        """Set every process's loggers to rank zero's versions, and so to one directory. Call it on all processes."""
         if self.world.size == 1:
             return  # reading a version claims its directory; that can wait until something is logged
-        # At once, as the other ranks may have no logger.
+        # In one broadcast, because other ranks may have no logger.
         versions = [getattr(logger, "version", None) for logger in self.loggers] if self.world.is_main else None
         for logger, version in zip(self.loggers, self.world.broadcast(versions), strict=False):
             if getattr(logger, "version", None) != version:
                 logger.version = version
 
     def agree_on_directory(self, root: str) -> str:
-        """Return the run's folder, rank zero's, on every process. All processes must call it."""
+        """Return the run's folder, rank zero's, on every process. Call it on all processes.
+
+        Args:
+            root: The Trainer's ``default_root_dir``.
+        """
         folder = self.world.broadcast(self.directory(root) if self.world.is_main else None)
         if folder != root and not any(logger.log_dir for logger in self.loggers):
             self.folder = folder
@@ -265,8 +310,11 @@ class Logbook:
     def directory(self, root: str) -> str:
         """Return the run's folder. For rank zero.
 
-        It is the first logger's. Where none has one, as with MLflow, it is made below ``root``, once for this logbook,
+        It is the first logger's. If none has one, as with MLflow, it is created below ``root``, once for this logbook,
         so that no two runs share it; without a logger it is ``root`` itself.
+
+        Args:
+            root: The Trainer's ``default_root_dir``.
         """
         folder = next((logger.log_dir for logger in self.loggers if logger.log_dir), self.folder)
         if folder is None and self.loggers and not isinstance(self.loggers[0], SilentLogger):
@@ -274,21 +322,29 @@ class Logbook:
         return root if folder is None else str(folder)
 
     def folder_of_runs(self, root: str) -> str:
-        """Where the folders of runs stand whose loggers have none: in ``root``, named after the experiment."""
+        """Return the parent of run folders for loggers without one: a folder in ``root`` named after the experiment.
+
+        Args:
+            root: The Trainer's ``default_root_dir``.
+        """
         return str(as_path(root) / (_make_file_name(self.loggers[0].name) or "treadle_logs"))
 
     def existing_folder(self, root: str) -> str | None:
-        """The run's folder where no logger has one, as far as it is known without beginning a run. For rank zero."""
+        """Return the run's folder if no logger has one, as far as it is known before the run begins. For rank zero.
+
+        Args:
+            root: The Trainer's ``default_root_dir``.
+        """
         logger = self.loggers[0]
         if self.folder is None and type(logger).version is Logger.version and isinstance(logger.version, str):
             return str(as_path(self.folder_of_runs(root)) / _make_file_name(logger.version))
         return self.folder
 
     def _make_folder(self, root: str) -> str | None:
-        """A folder named by the run's id where a service has given it one; else by the next free number."""
+        """Return a folder named by the run's ID, if a service has assigned one; otherwise by the next free number."""
         logger = self.loggers[0]
-        if type(logger).version is Logger.version and logger.version is None:  # one of its own may never change
-            self._use(logger, "experiment", lambda: logger.experiment)  # which begins the run
+        if type(logger).version is Logger.version and logger.version is None:  # an overridden one may never change
+            self._use(logger, "experiment", lambda: logger.experiment)  # reading it begins the run
         try:
             folder = self.existing_folder(root)
             if folder is None:
@@ -298,17 +354,21 @@ class Logbook:
                 os.makedirs(folder, exist_ok=True)
             return folder
         except OSError as error:
-            warn(f"{root} can't hold this run's folder: {error}")
+            warn(f"the folder of this run cannot be created in {root}: {error}")
             return None
 
 
 def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return numbers as tensors, as scripts written for Lightning expect them."""
+    """Return numbers as tensors, as scripts written for Lightning expect them.
+
+    Args:
+        values: Numbers by name.
+    """
     return {
         name: torch.as_tensor(value, dtype=torch.get_default_dtype(), device="cpu") for name, value in values.items()
     }
 
 
 def _make_file_name(name: str | None) -> str:
-    """A name without what would lead into another folder, as the ``/`` of Databricks' experiments would."""
+    """Return a name without characters that lead to another folder, such as the ``/`` of Databricks' experiments."""
     return re.sub(r"[^\w.=@+-]+", "_", name or "").strip("._")

@@ -1,4 +1,4 @@
-"""One optimizer step: its micro-batches, what all processes agree on, and the optimizer."""
+"""One optimizer step: its micro-batches, the agreement of all processes, and the optimizer."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """Takes optimizer steps, each from a group of micro-batches.
+    """Loop body that takes one optimizer step from each group of micro-batches.
 
     Args:
-        trainer: whose flags, accelerator and progress are used.
-        task: the user's task.
-        model: the task as the accelerator prepared it.
-        hooks: who wants to be called.
-        schedules: whose schedulers by step are stepped.
-        wants_to_stop: whether this process wants to end the run.
+        trainer: The Trainer, with flags, accelerator and progress.
+        task: The user's task.
+        model: The task as prepared by the accelerator.
+        hooks: Dispatch table of the overridden hooks.
+        schedules: Schedulers that step after optimizer steps.
+        wants_to_stop: Function that returns whether this process requests a stop.
 
     Attributes:
-        skip_rest: a hook asked to end the epoch.
+        skip_rest: Whether a hook requested the end of the epoch.
     """
 
     def __init__(
@@ -72,18 +72,26 @@ class Steps:
         self.alone = trainer.accelerator.num_processes == 1
         self.may_skip = self.alone and trainer.scaler is None
         self.skip_rest = False
-        self.bad_batches: list[str] = []  # those of the step whose loss is not finite, described
+        self.bad_batches: list[str] = []  # descriptions of the step's batches whose loss is not finite
 
     def use(self, model: Any) -> None:
-        """Go on with the task wrapped anew."""
+        """Use the task as wrapped again.
+
+        Args:
+            model: The wrapped task.
+        """
         self.model = model
         self.step = self.accelerator.method(model, "training_step")
 
     def close(self) -> None:
-        """The run is over."""
+        """Release what the steps hold after the run."""
 
     def take(self, group: Iterable[Any]) -> None:
-        """Work through one group of micro-batches; after its last one the optimizer steps."""
+        """Process one group of micro-batches; after the last one, step the optimizer.
+
+        Args:
+            group: The micro-batches.
+        """
         accumulation, hooks, progress, cursor = self.accumulation, self.hooks, self.progress, self.cursor
         steps_before = progress.step
         batches = iter(group if self.alone else self.metrics.counted(group, cursor, self.task))
@@ -99,7 +107,7 @@ class Steps:
             if self.skip_rest:
                 if not self.alone:
                     self._leave_together(itertools.chain((batch,), batches), index)
-                accumulation.drop_gradients()  # of the group's micro-batches before
+                accumulation.drop_gradients()  # of the group's earlier micro-batches
                 self.bad_batches.clear()
                 progress.phase = Phase.BETWEEN_STEPS
                 return
@@ -133,7 +141,7 @@ class Steps:
                     hook(outputs, batch, index)
 
     def _optimize(self, index: int, loss: Tensor, batch: Any) -> None:
-        """Agree, clip, step, zero; then the schedulers by step."""
+        """Agree over the ranks, clip, step and reset gradients; then step the schedulers with the interval "step"."""
         accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
         self.agreement.next_place = progress.step + 1, progress.epoch, index
         if accumulation.always_agree or accumulation.watches_gradients or accumulation.unfinished:
@@ -153,7 +161,7 @@ class Steps:
         steps_before, skipped_before = optimizer.steps_taken, optimizer.skipped
         if self.custom_step is None:
             optimizer.step()
-        else:  # the gradients are there already, so all that is left of the closure is its loss
+        else:  # the gradients are computed, so the closure only returns the loss
             self.custom_step(progress.epoch, index, optimizer, loss.detach)
         for hook in hooks.on_before_zero_grad:
             hook(optimizer.optimizer)
@@ -165,17 +173,17 @@ class Steps:
                 self.schedules.after_step()
 
     def _leave_together(self, batches: Iterable[Any], index: int) -> None:
-        """Find out whether every rank leaves the epoch with this group, which is then dropped.
+        """Check that every rank leaves the epoch with this group, whose gradients are then dropped.
 
-        A rank that does not is in the group's collectives already, so this one takes part in them, without weight. Its
-        vote travels in them, which costs nothing in any other step.
+        A rank that does not leave is already in the group's collectives, so this one participates in them, with weight
+        zero. Its vote travels in these collectives, which has no overhead in other steps.
 
         Args:
-            batches: those of the group that are left.
-            index: the micro-batch for which a hook returned -1.
+            batches: The remaining batches of the group.
+            index: Index of the micro-batch for which a hook returned -1.
 
         Raises:
-            ValueError: if some rank stays; on every rank.
+            ValueError: On every rank, if some rank stays.
         """
         accumulation, cursor, agreement = self.accumulation, self.cursor, self.agreement
         agreement.leave_vote = True
@@ -199,30 +207,33 @@ class Steps:
         agreement.leaves = 0
 
     def may_leave(self) -> bool:
-        """Whether some rank has a hook that may return -1. All ranks must ask, once."""
+        """Return whether some rank has a hook that may return -1. Call it on all ranks, once."""
         return not self.alone and self.accelerator.world.any(any(map(_is_users, self.hooks.on_train_batch_start)))
 
     def vote_to_leave(self, index: int) -> None:
-        """As `_leave_together`, by an exchange of its own, where the group's collectives can't carry a vote.
+        """Agree like `_leave_together`, by a separate exchange, if the group's collectives cannot carry a vote.
+
+        Args:
+            index: Index of the micro-batch.
 
         Raises:
-            ValueError: if some ranks leave and others stay; on every rank.
+            ValueError: On every rank, if some ranks leave and others stay.
         """
         leaves = int(self.accelerator.world.all_reduce(torch.tensor(int(self.skip_rest), device="cpu")))
         if 0 < leaves < self.accelerator.num_processes:
             self.refuse_to_leave(index if self.skip_rest else None)
 
     def refuse_to_leave(self, index: int | None) -> None:
-        """Some ranks leave the epoch and others stay.
+        """Raise an error, because some ranks leave the epoch and others stay.
 
         Args:
-            index: the micro-batch for which this rank's hook returned -1, if it did.
+            index: Index of the micro-batch for which this rank's hook returned -1; None if it did not.
 
         Raises:
-            ValueError: names the ranks and their micro-batches, as far as they are known.
+            ValueError: Always; the message names the ranks and their micro-batches, as far as they are known.
         """
         world = self.accelerator.world
-        # Where votes are read one step late, the others are elsewhere by now.
+        # If votes are read one step late, the other ranks are already in another step.
         rank_indices = world.gather_objects(index) if self.agreement.immediate else {world.rank: index}.items()
         leaving = [
             (rank, batch_index)
@@ -233,24 +244,29 @@ class Steps:
             ", ".join(f"rank {rank} (micro-batch {batch_index})" for rank, batch_index in leaving) or "some rank"
         )
         raise ValueError(
-            f"on_train_batch_start returned -1 on {leaving_text} in epoch {self.progress.epoch}, and not on every "
-            "rank: the ranks leave an epoch with the same step. Decide by what is the same on all of them, such as the "
-            "index of the batch, global_step or a logged metric."
+            f"on_train_batch_start returned -1 on {leaving_text} in epoch {self.progress.epoch}, but not on every "
+            "rank. All ranks must leave an epoch with the same step. Decide by a value that is the same on all of "
+            "them, such as the index of the batch, global_step or a logged metric."
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """What ``manual_backward`` does.
+        """Run the backward pass of ``manual_backward``.
+
+        Args:
+            loss: The loss.
+            args: Positional arguments of ``Tensor.backward``.
+            kwargs: Keyword arguments of ``Tensor.backward``.
 
         Raises:
-            RuntimeError: where the loop calls backward itself.
+            RuntimeError: If the loop runs the backward pass itself.
         """
         raise RuntimeError(
-            "manual_backward is for a task with self.automatic_optimization = False (set it in __init__); here the "
-            "Trainer calls backward on what training_step returns."
+            "manual_backward needs a task with self.automatic_optimization = False; with True, the Trainer calls "
+            "backward on the loss that training_step returns. Set it in __init__, or remove the call."
         )
 
     def clip(self) -> None:
-        """Clip the gradients as the flags or the task say."""
+        """Clip the gradients by the Trainer's flags or the task's hook."""
         trainer, optimizer = self.trainer, self.optimizer
         assert optimizer is not None
         self.accumulation.unscale_gradients()
@@ -259,7 +275,11 @@ class Steps:
         )
 
     def zero_grad(self, index: int) -> None:
-        """Drop the gradients, the task's way if it has one."""
+        """Reset the gradients, by the task's hook if it has one.
+
+        Args:
+            index: Index of the micro-batch.
+        """
         assert self.optimizer is not None
         if self.custom_zero_grad is None:
             self.optimizer.zero_grad()
@@ -267,25 +287,30 @@ class Steps:
             self.custom_zero_grad(self.progress.epoch, index, self.optimizer)
 
     def settle(self) -> None:
-        """Read what is known of the last step, which accelerators tell one step later; see `refuse`."""
+        """Read the outcome of the last step, which accelerators return one step later; see `refuse`."""
         self.agreement.settle()
         if not self.agreement.finite:
             self.refuse()
 
     def note_batch(self, batch: Any) -> None:
-        """Describe the micro-batch whose loss is not finite, which is gone when the step is refused."""
+        """Describe a micro-batch whose loss is not finite, because it is gone when the step is refused.
+
+        Args:
+            batch: The micro-batch.
+        """
         text, _ = nonfinite.describe_batch(batch, batch_indices(self._find_loader()))
         self.bad_batches += [text] if text else []
 
     def refuse(self, optimizer: PreparedOptimizer | None = None, *, batch: Any = None) -> None:
-        """A loss or a gradient is not finite on some process; every process comes here in the same step.
+        """React to a loss or a gradient that is not finite on some process. Every process calls this in the same step.
 
         Args:
-            optimizer: the one that is about to step, where the task steps its optimizers itself.
-            batch: the step's last micro-batch.
+            optimizer: The optimizer that is about to step, with manual optimization.
+            batch: The last micro-batch of the step.
 
         Raises:
-            ValueError: where the flag says ``"raise"``; names the step, the samples, and the ranks or the parameter.
+            ValueError: If the flag is ``"raise"``; the message names the step, the samples, and the ranks or the
+                parameter.
         """
         step, epoch, last = self.agreement.place
         found = self.describe_not_finite(last, batch)
@@ -293,29 +318,29 @@ class Steps:
         if self.trainer.on_nonfinite == "raise":
             spoiled = "" if all(o.guarded for o in self.accelerator.optimizers) else nonfinite.SPOILED
             raise ValueError(
-                f"{problem}.{found.samples}{spoiled} Look at that batch, lower the learning rate or clip the "
-                "gradients; Trainer(on_nonfinite='skip') leaves such steps out."
+                f"{problem}.{found.samples}{spoiled} Check that batch, lower the learning rate or clip the gradients. "
+                "Trainer(on_nonfinite='skip') skips such steps."
             )
         announce(f"{problem}, which is skipped.{found.samples}")
         self.leave_out(found.losses, optimizer)
 
     def leave_out(self, losses: bool, optimizer: PreparedOptimizer | None = None) -> None:
-        """Leave out a step.
+        """Skip a step.
 
         Args:
-            losses: a loss is not finite, rather than a gradient alone.
-            optimizer: see `refuse`.
+            losses: Whether a loss is not finite, rather than only a gradient.
+            optimizer: See `refuse`.
         """
         self.progress.skipped += 1
         if self.optimizer is not None:
             self.optimizer.optimizer.zero_grad()
 
     def describe_not_finite(self, last: int, batch: Any) -> nonfinite.Findings:
-        """Say what is not finite, and forget it. All ranks must call it.
+        """Return what is not finite, and reset it. Call it on all ranks.
 
         Args:
-            last: the number of the step's last micro-batch.
-            batch: see `refuse`.
+            last: Index of the step's last micro-batch.
+            batch: See `refuse`.
         """
         agreement = self.agreement
         first = last - max(0, agreement.micro_batches - 1)
@@ -327,7 +352,7 @@ class Steps:
             evidence.gradients = nonfinite.order_by_backward(
                 bad_parameters, self.model, loss, self.accelerator.strategy
             )
-            if agreement.immediate:  # else the loader is a step further on
+            if agreement.immediate:  # otherwise the dataloader is one step ahead
                 evidence.samples, evidence.has_bad_input = nonfinite.describe_group(
                     self._find_loader(), batch, last - first
                 )
@@ -336,11 +361,12 @@ class Steps:
         return nonfinite.combine(dict(enumerate(self.accelerator.world.gather_objects(evidence))), first, last)
 
     def _find_loader(self) -> Any:
+        """Return the training dataloader."""
         assert self.trainer.sources is not None
         return self.trainer.sources.train
 
 
 def _is_users(hook: Hook) -> bool:
-    """Whether a hook is not one of our own callbacks', none of which returns anything."""
+    """Return whether a hook is not one of Treadle's callbacks, which return nothing."""
     function = hook.func if isinstance(hook, partial) else hook
     return not str(getattr(function, "__module__", "")).startswith("treadle.")

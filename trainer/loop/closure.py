@@ -1,4 +1,4 @@
-"""Steps of optimizers that compute loss and gradients themselves, several times a step: L-BFGS and its kin."""
+"""Steps of optimizers that compute loss and gradients several times per step, such as L-BFGS."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class ClosureSteps(Steps):
-    """Hands the optimizer a closure that works through the whole group of micro-batches each time it is called.
+    """Loop body that passes the optimizer a closure, which processes the whole group of micro-batches in each call.
 
-    The group's batches stay in memory meanwhile. Every process sees one loss, the mean over all of them: what an
-    optimizer decides by it, all decide alike.
+    The group's batches stay in memory. Every process gets the same loss, the mean over all processes, so optimizers
+    decide identically.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,7 +29,11 @@ class ClosureSteps(Steps):
         self.voting = self.may_leave()
 
     def take(self, group: Iterable[Any]) -> None:
-        """See `Steps.take`. The hooks of backward and of the optimizer's step are called in each evaluation."""
+        """See `Steps.take`. The hooks of the backward pass and of the optimizer step run in each evaluation.
+
+        Args:
+            group: The micro-batches.
+        """
         hooks, progress, cursor = self.hooks, self.progress, self.cursor
         micro_batches: list[tuple[Any, Any]] = []
         for batch in group:
@@ -77,12 +81,12 @@ class ClosureSteps(Steps):
                 hook(for_hooks(output), micro_batches[number][0], first + number)
 
     def _evaluate(self, micro_batches: list[tuple[Any, Any]], first: int) -> list[tuple[Any, Tensor]]:
-        """The gradients of the whole group, agreed on and clipped; what each ``training_step`` returned."""
+        """Compute the reduced and clipped gradients of the whole group, and return the results of ``training_step``."""
         accumulation, optimizer = self.accumulation, self.optimizer
         assert optimizer is not None
         for hook in self.hooks.on_before_zero_grad:
             hook(optimizer.optimizer)
-        accumulation.sync_gradients = True  # as after a group: the group before may have ended elsewhere
+        accumulation.sync_gradients = True  # reset: the previous group may have ended without it
         self.zero_grad(first)
         results = []
         for number, batch in enumerate(
@@ -101,19 +105,23 @@ class ClosureSteps(Steps):
         return results
 
     def _replay_batches(self, micro_batches: list[tuple[Any, Any]]) -> Iterator[Any]:
+        """Yield the batches of the group again."""
         for batch, micro in micro_batches:
             self.cursor.micro, self.metrics.weight = micro, micro.samples
             yield batch
 
     def _forward_and_backward(self, batch: Any, index: int, last: bool) -> tuple[Any, Tensor]:
-        """Add one micro-batch's share of the gradient; returns what ``training_step`` did, and the loss in it."""
+        """Add the gradients of one micro-batch, and return the result of ``training_step`` and its loss."""
         accumulation, hooks = self.accumulation, self.hooks
         with accumulation.accumulate(self.model):
             output = self.step(batch, index) if self.takes_index else self.step(batch)
             loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
             check_loss(loss)
             if weight is not None:
-                raise ValueError("this optimizer steps with a closure, whose losses are not weighed: return no weight.")
+                raise ValueError(
+                    "training_step returned a weight, but this optimizer steps with a closure, whose losses cannot be "
+                    "weighted. Return the loss only."
+                )
             for hook in hooks.on_before_backward:
                 hook(loss)
             if not self.agreement.watch(loss):
@@ -126,27 +134,36 @@ class ClosureSteps(Steps):
         return output, loss
 
     def _compute_mean_loss(self, losses: list[tuple[Tensor, Any]]) -> Tensor:
-        """The group's loss over all processes, each process's share of the samples weighed as in the gradient."""
+        """Return the group's loss over all processes, weighted by samples like the gradient."""
         total = torch.stack([loss.detach() * micro.scale for loss, micro in losses]).sum()
         return self.accelerator.data_world.all_reduce(total, "mean")
 
 
 def check_closure(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError for what an optimizer that needs a closure can't be combined with."""
+    """Raise a ValueError for settings that an optimizer with a closure cannot be combined with.
+
+    Args:
+        trainer: The Trainer.
+        optimizer: The optimizer.
+    """
     strategy, precision = trainer.accelerator.strategy, trainer.accelerator.precision
     in_parts = strategy.sharded or strategy.keeps_apart(optimizer)
     reasons = {
-        f"strategy={strategy.name!r}, where it would see a part of the model only: use plain 'ddp'": in_parts,
-        f"precision={precision.name!r}, whose loss scale skips steps: use bf16-mixed or 32-true": precision.scaled,
-        "on_nonfinite='skip': it can't leave out half a step; use 'raise'": trainer.on_nonfinite == "skip",
+        f"strategy={strategy.name!r}, because it would see only a shard of the model. Use plain 'ddp'": in_parts,
+        f"precision={precision.name!r}, whose loss scale skips steps. Use bf16-mixed or 32-true": precision.scaled,
+        "on_nonfinite='skip', because it cannot skip part of a step. Use 'raise'": trainer.on_nonfinite == "skip",
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ValueError(f"{type(optimizer).__name__} steps with a closure and can't run with {reason}.")
+            raise ValueError(f"{type(optimizer).__name__} steps with a closure and cannot run with {reason}.")
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer.step`` can't be called without a closure."""
+    """Return whether ``optimizer.step`` requires a closure.
+
+    Args:
+        optimizer: The optimizer.
+    """
     step = inspect.signature(type(optimizer).step)
     closure = step.parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

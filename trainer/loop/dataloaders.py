@@ -1,4 +1,4 @@
-"""Where batches come from: loaders that were passed, the data module's, or the task's; prepared and limited."""
+"""Sources of batches: dataloaders that were passed, the data module's, or the task's; prepared and limited."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class Sources:
-    """The loaders of one stage. Each kind is asked for once, when it is first needed.
+    """Dataloaders of one stage. Each kind is created once, on first use.
 
     Args:
-        task: the user's task.
-        datamodule: the user's data module, or None.
-        passed_loaders: by kind (``"train"``, ``"val"``, ``"test"``, ``"predict"``), what was passed to the entry point.
-        accelerator: prepares the loaders.
-        limits: by kind, the checked ``limit_*_batches``.
-        shard: whether to share each loader out over the processes.
-        fixed_order: training and validation read the same batches in each epoch, and shuffle nothing.
+        task: The user's task.
+        datamodule: The user's data module, or None.
+        passed_loaders: Dataloaders that were passed to the entry point, by kind (``"train"``, ``"val"``, ``"test"``,
+            ``"predict"``).
+        accelerator: The accelerator that prepares the dataloaders.
+        limits: The checked ``limit_*_batches``, by kind.
+        shard: Whether to shard each dataloader over the processes.
+        fixed_order: Whether training and validation read the same batches in each epoch, without shuffling. Default:
+            False.
     """
 
     def __init__(
@@ -60,18 +62,18 @@ class Sources:
 
     @property
     def has_train(self) -> bool:
-        """Whether the training loader was prepared."""
+        """Return whether the training dataloader is prepared."""
         return self._train is not None
 
     @property
     def train(self) -> Loader:
-        """The prepared training loader."""
+        """Prepared training dataloader."""
         if self._train is None:
             source = self._find("train")
             if source is None:
                 raise ValueError(
-                    "fit needs a training loader: pass train_dataloaders or a datamodule, or give the task a "
-                    "train_dataloader."
+                    "fit has no training dataloader: pass train_dataloaders or a datamodule, or define "
+                    "train_dataloader in the task."
                 )
             if is_collection(source):
                 source = CombinedLoader(source, "max_size_cycle")
@@ -79,42 +81,53 @@ class Sources:
         return self._train
 
     def evaluation(self, kind: str) -> list[Loader]:
-        """The prepared loaders of ``"val"``, ``"test"`` or ``"predict"``; empty where there are none."""
+        """Return the prepared dataloaders of a kind; an empty list if there are none.
+
+        Args:
+            kind: ``"val"``, ``"test"`` or ``"predict"``.
+        """
         if kind not in self._evaluation:
             sources = list(_split_sources(self._find(kind)))
             world, count = self._accelerator.world, {f"{kind} loaders": len(sources)}
-            check_values_match("the ranks have different loaders", count, world)
+            check_values_match("the ranks have different dataloaders", count, world)
             loaders = [self._prepare(kind, source, number) for number, source in enumerate(sources)]
             self._empty[kind] = [loader for loader in loaders if world.all(loader.length == 0)]
             self._evaluation[kind] = loaders
         return self._evaluation[kind]
 
     def empty(self, kind: str) -> list[Loader]:
-        """Those of `evaluation` whose length is 0 on all processes. A loader without a length is known only later."""
+        """Return the dataloaders of `evaluation` whose length is 0 on all processes, as far as lengths are known.
+
+        Args:
+            kind: ``"val"``, ``"test"`` or ``"predict"``.
+        """
         self.evaluation(kind)
         return self._empty[kind]
 
     def warn_of_empty_validation(self) -> None:
-        """Warn of validation loaders without batches. Within ``fit`` that is no error: a small split may leave none."""
+        """Warn of validation dataloaders without batches.
+
+        Within ``fit`` they are not an error: a small split may be empty.
+        """
         if self.limits["val"] == 0:
             return
         loaders = self.evaluation("val")
         for loader in self.empty("val"):
             position = f" {loaders.index(loader)} (of {len(loaders)})" if len(loaders) > 1 else ""
             reason = explain_empty(loader, self._accelerator.num_processes)
-            warn(f"validation loader{position} is empty: nothing is validated on it. {reason}")
+            warn(f"validation dataloader{position} is empty, so nothing is validated on it. {reason}")
 
     @property
     def hook_loaders(self) -> list[Loader]:
-        """The training and validation loaders that come from a hook."""
+        """Training and validation dataloaders that hooks returned."""
         train = [] if self.passed_loaders.get("train") is not None else [self.train]
         return train + ([] if self.passed_loaders.get("val") is not None else self.evaluation("val"))
 
     def reload(self, epoch: int) -> None:
-        """Ask the hooks anew for the training and validation loaders, as of now; what was passed is kept.
+        """Call the hooks of the training and validation dataloaders again; dataloaders that were passed are kept.
 
         Args:
-            epoch: the one that comes.
+            epoch: Index of the next epoch.
         """
         self._epoch = epoch
         for loader in self.hook_loaders:
@@ -130,12 +143,12 @@ class Sources:
     def for_another(
         self, task: TaskModule, datamodule: DataModule | None, watch: Callable[[str, Any], None]
     ) -> Sources:
-        """The same for copies of the task and the data module, of which nothing was asked yet.
+        """Return sources for copies of the task and the data module, whose hooks have not been called yet.
 
         Args:
-            task: the copy.
-            datamodule: the copy.
-            watch: called with each kind and what is about to be prepared of it.
+            task: The copy of the task.
+            datamodule: The copy of the data module.
+            watch: Function called with each kind and the dataloader that is about to be prepared.
         """
         other = copy.copy(self)
         other.task, other.datamodule, other._watch = task, datamodule, watch
@@ -143,6 +156,7 @@ class Sources:
         return other
 
     def _find(self, kind: str) -> Any:
+        """Return the dataloader that was passed or that a hook returns; None if there is none."""
         if self.passed_loaders.get(kind) is not None:
             return self.passed_loaders[kind]
         method = f"{kind}_dataloader"
@@ -153,6 +167,7 @@ class Sources:
         return None
 
     def _prepare(self, kind: str, source: Any, number: int) -> Loader:
+        """Return a dataloader, prepared and limited."""
         if self._watch is not None:
             self._watch(kind, source)
         for single_source in source.flattened if isinstance(source, CombinedLoader) else [source]:
@@ -167,14 +182,15 @@ class Sources:
         if self._fixed_order and kind in ("train", "val") and loader.keep_order() and kind not in self._warned:
             self._warned.add(kind)
             warn(
-                f"overfit_batches: the {kind} loader would shuffle; its batches come in one order, the same each epoch."
+                f"overfit_batches disables shuffling of the {kind} dataloader: each epoch reads the same batches in "
+                "the same order."
             )
         return loader
 
     def _choose_transfer(self, number: int) -> Callable[[Any], Any] | None:
-        """The user's own way to the device, or None for the accelerator's."""
+        """Return the user-defined transfer to the device, or None for the accelerator's."""
         owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
-        # Each hook for itself: a data module may augment while the task moves.
+        # Each hook separately: a data module may augment while the task moves.
         chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]
         if all(owner is None for owner in chosen):
             return None
@@ -184,23 +200,35 @@ class Sources:
         return partial(self._transfer, before, move, after, number)
 
     def _transfer(self, before: Any, move: Any, after: Any, number: int, batch: Any) -> Any:
+        """Move a batch to the device by the chosen hooks."""
         batch = move(before(batch, number), self._accelerator.device, number)
         return after(self._accelerator.precision.cast(batch), number)
 
 
 def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
-    """Raise a TypeError if what runs, or its data module, is something else."""
+    """Raise a TypeError unless the task is a TaskModule and the data module a DataModule.
+
+    Args:
+        stage: Name of the stage, for messages.
+        task: The task.
+        datamodule: The data module, or None.
+    """
     if not isinstance(task, TaskModule):
-        hint = ": put () behind it" if isinstance(task, type) else ""
-        raise TypeError(f"{stage} takes a treadle.TaskModule, not {task if hint else type(task).__name__!r}{hint}.")
+        hint = " Instantiate it with ()." if isinstance(task, type) else ""
+        raise TypeError(f"{stage} needs a treadle.TaskModule, not {task if hint else type(task).__name__!r}.{hint}")
     if "_metrics" not in vars(task):
-        raise TypeError(f"{type(task).__name__}.__init__ must call super().__init__() before anything else.")
+        raise TypeError(f"{type(task).__name__}.__init__ must call super().__init__() first.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
         raise TypeError(f"datamodule must be a treadle.DataModule, not {type(datamodule).__name__!r}.")
 
 
 def explain_empty(loader: Loader, processes: int) -> str:
-    """Return why a loader may have yielded nothing, and what to change."""
+    """Return the reason for which a dataloader may have yielded nothing, and what to change.
+
+    Args:
+        loader: The prepared dataloader.
+        processes: Number of processes.
+    """
     source = loader.source
     dataset = getattr(source, "dataset", None)
     try:
@@ -209,37 +237,38 @@ def explain_empty(loader: Loader, processes: int) -> str:
         samples = None
     kind = type(source).__name__
     if samples == 0:
-        return f"{kind}'s dataset ({type(dataset).__name__}) is empty: give it samples."
+        return f"{kind}'s dataset ({type(dataset).__name__}) is empty. Add samples."
     size = getattr(source, "batch_size", None)
     if samples is not None and size and getattr(source, "drop_last", False) and samples < size * processes:
         return (
             f"{kind} has {samples} samples and drop_last=True, which drops a global batch of fewer than "
-            f"{size * processes} ({size} x {processes} processes): lower batch_size, or leave drop_last out."
+            f"{size * processes} ({size} x {processes} processes). Lower batch_size, or remove drop_last."
         )
     if loader.limit == 0:
-        return "its limit is 0 batches: raise limit_*_batches."
-    return f"{kind} ended at once: give an iterable that can be run through again, with at least one batch."
+        return "Its limit is 0 batches. Raise limit_*_batches."
+    return f"{kind} ended at once. Pass an iterable that can be iterated again and has at least one batch."
 
 
 def _overrides(owner: TransferHooks, name: str) -> bool:
+    """Return whether an owner overrides a transfer hook."""
     return getattr(type(owner), name) is not getattr(TransferHooks, name)
 
 
 def _refuse_non_loaders(kind: str, source: Any) -> None:
-    """Things that can be iterated over and are no loaders: each would train on something else than batches."""
+    """Raise a TypeError for iterables that are not dataloaders and would yield something other than batches."""
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         raise TypeError(
-            f"the {kind} loader is a {type(source).__name__}, which yields single samples: put it into a DataLoader "
+            f"the {kind} dataloader is a {type(source).__name__}, which yields single samples. Wrap it in a DataLoader "
             "(with batch_size=None if its items are batches)."
         )
     if isinstance(source, str | bytes | torch.Tensor):
         raise TypeError(
-            f"the {kind} loader is a {type(source).__name__}; pass a DataLoader, or another iterable of batches."
+            f"the {kind} dataloader is a {type(source).__name__}. Pass a DataLoader, or another iterable of batches."
         )
 
 
 def _split_sources(source: Any) -> Iterable[Any]:
-    """Evaluation's loaders in order; one that combines several otherwise than in sequence is one."""
+    """Return the evaluation dataloaders in order; a combination that is not sequential counts as one."""
     if source is None or (isinstance(source, list | tuple | Mapping) and not source):
         return []
     if is_collection(source):

@@ -1,4 +1,4 @@
-"""What an error of a running stage is about: where the run was, and what torch's words for it mean."""
+"""Notes on an error of a running stage: the position of the run, and explanations of torch's messages."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _MISMATCH = re.compile(
 )
 _TWICE = "backward through the graph a second time"
 _MEMORY = (
-    "memory ran out: halve the loader's batch_size and double accumulate_grad_batches, which leaves the effective "
-    "batch as it is, or let treadle.find_executable_batch_size try. bf16-mixed precision and FSDP need less."
+    "out of memory: halve the dataloader's batch_size and double accumulate_grad_batches, which keeps the effective "
+    "batch size, or use treadle.find_executable_batch_size. bf16-mixed precision and FSDP need less memory."
 )
 _BACKWARD = (
-    "something called backward on this loss before: leave backward and the optimizer to the Trainer, and return the "
-    "loss. A tensor kept from the batch before needs detach()."
+    "backward was already called on this loss: leave backward and the optimizer to the Trainer, and return the loss. "
+    "A tensor kept from the previous batch needs detach()."
 )
 _SHOWN, _DEPTH = 8, 3
-# Functions that work through batches, whose variable ``index`` is the newest batch's.
+# Functions that process batches; their variable ``index`` is that of the current batch.
 _BATCH_CODES = {
     step.__code__
     for step in (
@@ -46,12 +46,17 @@ _BATCH_CODES = {
         EvaluationLoop._run_loader,
     )
 }
-# What fails before these is the call, or a hook that the traceback names.
+# An error before these comes from the call, or from a hook that the traceback shows.
 _RUN_CODES = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
 
 
 def annotate(error: BaseException, trainer: Trainer) -> None:
-    """Add to an error, as notes, where the run was, and its cause where torch's own words do not tell it."""
+    """Add notes to an error: the position of the run, and the cause if torch's message does not state it.
+
+    Args:
+        error: The error, changed in place.
+        trainer: The running Trainer.
+    """
     world = trainer.accelerator.world
     location = place(trainer, str(trainer.stage), error)
     if world.size > 1:
@@ -63,14 +68,19 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
     elif isinstance(error, RuntimeError) and _TWICE in str(error):
         error.add_note(_BACKWARD)
     elif isinstance(error, RuntimeError) and trainer.task is not None and _MISMATCH.search(str(error)):
-        with contextlib.suppress(Exception):  # what the user's objects do when looked at may not hide the error
+        with contextlib.suppress(Exception):  # an error in inspecting the user's objects must not hide the original
             error.add_note(_describe_mismatch(error, trainer.task))
 
 
 def place(trainer: Trainer, stage: str, error: BaseException) -> str:
-    """Where a run was when an error came: ``"in fit, epoch 0, after optimizer step 3, in batch 3"``.
+    """Return the position of a run when an error occurred: ``"in fit, epoch 0, after optimizer step 3, in batch 3"``.
 
-    The batch is numbered as in ``batch_idx``.
+    The batch has its ``batch_idx``.
+
+    Args:
+        trainer: The Trainer.
+        stage: Name of the stage.
+        error: The error.
     """
     words = [f"in {stage}"]
     if stage == "fit":
@@ -79,7 +89,7 @@ def place(trainer: Trainer, stage: str, error: BaseException) -> str:
 
 
 def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> Iterator[str]:
-    """Which batch is being worked on or read, and whose; nothing between batches."""
+    """Yield descriptions of the batch that was being processed or read; none between batches."""
     codes = [frame.f_code for frame in frames]
     kind = ""
     if within_fit and EvaluationLoop.run.__code__ in codes:
@@ -102,7 +112,7 @@ def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameTyp
 
 
 def _describe_mismatch(error: BaseException, task: nn.Module) -> str:
-    """Formats and devices where it happened: of the innermost of the task's modules, and of what it works on."""
+    """Return dtypes and devices of the innermost of the task's modules in the traceback, and of its inputs."""
     names = {id(module): name for name, module in task.named_modules()}
     task_frames = [frame for frame in _iterate_frames(error) if id(frame.f_locals.get("self")) in names]
     if not task_frames:
@@ -126,6 +136,7 @@ def _describe_mismatch(error: BaseException, task: nn.Module) -> str:
 
 
 def _iterate_frames(error: BaseException) -> Iterator[FrameType]:
+    """Yield the frames of an error's traceback."""
     trace = error.__traceback__
     while trace is not None:
         yield trace.tb_frame
@@ -133,7 +144,7 @@ def _iterate_frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _iterate_tensors(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a local variable, with how to write them: ``batch['labels']``."""
+    """Yield the tensors in a local variable, with expressions for them: ``batch['labels']``."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth < _DEPTH and isinstance(value, Mapping | list | tuple):
@@ -143,4 +154,5 @@ def _iterate_tensors(name: str, value: Any, depth: int = 0) -> Iterator[tuple[st
 
 
 def _describe_format(tensor: Tensor) -> str:
+    """Return dtype and device of a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

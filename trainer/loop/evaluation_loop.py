@@ -26,7 +26,7 @@ _NO_BATCH = object()
 
 
 class _LeftEarly(Exception):
-    """A signal ends the run within an evaluation; on all ranks before the same batch."""
+    """Exception for a signal that ends the run within an evaluation, on all ranks before the same batch."""
 
 
 STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -34,11 +34,11 @@ STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
 
 @dataclass
 class Evaluation:
-    """The result of an evaluation.
+    """Result of an evaluation.
 
     Attributes:
-        metrics: per loader, the logged values.
-        predictions: per loader, what ``predict_step`` returned for each batch (of this process).
+        metrics: The logged values of each dataloader.
+        predictions: The results of ``predict_step`` for each dataloader and batch of this process.
     """
 
     metrics: list[dict[str, float]]
@@ -46,16 +46,17 @@ class Evaluation:
 
 
 class EvaluationLoop:
-    """One run through evaluation loaders, in evaluation mode and without gradients.
+    """One pass through evaluation dataloaders, in evaluation mode and without gradients.
 
     Args:
-        trainer: whose flags and processes are used.
-        task: the user's task.
-        hooks: dispatch table of the overridden hooks.
-        loaders: the prepared loaders.
+        trainer: The Trainer, with flags and processes.
+        task: The user's task.
+        hooks: Dispatch table of the overridden hooks.
+        loaders: The prepared dataloaders.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
-        within_fit: a validation inside training: no inference mode, whose tensors could not be trained on later.
-        keep_predictions: collect what ``predict_step`` returns.
+        within_fit: Whether it is a validation within training, which cannot use inference mode: its tensors could not
+            be trained later.
+        keep_predictions: Collect the results of ``predict_step``. Default: False.
     """
 
     def __init__(
@@ -81,13 +82,16 @@ class EvaluationLoop:
         self._before: BeforeValidation | None = None
 
     def run(self) -> Evaluation:
-        """Evaluate on all loaders. All processes must call it.
+        """Evaluate on all dataloaders. Call it on all processes.
+
+        Returns:
+            Logged values and predictions.
 
         Raises:
-            ValueError: if a loader yields no batch on any process, unless within ``fit``; or if there are several
-                loaders, and a step or a hook has no place for ``dataloader_idx``.
-            Preempted: a signal ended the run; within ``fit`` it is saved as it was before the validation.
-            KeyboardInterrupt: likewise.
+            ValueError: If a dataloader yields no batch on any process, unless within ``fit``; or if there are several
+                dataloaders, and a step or a hook has no argument ``dataloader_idx``.
+            Preempted: If a signal ended the run; within ``fit`` it is saved as of before the validation.
+            KeyboardInterrupt: If Ctrl-C ended it.
         """
         if self.within_fit and not self.trainer.sanity_checking:
             self._before = BeforeValidation(self.trainer, self.task)
@@ -105,6 +109,7 @@ class EvaluationLoop:
         return evaluation
 
     def _run(self) -> Evaluation:
+        """Evaluate; a signal raises `_LeftEarly`."""
         trainer, task, metrics = self.trainer, self.task, self.metrics
         self.hooks.check_loader_index(self.name, len(self.loaders))
         inference_mode = trainer.inference_mode and not self.within_fit
@@ -133,10 +138,10 @@ class EvaluationLoop:
                 predictions.append(self._run_loader(number))
                 counts.append(trainer.evaluation_batch - batches_before)
             values = self._end_epoch(counts)
-            if self.within_fit and not trainer.sanity_checking:  # from here on a checkpoint does not have it before it
+            if self.within_fit and not trainer.sanity_checking:  # checkpoints from here on count it as done
                 trainer.progress.validated = trainer.progress.batches
                 trainer.logbook.watch.end(trainer)
-            with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
+            with trainer.logging_to(None):  # the values are written: self.log warns that another one would be lost
                 self._fire("end")
         if (restore := self._own_hook("model_train")) is not None:
             restore()
@@ -149,7 +154,7 @@ class EvaluationLoop:
         return Evaluation(_split_by_loader(values, len(self.loaders)), predictions)
 
     def _run_loader(self, number: int) -> list[Any]:
-        """Work through the batches of the ``number``-th loader; returns the predictions, if they are to be kept."""
+        """Process the batches of one dataloader, and return the predictions, if they are collected."""
         trainer, task, metrics, loader = self.trainer, self.task, self.metrics, self.loaders[number]
         metrics.suffix = f"/dataloader_idx_{number}" if len(self.loaders) > 1 else ""
         step = trainer.accelerator.local_method(task, f"{self.name}_step")
@@ -176,34 +181,35 @@ class EvaluationLoop:
             departure.end_loop()
             self._check_empty(index, loader)
             return predictions
-        raise _LeftEarly  # not in the loop: a traceback would keep the loader's iterator
+        raise _LeftEarly  # raised outside of the loop: a traceback would keep the iterator alive
 
     def _check_empty(self, index: int, loader: Loader) -> None:
+        """Raise an error, or warn within ``fit``, if a dataloader yielded no batch."""
         trainer = self.trainer
         if trainer.accelerator.world.all(index < 0):
             reason = explain_empty(loader, trainer.world_size)
-            message = f"the {self.stage} loader yielded no batch. {reason}"
+            message = f"the {self.stage} dataloader yielded no batch. {reason}"
             if not self.within_fit:
                 raise ValueError(message)
-            if loader.length != 0:  # else it was said when fit began
+            if loader.length != 0:  # otherwise fit warned at its start
                 warn(message)
 
     def _try_to_leave(self) -> bool:
-        """Return whether the run can be saved from here; else it ends when the validation does."""
+        """Return whether the run can be saved within the validation; otherwise it ends after it."""
         if self._before is None or self._before.try_to_leave():
             return True
         self.trainer.preemption.departure.stay()
-        announce("the run ends after this validation: something has put other weights into the model for it")
+        announce("the run ends after this validation, because the model has other weights during it")
         return False
 
     def _end_epoch(self, counts: list[int]) -> dict[str, float]:
-        """Call the hooks of the epoch's end, hand what was logged to the loggers, and return the epoch's values."""
+        """Call the hooks at the end, send logged values to the loggers, and return the epoch's values."""
         trainer, metrics = self.trainer, self.metrics
         metrics.suffix = ""
         metrics.between_batches(True)
-        # With several ranks always, as the hook may be on some of them only.
+        # Always with several ranks, because only some of them may have the hook.
         if self._get_hooks("epoch_end") or trainer.world_size > 1:
-            trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
+            trainer.logbook.update_epoch(metrics)  # the hooks may read values that the steps logged
             self._fire("epoch_end")
         values = trainer.logbook.update_epoch(metrics)
         if not trainer.sanity_checking:
@@ -212,56 +218,69 @@ class EvaluationLoop:
         return values
 
     def _get_hooks(self, moment: str) -> tuple[Any, ...]:
+        """Return the hooks of this evaluation."""
         return getattr(self.hooks, f"on_{self.name}_{moment}")
 
     def _own_hook(self, moment: str) -> Callable[[], Any] | None:
-        """Return the task's own hook, if it has one: what the loop does else is no call of the default."""
+        """Return the task's own hook, or None: the loop replaces the default without a call."""
         name = f"on_{self.name}_{moment}"
         return getattr(self.task, name) if hasattr(TaskModule, name) and overrides(self.task, name) else None
 
     def _fire(self, moment: str) -> None:
+        """Call the hooks of this evaluation."""
         for hook in self._get_hooks(moment):
             hook()
 
 
 def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
+    """Warn of a metric object that training and validation both log."""
     trained = {id(entry.metric): entry.name for entry in training.entries if entry.metric is not None}
     for entry in validation.entries:
         if id(entry.metric) in trained:
             warn(
                 f"training logs {trained[id(entry.metric)]!r} and validation {entry.name!r} as one "
-                f"{type(entry.metric).__name__} object: the counts of both are mixed, and the end of validation resets "
-                "them. Give each stage a metric object of its own."
+                f"{type(entry.metric).__name__} object, which mixes both, and the end of the validation resets it. Use "
+                "one metric object for each stage."
             )
 
 
 def check_step(task: TaskModule, stage: str) -> None:
-    """Raise a ValueError if the task does not say how ``stage`` works on a batch."""
+    """Raise a ValueError if the task has no step for a stage.
+
+    Args:
+        task: The task.
+        stage: ``"validate"``, ``"test"`` or ``"predict"``.
+    """
     name = f"{STAGES[stage]}_step"
     if overrides(task, name):
         return
     if stage == "predict" and type(task).forward is not nn.Module.forward:
         return
-    needs = "a predict_step or a forward" if stage == "predict" else f"a {name}"
-    raise ValueError(f"{stage} needs {needs}, and {type(task).__name__} has none.")
+    missing = "neither predict_step nor forward" if stage == "predict" else f"no {name}"
+    raise ValueError(f"{type(task).__name__} has {missing}, which {stage} needs. Define it.")
 
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) a step takes.
+    """Return how many of (batch, batch_idx, dataloader_idx) a step accepts.
+
+    Args:
+        step: The bound method.
+        loaders: Number of dataloaders.
 
     Raises:
-        ValueError: if there are several loaders and it has no place for ``dataloader_idx``.
+        ValueError: If there are several dataloaders and it has no argument ``dataloader_idx``.
     """
     count = count_positional(step)
     if loaders > 1 and count < 3:
         raise ValueError(
-            f"there are {loaders} loaders, so {step.__name__} must take (batch, batch_idx, dataloader_idx); it takes "
-            f"{count} argument(s)."
+            f"{step.__name__} has {count} argument(s), but with {loaders} dataloaders it needs (batch, batch_idx, "
+            "dataloader_idx). Add the missing ones."
         )
     return min(count, 3)
 
 
 def _split_by_loader(values: dict[str, float], loaders: int) -> list[dict[str, float]]:
+    """Return the logged values of each dataloader."""
     if loaders <= 1:
         return [values]
     marks = [f"/dataloader_idx_{number}" for number in range(loaders)]
@@ -272,11 +291,16 @@ def _split_by_loader(values: dict[str, float], loaders: int) -> list[dict[str, f
 
 
 def predictions_in_order(evaluation: Evaluation, world: World) -> list[Any]:
-    """Return every process's predictions in the dataset's order, a batch each; a list for each of several loaders."""
+    """Return every process's predictions in the dataset's order, one per batch; a list for each of several dataloaders.
+
+    Args:
+        evaluation: The result on this process.
+        world: All processes.
+    """
     loaders = []
     for predictions in evaluation.predictions:
         every = world.gather_objects(predictions)
-        # Each round of batches was dealt in rank order, so taking them in turns restores it.
+        # Each round of batches was dealt in rank order, so alternating between ranks restores the order.
         rounds = itertools.zip_longest(*every, fillvalue=_NO_BATCH)
         loaders.append([batch for dealt in rounds for batch in dealt if batch is not _NO_BATCH])
     return loaders[0] if len(loaders) == 1 else loaders

@@ -4,7 +4,7 @@
     on_sanity_check_start; a few validation batches; on_sanity_check_end
     on_train_start
     for each epoch:
-        [loaders anew, where reload_dataloaders_every_n_epochs says so]
+        [dataloader hooks again, every reload_dataloaders_every_n_epochs]
         on_train_epoch_start
         for group in loader.groups():                # one group is one optimizer step
             for micro_batch in group:
@@ -61,16 +61,16 @@ if TYPE_CHECKING:
 
 
 class FitLoop:
-    """Trains a task; built once per ``fit``, when everything is prepared.
+    """Training loop of a task, created once per ``fit`` after everything is prepared.
 
     Args:
-        trainer: whose flags, accelerator, progress and loggers are used.
-        task: the user's task.
-        model: the task as the accelerator prepared it.
-        hooks: who wants to be called.
-        loader: the prepared training loader.
-        schedulers: the task's schedulers.
-        validate: runs a validation.
+        trainer: The Trainer, with flags, accelerator, progress and loggers.
+        task: The user's task.
+        model: The task as prepared by the accelerator.
+        hooks: Dispatch table of the overridden hooks.
+        loader: The prepared training dataloader.
+        schedulers: The task's schedulers.
+        validate: Function that runs a validation.
     """
 
     def __init__(
@@ -105,10 +105,13 @@ class FitLoop:
     # -- epochs --------------------------------------------------------------------------------------------------
 
     def run(self, random_state: Any = None) -> None:
-        """Train until one of the limits is reached, or someone wants to stop.
+        """Train until a limit is reached or a stop is requested.
 
         Args:
-            random_state: what to draw from, of a run that is resumed; else whatever the process has.
+            random_state: The RNG state of a resumed run; None keeps the process's own.
+
+        Raises:
+            ValueError: If the training dataloader yields no batch.
         """
         trainer, progress = self.trainer, self.progress
         self.started = time.monotonic() - progress.seconds
@@ -124,57 +127,60 @@ class FitLoop:
             spent = f"{progress.seconds:.0f} s of max_time={trainer.max_seconds:.0f} s, " if self._is_late() else ""
             warn(
                 f"nothing is left to train: {spent}{progress.step:,} optimizer steps and {progress.epoch:,} epochs are "
-                f"done, and max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}. Raise one to go on."
+                f"done, and max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}. Raise one to continue."
             )
         with trainer.history.spending("training"):
             trainer.history.begin(progress, read_learning_rates(trainer))
             while progress.step_is_unfinished or not self._is_finished():
                 self._epoch()
         progress.seconds = time.monotonic() - self.started
-        with trainer.logging_to(None):  # the last values are out
+        with trainer.logging_to(None):  # the last values are written
             for hook in self.hooks.on_train_end:
                 hook()
 
     def _is_complete(self) -> bool:
+        """Return whether ``max_epochs`` or ``max_steps`` is reached."""
         trainer, progress = self.trainer, self.progress
         return 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
 
     def _is_finished(self) -> bool:
+        """Return whether training ends here."""
         if self._is_complete():
             return True
         return self._agree_to_stop()
 
     def _agree_to_stop(self) -> bool:
-        """Agree where no step does so. Returns whether to stop now; leaves if a signal asks for that."""
+        """Agree on a stop outside of a step, and return whether to stop now; leave the run if a signal requires it."""
         stop = self._may_stop(self.agreement.ask(self._wants_to_stop()))
         if self.agreement.signaled and not stop:
             save_and_leave(self.trainer)
         return stop
 
     def _may_stop(self, requested: bool) -> bool:
-        """Whether to stop now: someone wants to, as every process knows, and the minimum is reached."""
+        """Return whether to stop now: a stop was requested, as every process knows, and the minimum is reached."""
         trainer, progress = self.trainer, self.progress
         return requested and progress.epoch >= trainer.min_epochs and progress.step >= (trainer.min_steps or 0)
 
     def _epoch(self) -> None:
+        """Train one epoch, or the rest of a resumed one."""
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
         self.steps.skip_rest = False
         if 0 < trainer.reload_dataloaders_every_n_epochs <= progress.epoch - progress.loaded:
             self._reload()
         metrics.between_batches(True)
-        # Of an epoch that is resumed the hooks have drawn their random numbers once already.
+        # In a resumed epoch, the hooks have already drawn their random numbers.
         with isolated_random_state() if progress.batch else nullcontext():
             for hook in hooks.on_train_epoch_start:
                 hook()
         metrics.between_batches(False)
         groups = self._iterate_groups()
-        if progress.step_is_unfinished:  # where a resume begins; its validation is the first that is to come
+        if progress.step_is_unfinished:  # a resume starts here, with the validation that is due
             groups = itertools.chain(((),), groups)
         for group in groups:
             if progress.phase is Phase.EPOCH_TRAINED:
                 warn(
-                    f"{type(self.loader.source).__name__} yields more than the {self.total:,} batches that its length "
-                    "says; the rest is left out. Correct the length, or give limit_train_batches."
+                    f"{type(self.loader.source).__name__} yields more than the {self.total:,} batches of its length; "
+                    "the rest is ignored. Correct the length, or set limit_train_batches."
                 )
                 break
             self.steps.take(group)
@@ -182,8 +188,8 @@ class FitLoop:
                 break
         else:
             if not progress.batch:
-                raise ValueError(f"the training loader yielded no batch. {self._explain_empty()}")
-            if not progress.epoch_is_trained:  # a loader without a length ends only when it ends
+                raise ValueError(f"the training dataloader yielded no batch. {self._explain_empty()}")
+            if not progress.epoch_is_trained:  # the end of a dataloader without a length is known only here
                 self._close_epoch()
         self.steps.settle()  # a limit ended the run within the epoch
         if self.steps.skip_rest or progress.epoch_is_trained:
@@ -193,17 +199,17 @@ class FitLoop:
         trainer.update_train_epoch_values()
         if progress.epoch_is_over:
             newer = trainer.logbook.watch.just_measured(trainer)
-            trainer.logbook.keep_step_values(metrics, newer)  # before anyone saves
+            trainer.logbook.keep_step_values(metrics, newer)  # before a callback saves them
         for hook in hooks.on_train_epoch_end:
             hook()
         trainer.logbook.write_epoch(progress.step, progress.epoch)
         metrics.between_batches(False)
-        if progress.epoch_is_over:  # else a limit ended the run within the epoch, and a checkpoint may go on with it
+        if progress.epoch_is_over:  # otherwise a limit ended the run within the epoch, which a resumed run continues
             metrics.reset()
             progress.next_epoch()
 
     def _reload(self) -> None:
-        """Go on with loaders that are asked for anew."""
+        """Replace the dataloaders by those that the hooks return now."""
         sources = self.trainer.sources
         assert sources is not None
         self.progress.loaded = self.progress.epoch
@@ -214,23 +220,26 @@ class FitLoop:
         self.validation_every = self._compute_validation_interval()
 
     def _explain_empty(self) -> str:
+        """Return the reason for an empty dataloader."""
         return explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
+        """Return whether this process requests a stop."""
         return self.trainer.should_stop or self._is_late()
 
     def _is_late(self) -> bool:
+        """Return whether ``max_time`` is over."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     # -- between two steps ---------------------------------------------------------------------------------------
 
     def _end_of_step(self) -> bool:
-        """The one place between two steps: log, validate, schedule, save. Returns whether the epoch ends here."""
+        """Do what belongs between two steps: log, validate, schedule, save. Return whether the epoch ends here."""
         trainer, progress = self.trainer, self.progress
         if self.steps.skip_rest:
             return True
         if self.deadline is not None:
-            progress.seconds = time.monotonic() - self.started  # for checkpoints made from here
+            progress.seconds = time.monotonic() - self.started  # for checkpoints saved from here on
         stepped, progress.phase = progress.phase is Phase.STEP_TAKEN, Phase.ENDING_STEP
         write = stepped and trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0
         if write:
@@ -262,14 +271,15 @@ class FitLoop:
     # -- validation and schedulers -------------------------------------------------------------------------------
 
     def _iterate_groups(self) -> Iterator[Iterable[Any]]:
+        """Yield the groups of micro-batches of the epoch."""
         groups = self.loader.groups()
         for group in itertools.islice(groups, 1):
-            self.total = self.loader.length  # a stream's first batch tells whether it is shared out
+            self.total = self.loader.length  # only the first batch of a stream shows whether it is sharded
             yield group
         yield from groups
 
     def _compute_validation_interval(self) -> int | None:
-        """Micro-batches between validations within an epoch; None for at its end only."""
+        """Return the micro-batches between validations within an epoch; None to validate only at its end."""
         trainer = self.trainer
         interval, total = self.trainer.val_check_interval, self.total
         if not trainer.has_validation:
@@ -278,42 +288,44 @@ class FitLoop:
             if trainer.check_val_every_n_epoch is not None and total is not None and interval > total:
                 raise ValueError(
                     f"val_check_interval={interval} is more than the {total} batches of an epoch, so validation would "
-                    "never run. Give at most that, or check_val_every_n_epoch=None to count across epochs."
+                    "never run. Pass at most that, or check_val_every_n_epoch=None to count across epochs."
                 )
             return interval
         if interval == 1.0:
             return None
         if total is None:
             raise ValueError(
-                f"val_check_interval={interval} is a share of an epoch, but the training loader has no length. Give a "
-                "whole number of batches, or 1.0 for the end of the epoch."
+                f"val_check_interval={interval} is a fraction of an epoch, but the training dataloader has no length. "
+                "Pass a whole number of batches, or 1.0 for the end of the epoch."
             )
         return max(1, int(total * interval))
 
     def _is_validation_epoch(self) -> bool:
+        """Return whether this epoch is validated."""
         every = self.trainer.check_val_every_n_epoch
         return every is None or (self.progress.epoch + 1) % every == 0
 
     def _validate(self) -> None:
+        """Validate, if this epoch is validated, and record that it was due."""
         if self._is_validation_epoch():
             self.validate()
         self.progress.validated = self.progress.batches
 
     def _is_validation_due(self) -> bool:
-        """At an epoch's end."""
+        """Return whether a validation is due at the end of the epoch."""
         if self.clock is not None:
             return self.clock.is_over(self.trainer)
         progress, every = self.progress, self.validation_every
         return progress.batches > progress.validated if every is None else self._has_passed(every)
 
     def _has_passed(self, every: int) -> bool:
-        """Whether another multiple of ``every`` micro-batches, of the epoch or of the run, lies behind us."""
+        """Return whether another multiple of ``every`` micro-batches, of the epoch or of the run, has been passed."""
         progress = self.progress
         begin = 0 if self.trainer.check_val_every_n_epoch is None else progress.batches - progress.batch
         return (progress.batches - begin) // every > max(0, progress.validated - begin) // every
 
     def _close_epoch(self) -> None:
-        """After the epoch's last step: validate if due, then the schedulers by epoch."""
+        """Validate if due after the epoch's last step, then step the schedulers that step after epochs."""
         self.steps.settle()
         if self.trainer.has_validation and self._is_validation_due():
             self._validate()
@@ -322,6 +334,12 @@ class FitLoop:
 
 
 def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
+    """Return the loop body for a task: automatic, manual, or with a closure.
+
+    Args:
+        trainer: The Trainer.
+        task: The task.
+    """
     if not task.automatic_optimization:
         return ManualSteps
     optimizers = [prepared.optimizer for prepared in trainer.accelerator.optimizers]

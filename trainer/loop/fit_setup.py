@@ -1,4 +1,4 @@
-"""``fit`` before its first step: optimizers, placement, the resumed state, the sanity check."""
+"""Setup of ``fit`` before its first step: optimizers, placement, the resumed state, the sanity check."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class Fit:
-    """The training of a task: everything before the first step, then the loop.
+    """Training of a task: the setup before the first step, then the loop.
 
     Args:
-        trainer: the Trainer that trains.
-        schedule: see `Accelerator.load_state`.
+        trainer: The Trainer that trains.
+        schedule: See `Accelerator.load_state`.
     """
 
     task: TaskModule
@@ -45,7 +45,9 @@ class Fit:
         """Prepare everything, restore the checkpoint to resume from, if any, and train.
 
         Args:
-            task, hooks, sources: those of the stage.
+            task: The task of the stage.
+            hooks: The hooks of the stage.
+            sources: The dataloaders of the stage.
         """
         self.task, self.hooks, self.sources = task, hooks, sources
         trainer = self.trainer
@@ -58,7 +60,7 @@ class Fit:
         with trainer.preemption.leaving_at_once(), trainer.checkpointer.ahead(trainer.opened_checkpoint):
             model, random_state = self._prepare(reloads=self._reload_dataloaders())
         loader = sources.train
-        trainer.accelerator.draw_apart()  # the data is there; the sanity check leaves no trace in what is drawn
+        trainer.accelerator.draw_apart()  # the dataloaders exist, and the sanity check restores the RNG state
         RunSummary(trainer).announce_start(loader)
         sanity_check = trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation
         if sanity_check:
@@ -73,18 +75,18 @@ class Fit:
             with trainer.preemption.catching_interrupts() if saves else nullcontext():
                 measured(trainer.profiler, "training", loop.run)(random_state)
         if idle := list_unused(task):
-            warn(f"compiled in vain, as the steps never call it (but its methods, maybe): {', '.join(idle)}.")
+            warn(f"compiled but never called by the steps (except for methods, perhaps): {', '.join(idle)}.")
         for hook in hooks.on_fit_end:
             hook()
 
     def _prepare(self, reloads: bool) -> tuple[Any, Any]:
-        """Do all that comes before the sanity check.
+        """Do everything that precedes the sanity check.
 
         Args:
-            reloads: the epoch begins with new loaders, which start from their beginning.
+            reloads: Whether the epoch begins with new dataloaders, which start from their beginning.
 
         Returns:
-            The wrapped model, and the random state to continue with.
+            The wrapped model, and the RNG state to continue with.
         """
         trainer, task, sources = self.trainer, self.task, self.sources
         prepare_training(trainer, task)
@@ -100,7 +102,7 @@ class Fit:
         trainer.checkpointer.register()
         initial_states = [(source, source.state_dict()) for source in (sources.hook_loaders if reloads else [])]
         random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, self.schedule)
-        trainer.opened_checkpoint = None  # all is restored: nothing of it has to stay in memory
+        trainer.opened_checkpoint = None  # everything is restored, so its memory can be freed
         if reloads:
             trainer.progress.loaded = trainer.progress.epoch
         for source, state in initial_states:
@@ -112,8 +114,9 @@ class Fit:
         if any(callback.save_on_exception for callback in trainer.checkpoint_callbacks):
             if trainer.world_size > 1 and (why := explain_need_of_others(trainer)):
                 warn(
-                    "save_on_exception=True saves this run for Ctrl-C, and not for an error: then rank zero saves "
-                    f"alone, as the others may be gone, but {why}. Add every_n_train_steps with save_last=True."
+                    "save_on_exception=True saves this run after Ctrl-C, but not after an error: then only rank zero "
+                    f"can save, because other ranks may have ended, and {why}. Add every_n_train_steps with "
+                    "save_last=True."
                 )
             else:
                 trainer.last_step = LastStep(trainer, task)
@@ -121,10 +124,10 @@ class Fit:
         return model, random_state
 
     def _reload_dataloaders(self) -> bool:
-        """Ask for the loaders of the epoch that a resumed run stopped in, as of the epoch in which it asked for them.
+        """Create the dataloaders of the epoch that a resumed run stopped in, as of the epoch in which it created them.
 
         Returns:
-            True if that is the epoch that begins.
+            Whether that is the epoch that begins.
         """
         trainer, sources = self.trainer, self.sources
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
@@ -132,8 +135,8 @@ class Fit:
             return False
         if sources.passed_loaders.get("train") is not None and sources.passed_loaders.get("val") is not None:
             warn(
-                f"reload_dataloaders_every_n_epochs={every} has no effect: the loaders were passed to fit. Give the "
-                "task or a data module a train_dataloader to be asked anew."
+                f"reload_dataloaders_every_n_epochs={every} has no effect, because the dataloaders were passed to fit. "
+                "Define train_dataloader in the task or a data module instead."
             )
         if trainer.ckpt_path is None:
             return False
@@ -146,20 +149,20 @@ class Fit:
         return reloads
 
     def _check_validation(self) -> None:
-        """Warn if there is a loader without a step to validate, or a step without a loader."""
+        """Warn of a dataloader without a validation step, or of a validation step without a dataloader."""
         task, loaders = self.task, self.sources.evaluation("val")
         name = type(task).__name__
         has_step = overrides(task, "validation_step")
         if loaders and not has_step:
-            warn(f"there is a validation loader, but {name} has no validation_step: nothing is validated.")
+            warn(f"a validation dataloader was passed, but {name} has no validation_step, so nothing is validated.")
         if has_step:
             self.sources.warn_of_empty_validation()
-        written = not getattr(task.validation_step, "__module__", "").startswith("treadle.")  # ours has all steps
+        written = not getattr(task.validation_step, "__module__", "").startswith("treadle.")  # Treadle's have all
         if has_step and written and not loaders and self.trainer.limit_val_batches:
-            warn(f"{name} has a validation_step, but there is no validation loader: nothing is validated.")
+            warn(f"{name} has a validation_step, but no validation dataloader was passed, so nothing is validated.")
 
     def sanity_check(self) -> None:
-        """Validate a few batches, so that a broken validation fails early; leave no trace in what training draws."""
+        """Validate a few batches, so that a broken validation fails early. The RNG state of training is unchanged."""
         trainer = self.trainer
         stream = trainer.accelerator.stream
         assert stream is not None
@@ -181,14 +184,25 @@ class Fit:
 
 
 def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
-    """Place the model, and build its optimizers and schedulers; return the wrapped model."""
+    """Place the model, build its optimizers and schedulers, and return the wrapped model.
+
+    Args:
+        trainer: The Trainer.
+        task: The task.
+
+    Returns:
+        The model as wrapped by the strategy.
+
+    Raises:
+        ValueError: If the task has no ``training_step`` or optimizer, or a schedule has an infinite length.
+    """
     accelerator = trainer.accelerator
     _check_steps(task)
     model = wrap(trainer, task)
     try:
         optimizers, schedulers = configure(
             task, accelerator.num_processes
-        )  # now that the parameters are where and what they will be
+        )  # now that the parameters have their final device and form
     except (ValueError, TypeError, OverflowError) as error:
         if "inf" in str(error) and trainer.estimated_stepping_batches == inf:
             error.add_note(_why_endless(trainer))
@@ -196,7 +210,7 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
     for config in schedulers:
         if (name := endless(config.scheduler)) is not None:
             raise ValueError(
-                f"{type(config.scheduler).__name__}({name}=inf) would never change the learning rate; "
+                f"{type(config.scheduler).__name__}({name}=inf) would never change the learning rate: "
                 + _why_endless(trainer)
             )
     check_optimizers_match(task, optimizers, schedulers, accelerator.world)
@@ -210,63 +224,80 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
 
 
 def _why_endless(trainer: Trainer) -> str:
-    why = "the training loader has no length" if trainer.max_epochs != -1 else "max_epochs=-1"
-    return f"trainer.estimated_stepping_batches is infinite, as {why} and max_steps={trainer.max_steps}: set max_steps."
+    """Return why the number of optimizer steps is infinite, and what to set."""
+    why = "the training dataloader has no length" if trainer.max_epochs != -1 else "max_epochs=-1"
+    return f"trainer.estimated_stepping_batches is infinite, as {why} and max_steps={trainer.max_steps}. Set max_steps."
 
 
 def wrap(trainer: Trainer, task: TaskModule) -> Any:
-    """Return the task as the strategy wraps it, anew if other parameters are trained. All ranks must call it."""
+    """Return the task as wrapped by the strategy, again if other parameters are trained. Call it on all ranks.
+
+    Args:
+        trainer: The Trainer.
+        task: The task.
+    """
     by_hand = not task.automatic_optimization
     return trainer.accelerator.prepare_model(task, step="training_step", by_hand=by_hand, by_parts=True)
 
 
 def _check_steps(task: TaskModule) -> None:
+    """Raise a ValueError if the task has no ``training_step`` or no ``configure_optimizers``."""
     name = type(task).__name__
     if type(task).training_step is TaskModule.training_step:
-        raise ValueError(f"{name} needs a training_step that returns the loss.")
-    is_configured = "configure_optimizers" in vars(task)  # a configuration's, which replaces the class's
+        raise ValueError(f"{name} has no training_step. Define one that returns the loss.")
+    is_configured = "configure_optimizers" in vars(task)  # set by a configuration, which replaces the class's
     if not is_configured and type(task).configure_optimizers is TaskModule.configure_optimizers:
         raise ValueError(
-            f"{name} needs a configure_optimizers that returns an optimizer, or None to train without one."
+            f"{name} has no configure_optimizers. Define one that returns an optimizer, or None to train without one."
         )
 
 
 def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and schedulers of a task, checked.
+
+    Args:
+        task: The task.
+        ranks: World size. Default: 1.
+
+    Raises:
+        ValueError: If they do not fit the task.
+    """
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
-    if task.automatic_optimization:  # else training_step steps them
+    if task.automatic_optimization:  # otherwise training_step steps them
         for config in schedulers:
             config.check_monitor()
     if len(optimizers) > 1 and task.automatic_optimization:
         raise ValueError(
-            f"{type(task).__name__}.configure_optimizers returned {len(optimizers)} optimizers; automatic optimization "
-            "steps one. Put their parameters into groups of one optimizer, or set self.automatic_optimization = False "
-            "and step them in training_step."
+            f"{type(task).__name__}.configure_optimizers returned {len(optimizers)} optimizers, but automatic "
+            "optimization steps only one. Put their parameters into groups of one optimizer, or set "
+            "self.automatic_optimization = False and step them in training_step."
         )
     if not (optimizers or task.automatic_optimization):
         name = f"{type(task).__name__}.configure_optimizers"
         if ranks > 1:
             raise ValueError(
-                f"{name} returned no optimizer. On {ranks} ranks gradients are averaged when an optimizer that it "
-                "returned steps, so a private one would train each rank for itself: return that one."
+                f"{name} returned no optimizer. On {ranks} ranks gradients are averaged when a returned optimizer "
+                "steps, so another one would train each rank separately. Return it."
             )
-        warn(f"{name} returned no optimizer: each batch counts as a step, and checkpoints hold no optimizer state.")
+        warn(f"{name} returned no optimizer, so each batch counts as a step, and checkpoints have no optimizer state.")
     return optimizers, schedulers
 
 
 def _warn_of_evaluation_mode(task: TaskModule) -> None:
-    """Modes are left as the user set them, so that a frozen part stays in evaluation mode; but say so."""
+    """Warn of trainable modules in evaluation mode. Modes are left as the user set them, for frozen modules."""
     parts = [(name, part) for name, part in task.named_modules() if not (part.training or _is_frozen(part))]
     names = [name or type(task).__name__ for name, part in parts]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warn(
-            f"{', '.join(names[:3])}{more} will be trained in evaluation mode (no dropout, fixed batch norm), as you "
-            "left it. If that is not wanted, call train() on it before fit."
+            f"{', '.join(names[:3])}{more} will be trained in evaluation mode (no dropout, fixed batch norm), because "
+            "fit keeps the modes. To change that, call train() on it before fit."
         )
 
 
 def _is_frozen(part: torch.nn.Module) -> bool:
+    """Return whether a module has parameters and all of them are frozen."""
     parameters = list(part.parameters())
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
@@ -275,8 +306,8 @@ def validate(trainer: Trainer, steps: int = -1) -> None:
     """Validate within ``fit``.
 
     Args:
-        trainer: whose task and loaders are used.
-        steps: batches of each loader; -1 for all.
+        trainer: The Trainer, with task and dataloaders.
+        steps: Batches of each dataloader; -1 for all. Default: -1.
     """
     assert trainer.task is not None
     assert trainer.hooks is not None

@@ -1,4 +1,4 @@
-"""Which hooks anyone overrides: found once per run, so that the others cost nothing per step."""
+"""Dispatch table of the overridden hooks, built once per run, so that the others have no overhead per step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ _TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
 
 
 class Hooks:
-    """For each hook name, the functions to call, in order: ``for hook in hooks.on_train_start: hook()``.
+    """Functions to call for each hook name, in order: ``for hook in hooks.on_train_start: hook()``.
 
-    Callbacks come first, as given; then the task; then the callbacks that act on what the others logged.
+    Callbacks come first, as listed; then the task; then the callbacks with ``after_task``, which use logged values.
+
+    Args:
+        trainer: The running Trainer.
+        task: The task.
+        callbacks: The callbacks.
 
     Attributes:
-        without_loader_index: by name, the hooks of evaluation batches that take no ``dataloader_idx``.
+        without_loader_index: Hooks of evaluation batches without an argument ``dataloader_idx``, by name.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
@@ -42,20 +47,21 @@ class Hooks:
             task_hooks = [self._fit_arguments(getattr(task, name), name)] if task_overrides(task, name) else []
             if name == "on_load_checkpoint":
                 task_hooks = []  # called before the weights are loaded, see `TrainerCheckpointer.load_weights`
-            if name == "on_train_epoch_end":  # what was logged in it, those that monitor want to see
+            if name == "on_train_epoch_end":  # monitoring callbacks need the values logged in it
                 task_hooks.append(trainer.update_train_epoch_values)
             setattr(self, name, (*before, *task_hooks, *after))
 
     def _bind(self, callback: Callback, name: str, trainer: Trainer, task: TaskModule) -> Hook:
+        """Return a callback's hook with Trainer and task as its first arguments."""
         return partial(self._fit_arguments(getattr(callback, name), name, 2), trainer, task)
 
     def _fit_arguments(self, hook: Hook, name: str, bound: int = 0) -> Hook:
-        """Return a hook that takes ``dataloader_idx``, which users leave out where there is one loader.
+        """Return a hook that accepts ``dataloader_idx``, which users may leave out with a single dataloader.
 
         Args:
-            hook: the method of a callback or a task.
-            name: the hook's name.
-            bound: how many arguments come before the batch's: a callback's trainer and task.
+            hook: The method of a callback or a task.
+            name: Name of the hook.
+            bound: Number of arguments before the batch's: a callback's Trainer and task.
         """
         if name not in _EVALUATION_BATCH or count_positional(hook) != bound + _EVALUATION_BATCH[name] - 1:
             return hook
@@ -63,16 +69,20 @@ class Hooks:
         return _drop_last_argument(hook)
 
     def check_loader_index(self, stage: str, loaders: int) -> None:
-        """Check that the batch hooks of a stage can tell several loaders apart.
+        """Check that the batch hooks of a stage can distinguish several dataloaders.
+
+        Args:
+            stage: ``"validation"``, ``"test"`` or ``"predict"``.
+            loaders: Number of dataloaders.
 
         Raises:
-            ValueError: if there are several loaders and a hook takes no ``dataloader_idx``.
+            ValueError: If there are several dataloaders and a hook has no argument ``dataloader_idx``.
         """
         for name in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
             if loaders > 1 and (hook := self.without_loader_index.get(name)) is not None:
                 raise ValueError(
-                    f"there are {loaders} loaders, and {name_of(hook)} takes no dataloader_idx: add the argument "
-                    "dataloader_idx=0 at its end."
+                    f"{name_of(hook)} has no argument dataloader_idx, but there are {loaders} dataloaders. Add "
+                    "dataloader_idx=0 as its last argument."
                 )
 
     if TYPE_CHECKING:
@@ -80,20 +90,20 @@ class Hooks:
         def __getattr__(self, name: str) -> tuple[Hook, ...]: ...
 
 
-# By name, how many arguments the hooks of evaluation batches get; the last is the loader's index.
+# Number of arguments of the hooks of evaluation batches, by name; the last is the dataloader's index.
 _EVALUATION_BATCH = {
     **{f"on_{kind}_batch_start": 3 for kind in _KINDS},
     **{f"on_{kind}_batch_end": 4 for kind in _KINDS},
 }
 
-# Hooks that Lightning calls, or refuses to run without calling, and that have no counterpart here: a run without them
-# would be another one. With each, what to write instead.
+# Hooks that Lightning calls or rejects, and that have no counterpart here: a run without them would differ.
+# With their replacements.
 _LOST = {
     "configure_sharded_model": "use configure_model",
     **{f"{kind}_epoch_end": f"use on_{kind}_epoch_end" for kind in ("validation", "test")},
     "training_epoch_end": "use on_train_epoch_end",
 }
-# Hooks of Lightning before its version 2, which nobody calls any more. Public code still has them.
+# Hooks of Lightning before version 2, which are never called any more. Public code still has them.
 _FORMER = {
     "predict_epoch_end": "use on_predict_epoch_end",
     **{f"{kind}_step_end": "do it at the end of the step itself" for kind in ("training", *_KINDS)},
@@ -113,12 +123,12 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
     """Warn of methods that look like hooks and are never called.
 
     Raises:
-        ValueError: for one that Lightning calls or refuses.
+        ValueError: For one that Lightning calls or refuses.
     """
     kind = type(owner)
     for name in dir(kind):
         if name in _LOST and callable(getattr(kind, name)):
-            raise ValueError(f"{kind.__name__}.{name} is a hook that is never called here: {_LOST[name]}.")
+            raise ValueError(f"{kind.__name__}.{name} is a hook that Treadle never calls: {_LOST[name]}.")
         if name in _FORMER and callable(getattr(kind, name)):
             warn(f"{kind.__name__}.{name} is a hook of Lightning 1 and is never called: {_FORMER[name]}.")
         elif name.startswith("on_") and name not in valid_names and (close := closest_name(name, valid_names, 0.9)):
@@ -126,20 +136,34 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
 
 
 def callback_overrides(callback: Callback, name: str) -> bool:
-    """Return whether a callback has a method ``name`` of its own."""
+    """Return whether a callback overrides the method ``name``.
+
+    Args:
+        callback: The callback.
+        name: Name of the method.
+    """
     return has_own(callback, name, Callback)
 
 
 def task_overrides(task: TaskModule, name: str) -> bool:
-    """Return whether a task has a method ``name`` of its own. None disables a hook."""
+    """Return whether a task overrides the hook ``name``. None disables a hook.
+
+    Args:
+        task: The task.
+        name: Name of the hook.
+    """
     return has_own(task, name, TaskHooks)
 
 
 def count_positional(function: Callable[..., Any]) -> int:
-    """Return how many positional arguments a bound method takes; 99 for any number, or if nobody can tell."""
+    """Return how many positional arguments a bound method accepts; 99 for any number, or if unknown.
+
+    Args:
+        function: The bound method.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin, say
+    except (TypeError, ValueError):  # for example a builtin
         return 99
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return 99
@@ -147,6 +171,8 @@ def count_positional(function: Callable[..., Any]) -> int:
 
 
 def _drop_last_argument(hook: Hook) -> Hook:
+    """Return a hook that ignores its last argument."""
+
     @wraps(hook)
     def call(*arguments: Any) -> Any:
         return hook(*arguments[:-1])
@@ -155,6 +181,10 @@ def _drop_last_argument(hook: Hook) -> Hook:
 
 
 def name_of(hook: Hook) -> str:
-    """What to call a hook in an error: ``"EMA.on_exception"``."""
+    """Return the name of a hook for messages: ``"EMA.on_exception"``.
+
+    Args:
+        hook: The hook.
+    """
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__qualname__", repr(function))

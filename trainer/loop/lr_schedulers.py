@@ -1,4 +1,4 @@
-"""A task's schedulers, stepped when they are due."""
+"""Schedulers of a task, stepped when they are due."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class Schedules:
-    """Steps schedulers after optimizer steps, or at epochs' ends.
+    """Schedulers that step after optimizer steps, or after epochs.
 
     Args:
-        trainer: whose logged values a plateau scheduler looks at.
-        task: whose ``lr_scheduler_step`` is called, if it has one of its own.
-        configs: the schedulers.
+        trainer: The Trainer, with the logged values for plateau schedulers.
+        task: The task, whose ``lr_scheduler_step`` is called if overridden.
+        configs: The schedulers.
 
     Attributes:
-        by_step: those that are due after optimizer steps.
+        by_step: Schedulers that step after optimizer steps.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, configs: list[SchedulerConfig]) -> None:
@@ -31,20 +31,21 @@ class Schedules:
         self._default = type(task).lr_scheduler_step is TaskModule.lr_scheduler_step
 
     def stop(self) -> None:
-        """No scheduler steps from here on: someone else sets the learning rates."""
+        """Stop all schedulers, because a callback sets the learning rates from now on."""
         self.by_step, self._by_epoch = [], []
 
     def after_step(self) -> None:
-        """An optimizer step was taken."""
+        """Step the schedulers that are due after an optimizer step."""
         self._step(self.by_step, self._trainer.progress.step)
 
     def after_epoch(self) -> None:
-        """An epoch's last step is over, and so is its validation."""
+        """Step the schedulers that are due after an epoch and its validation."""
         if any(config.reduce_on_plateau for config in self._by_epoch):
-            self._trainer.update_train_epoch_values()  # one may be what a scheduler looks at
+            self._trainer.update_train_epoch_values()  # a scheduler may monitor one of them
         self._step(self._by_epoch, self._trainer.progress.epoch + 1)
 
     def _step(self, configs: list[SchedulerConfig], count: int) -> None:
+        """Step the schedulers that are due."""
         for config in configs:
             if config.frequency != 1 and count % config.frequency:
                 continue
@@ -63,6 +64,7 @@ class Schedules:
                 raise
 
     def _read_monitor(self, config: SchedulerConfig) -> float | None:
+        """Return the monitored value of a plateau scheduler."""
         trainer = self._trainer
         keep = trainer.logbook.watch.just_measured(trainer)
         name = config.monitor or ""
@@ -72,14 +74,14 @@ class Schedules:
 
 
 def _explain(scheduler: Any, error: Exception) -> None:
-    """Raise a ValueError if a scheduler can't step because its optimizer has got more groups since it was made."""
-    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # of a sequence
+    """Raise a ValueError if a scheduler cannot step because its optimizer has more groups than when it was built."""
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # including those of a SequentialLR
     rate_count = min((len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")), default=0)
     group_count = len(getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
     if 0 < rate_count < group_count:
         name = type(scheduler).__name__
         raise ValueError(
-            f"{name} was made for {rate_count} of the {group_count} groups of parameters that its optimizer has by now "
-            f"(a callback such as BackboneFinetuning adds some) and has no rates for the others: {error}. Take one "
-            "that goes by each group's own rate, such as ExponentialLR or StepLR."
+            f"{name} has rates for {rate_count} of the {group_count} parameter groups that its optimizer has now (a "
+            f"callback such as BackboneFinetuning adds some): {error}. Use a scheduler that scales each group's own "
+            "rate, such as ExponentialLR or StepLR."
         ) from error

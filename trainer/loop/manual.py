@@ -1,4 +1,4 @@
-"""Steps of tasks that drive their optimizers themselves (``automatic_optimization=False``)."""
+"""Steps of tasks with manual optimization (``automatic_optimization=False``)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipp
 
 
 class ManualSteps(Steps):
-    """Calls ``training_step``, which does all the rest; knows from the optimizers whether it stepped.
+    """Loop body that calls ``training_step``, which steps the optimizers; their counters tell whether a step was taken.
 
-    Without an optimizer, as of a task that keeps its own (Pyro's), each batch is a step.
+    Without an optimizer, for a task that has a private one (Pyro's), each batch is a step.
 
     Gradients stay on their process until an optimizer's step, or its clipping, needs them: any number of losses,
-    optimizers and micro-batches is exact, and exchanged once per step.
+    optimizers and micro-batches is exact, and gradients are reduced once per step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,23 +32,23 @@ class ManualSteps(Steps):
         _refuse_flags(self.trainer)
         name = type(self.task).__name__
         if idle := [hook for hook in _AUTOMATIC if overrides(self.task, hook)]:
-            warn(f"{name}.{idle[0]} is never called: with automatic_optimization=False training_step does that itself.")
+            warn(f"{name}.{idle[0]} is never called, because automatic_optimization=False leaves it to training_step.")
         self.step = self.accelerator.local_method(self.task, "training_step")
         self.optimizers = optimizers
-        self.batch: Any = None  # the one that training_step works on
+        self.batch: Any = None  # the batch of the current training_step
         self.votes = self.accumulation.always_agree
         self.accumulation.always_agree = False  # not in each backward, but once, after the step
         self.voting = self.may_leave()
-        self.tainted: set[PreparedOptimizer] = set()  # whose next step is left out
+        self.tainted: set[PreparedOptimizer] = set()  # whose next step is skipped
         self.watches_gradients = self.accumulation.watches_gradients
-        self.accumulation.watches_gradients = False  # not where votes are read, but before each optimizer's step
+        self.accumulation.watches_gradients = False  # checked before each optimizer's step instead
         if self.agreement.watch_finite:
             self.accumulation.guard = self._may_step
         hooked = optimizers if self.hooks.on_before_optimizer_step else []
         self._handles = [optimizer.optimizer.register_step_pre_hook(self._before_step) for optimizer in hooked]
 
     def close(self) -> None:
-        """Let go of the optimizers, which a user may keep for another run."""
+        """Release the optimizers, which a user may keep for another run."""
         self.accumulation.guard = None
         for handle in self._handles:
             handle.remove()
@@ -69,7 +69,7 @@ class ManualSteps(Steps):
                 if hook(batch, index) == -1:
                     self.skip_rest = True
             if self.voting:
-                self.vote_to_leave(index)  # training_step steps the optimizers, so it may not run in vain
+                self.vote_to_leave(index)  # before training_step, which steps the optimizers
             if self.skip_rest:
                 progress.phase = Phase.BETWEEN_STEPS
                 return
@@ -93,7 +93,13 @@ class ManualSteps(Steps):
                     hook(outputs, batch, index)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """What ``manual_backward`` does."""
+        """Run the backward pass of ``manual_backward``.
+
+        Args:
+            loss: The loss.
+            args: Positional arguments of ``Tensor.backward``.
+            kwargs: Keyword arguments of ``Tensor.backward``.
+        """
         for hook in self.hooks.on_before_backward:
             hook(loss)
         if not self.agreement.watch(loss):
@@ -104,12 +110,13 @@ class ManualSteps(Steps):
             hook()
 
     def _count_steps(self) -> tuple[list[int], list[int]]:
-        """Each optimizer's steps that happened, and those that a float16 overflow prevented."""
+        """Return the steps taken by each optimizer, and those that a float16 overflow prevented."""
         return [optimizer.steps_taken for optimizer in self.optimizers], [
             optimizer.skipped for optimizer in self.optimizers
         ]
 
     def _agree(self) -> None:
+        """Agree over the ranks after a batch."""
         agreement = self.agreement
         if self.votes:
             agreement.stop_vote = self.wants_to_stop()
@@ -120,9 +127,9 @@ class ManualSteps(Steps):
         agreement.micro_batches = 0
 
     def _may_step(self, optimizer: PreparedOptimizer) -> bool:
-        """Look at what an optimizer is about to apply, which every rank sees alike; see `Accumulation.guard`."""
+        """Check what an optimizer is about to apply, identically on every rank; see `Accumulation.guard`."""
         agreement, accumulation = self.agreement, self.accumulation
-        if optimizer in self.tainted:  # as was said after the micro-batch whose loss was not finite
+        if optimizer in self.tainted:  # announced after the micro-batch whose loss was not finite
             agreement.forget_losses()
             self.leave_out(False, optimizer)
             return False
@@ -134,7 +141,7 @@ class ManualSteps(Steps):
         return True
 
     def leave_out(self, losses: bool, optimizer: PreparedOptimizer | None = None) -> None:
-        """See `Steps.leave_out`: a loss that is not finite may be in the gradients of every optimizer."""
+        """See `Steps.leave_out`. A loss that is not finite may be in the gradients of every optimizer."""
         self.accumulation.agreed_taint = None
         if losses or optimizer is None:
             self.tainted.update(self.optimizers)
@@ -148,14 +155,14 @@ class ManualSteps(Steps):
 
 
 def _refuse_flags(trainer: Any) -> None:
-    """Raise a ValueError for what the loop can't do where the task drives its optimizers."""
+    """Raise a ValueError for flags that have no effect with manual optimization."""
     conflicts = {
         "gradient_clip_val": (trainer.gradient_clip_val is not None, "call self.clip_gradients(optimizer, ...)"),
-        "accumulate_grad_batches": (trainer.accumulate_grad_batches != 1, "step every so many batches"),
+        "accumulate_grad_batches": (trainer.accumulate_grad_batches != 1, "decide after which batches to step"),
     }
     for flag, (is_set, fix) in conflicts.items():
         if is_set:
             raise ValueError(
-                f"Trainer({flag}) has no effect with automatic_optimization=False: leave it out, and {fix} in "
+                f"Trainer({flag}) has no effect with automatic_optimization=False. Remove it, and {fix} in "
                 "training_step."
             )

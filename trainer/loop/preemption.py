@@ -1,4 +1,4 @@
-"""What a signal that asks the run to end makes of a fit: it is saved, and ends."""
+"""End of a fit by a signal: the run is saved, then it ends."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ if TYPE_CHECKING:
 
 
 def save_and_leave(trainer: Trainer) -> NoReturn:
-    """Save the run as it is between two steps, and end it. All ranks must call it.
+    """Save the run between two steps and end it. Call it on all ranks.
 
-    Ctrl-C saves where ``save_on_exception`` asks for that; every other signal by the first callback that can.
+    Ctrl-C saves if ``save_on_exception`` is set; every other signal saves with the first callback that can.
+
+    Args:
+        trainer: The running Trainer.
 
     Raises:
-        Preempted: for every signal but Ctrl-C.
-        KeyboardInterrupt: for Ctrl-C.
+        Preempted: For every signal except Ctrl-C.
+        KeyboardInterrupt: For Ctrl-C.
     """
     caught = trainer.preemption.agree()
     assert caught is not None
@@ -33,18 +36,21 @@ def save_and_leave(trainer: Trainer) -> NoReturn:
         announce(f"{caught.name}: the run as of optimizer step {step} is saved as {path}; ckpt_path='auto' resumes it")
     if not paths:
         warn(f"{caught.name} ends the run at optimizer step {step}, and no ModelCheckpoint saves it.")
-    if trainer.last_step is not None:  # what it would save for the exception below is saved
+    if trainer.last_step is not None:  # so that the exception below does not save the run again
         trainer.last_step.close()
         trainer.last_step = None
     trainer.preemption.leave()
 
 
 def leave_now(trainer: Trainer) -> NoReturn:
-    """End a stage that has nothing to save. All ranks must call it.
+    """End a stage that has nothing to save. Call it on all ranks.
+
+    Args:
+        trainer: The running Trainer.
 
     Raises:
-        Preempted: for every signal but Ctrl-C.
-        KeyboardInterrupt: for Ctrl-C.
+        Preempted: For every signal except Ctrl-C.
+        KeyboardInterrupt: For Ctrl-C.
     """
     caught = trainer.preemption.agree()
     assert caught is not None

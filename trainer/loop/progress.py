@@ -1,4 +1,4 @@
-"""How far a run is: a few counters, and where between two optimizer steps it stands."""
+"""Progress of a run: a few counters, and its phase between two optimizer steps."""
 
 from __future__ import annotations
 
@@ -8,33 +8,40 @@ from typing import Any
 
 
 class Phase(Enum):
-    """Where a run stands in its loop, in the order of an epoch. The values are stored in checkpoints."""
+    """Phase of a run in its loop, in the order of an epoch. The values are stored in checkpoints."""
 
     BETWEEN_STEPS = "between_steps"  # ready for the next optimizer step
-    IN_STEP = "in_step"  # micro-batches are being worked on; no checkpoint can be made
-    STEP_TAKEN = "step_taken"  # the optimizer has stepped; logging, validation and checkpoints are to come
-    ENDING_STEP = "ending_step"  # the step is logged, or was skipped; validation and checkpoints are to come
-    EPOCH_TRAINED = "epoch_trained"  # the epoch's last step is over, and so are its validation and its schedulers
-    EPOCH_END = "epoch_end"  # the epoch's end is being worked off; a checkpoint from here begins the next epoch
+    IN_STEP = "in_step"  # processing micro-batches; no checkpoint can be made
+    STEP_TAKEN = "step_taken"  # the optimizer has stepped; logging, validation and checkpoints follow
+    ENDING_STEP = "ending_step"  # the step is logged, or was skipped; validation and checkpoints follow
+    EPOCH_TRAINED = "epoch_trained"  # the epoch's last step, its validation and its schedulers are done
+    EPOCH_END = "epoch_end"  # the hooks of the epoch's end run; a checkpoint from here begins the next epoch
 
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a run and its phase. Checkpoints are made between optimizer steps only, so these are all there is.
+    """Counters of a run and its phase. This is all that checkpoints need, as they are made between optimizer steps.
 
-    The loop sets ``phase`` within an epoch itself, as a method for it would be one more call in each step.
+    The loop sets ``phase`` within an epoch directly, because a method would be one more call in each step.
 
     Attributes:
-        epoch: epochs completed.
-        step: optimizer steps that really happened.
-        batch: micro-batches of the current epoch, of this process.
-        batches: micro-batches of all epochs, of this process.
-        samples: samples trained on, over all processes.
-        validated: what ``batches`` was at the newest validation, or when one would have been due.
-        skipped: optimizer steps that a float16 overflow or a non-finite loss prevented.
-        seconds: time spent in training, for ``max_time``.
-        loaded: the epoch in which the loaders were asked for last.
-        phase: see `Phase`.
+        epoch: Number of completed epochs.
+        step: Number of optimizer steps taken; skipped steps do not count.
+        batch: Micro-batches of the current epoch, on this process.
+        batches: Micro-batches of all epochs, on this process.
+        samples: Samples trained on, over all processes.
+        validated: Value of ``batches`` at the latest validation, or when one would have been due.
+        skipped: Optimizer steps that a float16 overflow or a non-finite loss prevented.
+        seconds: Time spent in training, for ``max_time``.
+        loaded: Epoch in which the dataloaders were last created.
+        phase: See `Phase`.
+
+    Example:
+        >>> from treadle.trainer import Progress
+        >>> progress = Progress(epoch=1, step=128, batch=10)
+        >>> progress.next_epoch()
+        >>> progress.epoch, progress.step, progress.batch
+        (2, 128, 0)
     """
 
     epoch: int = 0
@@ -52,38 +59,42 @@ class Progress:
 
     @property
     def in_step(self) -> bool:
-        """True while the micro-batches of a step are being worked on, so that no checkpoint can be made."""
+        """Return whether the micro-batches of a step are being processed, so that no checkpoint can be made."""
         return self.phase is Phase.IN_STEP
 
     @property
     def step_is_unfinished(self) -> bool:
-        """True if the last step is taken, but its end, with its validation, is still to come."""
+        """Return whether the last step is taken, but its validation and checkpoints still follow."""
         return self.phase is Phase.STEP_TAKEN or self.phase is Phase.ENDING_STEP
 
     @property
     def epoch_is_trained(self) -> bool:
-        """True if the epoch's last step is over, its validation and its schedulers too."""
+        """Return whether the epoch's last step, its validation and its schedulers are done."""
         return self.phase is Phase.EPOCH_TRAINED or self.phase is Phase.EPOCH_END
 
     @property
     def epoch_is_over(self) -> bool:
-        """True while the end of a complete epoch is worked off, and not for an epoch that a limit cut short."""
+        """Return whether a complete epoch is ending, as opposed to one that a limit cut short."""
         return self.phase is Phase.EPOCH_END
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def next_epoch(self) -> None:
-        """Count the epoch as completed, and begin the next one."""
+        """Count the epoch as completed and begin the next one."""
         self.epoch += 1
         self.restart_epoch()
 
     def restart_epoch(self) -> None:
-        """Count the epoch's micro-batches from the beginning."""
+        """Reset the counter of the epoch's micro-batches."""
         self.batch = 0
         self.phase = Phase.BETWEEN_STEPS
 
     def recount(self, batch: int) -> None:
-        """Go on in the epoch with another world size, for which ``batch`` micro-batches of it are done."""
+        """Continue the epoch with another world size.
+
+        Args:
+            batch: Micro-batches of the epoch that are done with this world size.
+        """
         more = batch - self.batch
         self.batch, self.batches, self.validated = batch, self.batches + more, self.validated + more
 
@@ -97,7 +108,11 @@ class Progress:
         return {**asdict(state), "phase": state.phase.value}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, of this version or an earlier one."""
+        """Restore the state that `state_dict` returned, in this version or an earlier one.
+
+        Args:
+            state_dict: The saved state.
+        """
         state = _add_phase(state_dict) if state_dict else {}
         for name, value in state.items():
             setattr(self, name, value)

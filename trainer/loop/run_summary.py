@@ -1,4 +1,4 @@
-"""A run in words: what it is about to do, and where its results are."""
+"""Description of a run: its settings when it begins, and the places of its results when it ends."""
 
 from __future__ import annotations
 
@@ -23,22 +23,30 @@ _SHOWN = 8  # metrics in one line
 
 
 class RunSummary:
-    """What ``fit`` is about to do, and where its results are, in words.
+    """Description of what ``fit`` will do, and of where its results are.
 
     Args:
-        trainer: the Trainer that is described.
+        trainer: The Trainer to describe.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     def announce_start(self, loader: Loader) -> None:
-        """Announce once what was decided: devices, strategy, precision, effective batch, steps, parameters."""
+        """Announce the settings once: devices, strategy, precision, effective batch, steps, parameters.
+
+        Args:
+            loader: The prepared training dataloader.
+        """
         self.trainer.decided = self.describe_start(loader)
         announce(self.trainer.decided)
 
     def describe_start(self, loader: Loader) -> str:
-        """Return the words of `announce_start`."""
+        """Return the text of `announce_start`.
+
+        Args:
+            loader: The prepared training dataloader.
+        """
         trainer = self.trainer
         accelerator, task = trainer.accelerator, trainer.task
         assert task is not None
@@ -50,9 +58,9 @@ class RunSummary:
         lines = [f"training on {devices}; strategy {accelerator.strategy.name}; precision {accelerator.precision.name}"]
         lines.append(self._describe_batch(loader))
         if loader.left_out:
-            lines.append(f"drop_last leaves {count(loader.left_out, 'sample')} of each epoch out")
+            lines.append(f"drop_last drops {count(loader.left_out, 'sample')} of each epoch")
         if processes > 1 and not trainer.use_distributed_sampler:
-            lines.append("each process reads its own loader as it is (use_distributed_sampler=False)")
+            lines.append("each process reads its own dataloader unchanged (use_distributed_sampler=False)")
         if not accelerator.optimizers and task.automatic_optimization:
             lines.append("configure_optimizers returned None: nothing is trained")
         else:
@@ -60,49 +68,51 @@ class RunSummary:
         if _can_use_tf32(accelerator.device, accelerator.precision):
             lines.append(
                 "float32 products at full precision; float32_matmul_precision='high' computes them in TF32, several "
-                "times faster, with 10 bits of the 23"
+                "times faster, with 10 of the 23 bits"
             )
         lines += accelerator.strategy.decisions(task)
         if fused := sorted({type(o.optimizer).__name__ for o in accelerator.optimizers if o.fused_by_choice}):
-            lines.append(f"{' and '.join(fused)} with fused steps, the same up to rounding; fused=False turns that off")
+            lines.append(f"{' and '.join(fused)} with fused steps, equal up to rounding; fused=False disables them")
         if names := list_compiled_names(task):
             lines.append(f"torch.compile: {', '.join(names)}, each compiled by its first calls, which take longer")
         lines.append(_describe_parameters(task))
         return "\n".join(lines)
 
     def _describe_batch(self, loader: Loader) -> str:
+        """Return the effective batch as text."""
         accelerator, task = self.trainer.accelerator, self.trainer.task
         assert task is not None
         size = getattr(loader.source, "batch_size", None)
         processes, k = accelerator.num_processes, accelerator.gradient_accumulation_steps
         kind, factors = "effective batch", f"x {count(processes, 'process')} x {k} accumulated"
-        if not task.automatic_optimization:  # which may accumulate
+        if not task.automatic_optimization:  # training_step may accumulate gradients
             kind, factors = "batch", f"x {count(processes, 'process')}"
         if isinstance(size, int):
             return f"{kind} {size * processes * k:,} = {size} per process {factors}"
         return f"{kind}: what the loader yields {factors}"
 
     def _describe_steps(self) -> str:
+        """Return the number of optimizer steps as text."""
         trainer, progress = self.trainer, self.trainer.progress
         steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
         done = "" if not progress.step else f"; {progress.step:,} are done"
         if steps == float("inf"):
-            return "optimizer steps: until the loader or someone ends it" + done
+            return "optimizer steps: until the dataloader ends or the run is stopped" + done
         if batches is None:
-            return f"{count(int(steps), 'optimizer step')}; the loader has no length{done}"
+            return f"{count(int(steps), 'optimizer step')}; the dataloader has no length{done}"
         accumulated = trainer.accelerator.gradient_accumulation_steps
         per_epoch = -(-batches // accumulated)
-        if done and trainer.max_epochs != -1:  # the batches may have been of another size before
+        if done and trainer.max_epochs != -1:  # the batch size may have been different before
             remaining = (trainer.max_epochs - progress.epoch) * per_epoch - progress.batch // accumulated
             steps = progress.step + max(0, remaining)
             steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
         return f"{count(int(steps), 'optimizer step')}, {per_epoch:,} per epoch of {count(batches, 'batch')}{done}"
 
     def _describe_manual_steps(self) -> str:
-        """Describe the batches: ``training_step`` alone knows which of them step an optimizer."""
+        """Return the number of batches as text: only ``training_step`` knows which of them step an optimizer."""
         trainer = self.trainer
         batches, epochs = trainer.num_training_batches, trainer.max_epochs
-        per_epoch = "the loader has no length" if batches is None else f"{count(batches, 'batch')} per epoch"
+        per_epoch = "the dataloader has no length" if batches is None else f"{count(batches, 'batch')} per epoch"
         limits = [] if epochs == -1 else [f"{epochs:,} epoch{'' if epochs == 1 else 's'}"]
         limits += [] if trainer.max_steps == -1 else [count(trainer.max_steps, "optimizer step")]
         until = f", until {' or '.join(limits)}" if limits else ""
@@ -110,20 +120,25 @@ class RunSummary:
         return f"manual optimization: training_step steps the optimizers; {per_epoch}{until}{done}"
 
     def announce_interrupt(self, stage: str, place: str) -> None:
-        """Announce where Ctrl-C ended a stage; for ``fit``, the latest checkpoint too, and how to resume from it."""
+        """Announce where Ctrl-C ended a stage; for ``fit``, also the latest checkpoint and how to resume from it.
+
+        Args:
+            stage: Name of the stage.
+            place: Position of the run.
+        """
         trainer = self.trainer
         lines = [f"interrupted {place}"]
         latest = self.latest_checkpoint() if stage == "fit" and trainer.is_global_zero else None
         if latest is not None:
             step, path = latest
             command = trainer.resume_command or f"trainer.fit(..., ckpt_path={str(path)!r})"
-            lines += [f"newest checkpoint: {path}, of optimizer step {step:,}", f"to resume: {command}"]
+            lines += [f"latest checkpoint: {path}, of optimizer step {step:,}", f"to resume: {command}"]
         elif stage == "fit":
             lines.append("no checkpoint was saved")
         announce("\n".join(lines))
 
     def latest_checkpoint(self) -> tuple[int, AnyPath] | None:
-        """Return the optimizer step and the path of the last checkpoint this run can be resumed from, if any."""
+        """Return the optimizer step and the path of the last checkpoint from which this run can be resumed, if any."""
         callbacks = self.trainer.checkpoint_callbacks
         directories = dict.fromkeys(callback.dirpath for callback in callbacks if callback.dirpath is not None)
         depth = max((callback.name_depth for callback in callbacks), default=0)
@@ -140,10 +155,10 @@ class RunSummary:
         return step, path
 
     def announce_end(self, since: float) -> None:
-        """Announce what was compiled since ``fit`` began, and where its results are: logs, report, checkpoint, metrics.
+        """Announce what was compiled since ``fit`` began, and where logs, report, checkpoint and metrics are.
 
         Args:
-            since: when it began, as ``time.time()``.
+            since: Start of ``fit`` as ``time.time()``.
         """
         trainer = self.trainer
         if not trainer.is_global_zero:
@@ -163,7 +178,7 @@ class RunSummary:
 
 
 def _can_use_tf32(device: torch.device, precision: Precision) -> bool:
-    """Tell whether a GPU that has TF32 multiplies float32 matrices without it, and nobody has asked for either."""
+    """Return whether a GPU with TF32 multiplies float32 matrices without it, and the user has chosen neither."""
     return (
         device.type == "cuda"
         and precision.compute is None
@@ -188,6 +203,7 @@ def _describe_parameters(module: nn.Module) -> str:
 
 
 def _describe_best(callback: ModelCheckpoint) -> str:
+    """Return the best or last checkpoint of a callback as text."""
     if callback.monitor is None:
         return f"last checkpoint: {callback.best_model_path}"
     score = "" if callback.best_model_score is None else f" ({callback.monitor} {float(callback.best_model_score):.4g})"
@@ -195,7 +211,12 @@ def _describe_best(callback: ModelCheckpoint) -> str:
 
 
 def describe_results(stage: str, metrics: Iterable[dict[str, float]]) -> str:
-    """Return the values that an evaluation logged, as lines."""
+    """Return the values that an evaluation logged, as lines.
+
+    Args:
+        stage: Name of the stage.
+        metrics: Values of each dataloader by name.
+    """
     lines = []
     for values in metrics:
         width = max(map(len, values), default=0)

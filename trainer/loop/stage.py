@@ -1,4 +1,4 @@
-"""One stage of a run (``fit``, ``validate``, ``test``, ``predict``): set up, run, and torn down whatever happens."""
+"""One stage of a run (``fit``, ``validate``, ``test``, ``predict``): set up, run, and always torn down."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _SPENT_ON = {"fit": "setup", "validate": "validation", "test": "test", "predict"
 
 
 class Stage:
-    """One stage: its task, its data, and whether it failed.
+    """One stage with its task, its data, and its error, if any.
 
     Args:
-        trainer: the Trainer that runs it.
+        trainer: The Trainer that runs it.
         name: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        task: the user's task; None for the one of the last stage.
-        loaders: the loaders that were passed, by kind; the first may be a data module.
-        datamodule: a data module in place of loaders.
-        ckpt_path: the checkpoint to restore, a path or a word.
+        task: The user's task; None for the task of the last stage.
+        loaders: The dataloaders that were passed, by kind; the first may be a data module.
+        datamodule: A data module instead of dataloaders.
+        ckpt_path: The checkpoint to restore, a path or a word.
 
     Raises:
-        ValueError: within another stage, for loaders beside a data module, or without a task.
+        ValueError: If another stage is running, dataloaders and a data module are passed, or there is no task.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Stage:
     ) -> None:
         if trainer.stage is not None:
             raise ValueError(
-                f"trainer.{name} was called within trainer.{trainer.stage}, which could not go on with its own model "
-                "and optimizers. Call it afterwards, or on a Trainer of its own."
+                f"trainer.{name} was called within trainer.{trainer.stage}, which would lose its model and optimizers. "
+                "Call it afterwards, or on another Trainer."
             )
         first = next(iter(loaders))
         if isinstance(loaders[first], DataModule):
@@ -70,16 +70,19 @@ class Stage:
             datamodule = datamodule or (None if has_loaders else trainer.datamodule)
         check_kinds(name, task, datamodule)
         if datamodule is not None and has_loaders:
-            raise ValueError("pass loaders or a datamodule, not both.")
+            raise ValueError("dataloaders and a datamodule were passed. Pass only one of them.")
         self.trainer, self.name, self.task = trainer, name, task
         self.loaders, self.datamodule, self.ckpt_path = loaders, datamodule, ckpt_path
         self.failure: BaseException | None = None
 
     def run(self, work: Callable[[TaskModule, Hooks, Sources], Any] | None) -> Any:
-        """Set the stage up, run it, and tear it down whatever happened.
+        """Set the stage up, run it, and tear it down in any case.
 
         Args:
-            work: what the stage does; None ends it after the searches that precede it.
+            work: Function that runs the stage; None ends it after the searches that precede it.
+
+        Returns:
+            The result of ``work``.
         """
         trainer, task = self.trainer, self.task
         trainer.stage = trainer.latest_stage = self.name
@@ -87,14 +90,14 @@ class Stage:
         trainer.task, trainer.datamodule = task, self.datamodule
         trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
         trainer.should_stop = trainer.interrupted = False
-        trainer.logbook.clear()  # what is read after a stage is that stage's
+        trainer.logbook.clear()  # values read after a stage belong to that stage
         mark_stage(running=True)
         try:
             with trainer.history.spending(_SPENT_ON[self.name]):
                 with trainer.preemption.leaving_at_once():
                     hooks, sources = self._set_up()
                 if any(callback.searches for callback in trainer.callbacks):
-                    from ..tuning import run_searches  # 10 ms that only these callbacks need to pay
+                    from ..tuning import run_searches  # imported here, because it takes 10 ms
 
                     run_searches(trainer)
                 if work is None:
@@ -120,6 +123,7 @@ class Stage:
                 mark_stage(running=False)
 
     def _set_up(self) -> tuple[Hooks, Sources]:
+        """Attach task and data, resolve the checkpoint, and call ``prepare_data`` and ``setup``."""
         trainer, task, datamodule = self.trainer, self.task, self.datamodule
         accelerator = trainer.accelerator
         task.trainer = trainer
@@ -154,6 +158,7 @@ class Stage:
         return hooks, sources
 
     def _call_on_exception(self, error: BaseException) -> None:
+        """Add notes to the error and call the ``on_exception`` hooks."""
         trainer = self.trainer
         error_notes.annotate(error, trainer)
         hide_frames(error)
@@ -165,14 +170,14 @@ class Stage:
                 error.add_note(f"while it was handled, {name_of(hook)} raised {type(second).__name__}: {second}")
 
     def _tear_down(self) -> None:
-        """Let everyone clean up; the first cause, if there is one, stays the error."""
+        """Run all cleanups; an earlier error remains the error."""
         trainer = self.trainer
         status = TrainerStatus.INTERRUPTED
         try:
             self._clean_up()
             if self.failure is None:
                 status = TrainerStatus.FINISHED
-        finally:  # a second Ctrl-C may end that early
+        finally:  # even if a second Ctrl-C interrupts the cleanup
             trainer.status = status
             log_to(self.task, None)
             trainer.stage = trainer.steps = trainer.opened_checkpoint = None
@@ -183,6 +188,7 @@ class Stage:
                 RunSummary(trainer).announce_interrupt(self.name, place)
 
     def _clean_up(self) -> None:
+        """Call the ``teardown`` hooks and release resources."""
         trainer, failure = self.trainer, self.failure
         errors: list[Exception] = []
         owners = () if self.datamodule is None else (self.datamodule.teardown,)
@@ -202,7 +208,7 @@ class Stage:
             trainer.accelerator.world.release_beside()
         try:
             trainer.logbook.call("finalize", "success" if failure is None else "failed")
-        except Exception as error:  # of a logger that is strict
+        except Exception as error:  # of a strict logger
             self._note_in_teardown("a logger's finalize", error)
             errors.append(error)
         flush()
@@ -216,6 +222,7 @@ class Stage:
             trainer.preemption.agree()  # on a signal that came after the last step
 
     def _note_in_teardown(self, what: Any, error: Exception) -> None:
+        """Add an error of the teardown to the notes of the first error."""
         if self.failure is not None:
             self.failure.add_note(f"in the teardown after it, {what} raised {type(error).__name__}: {error}")
 
@@ -224,17 +231,21 @@ def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule
     """Return the task of the last stage and, if a ``ModelCheckpoint`` has one, its best checkpoint.
 
     Raises:
-        ValueError: if there was no stage yet.
+        ValueError: If there was no stage yet.
     """
     if trainer.task is None:
-        raise ValueError(f"{stage} needs a model: pass one, or call fit first.")
+        raise ValueError(f"{stage} needs a model. Pass one, or call fit first.")
     saving = trainer.checkpoint_callback if trainer.checkpoint_callbacks else None
     best = "" if saving is None else saving.best_model_path
     return trainer.task, ckpt_path or (best or None)
 
 
 def uncompiled(task: Any) -> Any:
-    """Return the task inside what ``torch.compile(task)`` returned; it keeps how its parts are to be compiled."""
+    """Return the task inside the result of ``torch.compile(task)``, with its compilation settings.
+
+    Args:
+        task: The task, compiled or not.
+    """
     inner = getattr(task, "_modules", {}).get("_orig_mod")
     if not isinstance(inner, TaskModule):
         return task

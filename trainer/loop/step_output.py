@@ -1,4 +1,4 @@
-"""What a step may return: a loss that can be trained on, alone or in a dict, with what it weighs."""
+"""Results of a step: a loss with a gradient, alone or in a dict with its weight."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...common.messages import warn
 
 
 def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
-    """The loss in what ``training_step`` returned, where that is no tensor, and the weight reported with it.
+    """Return the loss and the weight in a result of ``training_step`` that is not a tensor.
 
     Args:
-        output: what it returned.
-        may_skip: None is a micro-batch without gradients, as in Lightning, and is warned of.
+        output: The result.
+        may_skip: Accept None as a micro-batch without gradients, like Lightning, with a warning. Default: False.
 
     Raises:
-        ValueError, TypeError: names what was returned and what may be.
+        ValueError, TypeError: If the result is invalid; the message states it and the valid forms.
     """
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -34,14 +34,14 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
         )
     if output is None and may_skip:
         warn(
-            "training_step returned None: the batch adds no gradient, and counts in its group's mean all the same. "
-            "Return {'loss': loss, 'weight': number of samples} to weigh batches, with weight 0.0 to leave one out."
+            "training_step returned None: the batch adds no gradient, but still counts in the mean of its group. "
+            "Return {'loss': loss, 'weight': number of samples} to weight batches, with weight 0.0 to skip one."
         )
         return torch.zeros((), requires_grad=True), None
     if output is None:
         raise ValueError(
-            "training_step returned None, so there is no loss to train on; on several processes, and in float16, a "
-            "batch can't be left out so. Return the loss; to leave a batch out, return {'loss': loss, 'weight': 0.0}."
+            "training_step returned None, which cannot skip a batch on several processes or in float16. Return the "
+            "loss; to skip a batch, return {'loss': loss, 'weight': 0.0}."
         )
     raise TypeError(
         f"training_step returned a {type(output).__name__}; it must return the loss, a tensor, or a dict with it."
@@ -49,31 +49,40 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
 
 
 def check_loss(loss: Tensor) -> None:
-    """Raise a ValueError for a loss that is not one number with a gradient."""
+    """Raise a ValueError if a loss is not one number with a gradient.
+
+    Args:
+        loss: The loss.
+    """
     if loss.numel() != 1:
         raise ValueError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be one number: return its mean()."
+            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be one number. Return its mean()."
         )
     if loss.requires_grad:
         return
     raise ValueError(
         f"training_step returned a loss without a gradient (shape {tuple(loss.shape)}, requires_grad=False). Compute "
-        "it from the model's output, without detach(), item() or torch.no_grad(), and leave some parameter trainable."
+        "it from the model's output, without detach(), item() or torch.no_grad(), and keep some parameter trainable."
     )
 
 
 def _check_weight(weight: Any) -> None:
+    """Raise a ValueError if a weight is not one number of at least 0."""
     number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
     if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
         weight_text = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
         raise ValueError(
-            f"training_step returned the weight {weight_text}; it must be one number of at least 0: what the loss is a "
-            "mean over, such as the batch's number of tokens."
+            f"training_step returned the weight {weight_text}; it must be one number of at least 0. Return the number "
+            "of items that the loss is the mean of, such as the batch's tokens."
         )
 
 
 def for_hooks(output: Any) -> Any:
-    """What the hooks after a batch are handed: the step's dict, or one with its loss, which is detached."""
+    """Return the ``outputs`` of hooks after a batch: the step's dict, or one with its loss, which is detached.
+
+    Args:
+        output: The result of the step.
+    """
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     if not isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""Oversights that a run would not fail from: warnings at the start of ``fit``."""
+"""Oversights that do not make a run fail: warnings at the start of ``fit``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _SHOWN = 3
-_DEEPEST = 3  # lists in lists
+_DEEPEST = 3  # depth of nested lists
 _LONGEST = 1024  # a longer list among a module's attributes holds data
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _OF_VALIDATION = {"val", "valid", "validation", "eval"}
 
 
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
-    """Warn of parameters that require gradients and are in no optimizer, and of modules that are not registered."""
+    """Warn of trainable parameters that are in no optimizer, and of modules that are not registered.
+
+    Args:
+        trainer: The Trainer.
+        task: The task.
+    """
     optimized_ids = {
         id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]
     }
@@ -33,21 +38,28 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
         for name, p in task.named_parameters()
         if p.requires_grad and id(p) not in optimized_ids
     ]
-    if names and optimized_ids:  # without an optimizer, that is meant
+    if names and optimized_ids:  # without any optimizer, this is intended
         warn(
-            f"in no optimizer, though they require gradients: {_join_first(names)}. They are not trained. Add them in "
-            "configure_optimizers, or freeze them with requires_grad_(False)."
+            f"parameters that require gradients are in no optimizer and are not trained: {_join_first(names)}. Add "
+            "them in configure_optimizers, or freeze them with requires_grad_(False)."
         )
     if hidden := list(hidden_modules(task)):
         warn(
-            f"not registered in {type(task).__name__}, as they are in plain lists or dicts: {_join_first(hidden)}. "
-            "Their parameters are in no checkpoint, are not moved to the device, and self.parameters() leaves them "
-            "out. Use nn.ModuleList, nn.ModuleDict or nn.ParameterList; freeze what is hidden on purpose."
+            f"modules in plain lists or dicts are not registered in {type(task).__name__}: {_join_first(hidden)}. "
+            "Their parameters are not in checkpoints, on the device, or in self.parameters(). Use nn.ModuleList, "
+            "nn.ModuleDict or nn.ParameterList; freeze modules that are hidden on purpose."
         )
 
 
 def hidden_modules(task: nn.Module) -> Iterator[str]:
-    """Yield the places of modules and parameters that require gradients, in lists and dicts that torch ignores."""
+    """Yield the places of trainable modules and parameters in lists and dicts that torch ignores.
+
+    Args:
+        task: The task.
+
+    Yields:
+        Expressions such as ``"layers[0]"``.
+    """
     registered = {id(parameter) for parameter in task.parameters()}
     for path, module in task.named_modules():
         for name, value in vars(module).items():
@@ -56,6 +68,7 @@ def hidden_modules(task: nn.Module) -> Iterator[str]:
 
 
 def _iterate_hidden(place: str, value: Any, registered: set[int], depth: int) -> Iterator[str]:
+    """Yield the places of unregistered trainable parameters in a value."""
     if isinstance(value, nn.Module | nn.Parameter):
         parameters: Iterable[nn.Parameter] = value.parameters() if isinstance(value, nn.Module) else [value]
         if any(p.requires_grad and id(p) not in registered for p in parameters):
@@ -67,24 +80,24 @@ def _iterate_hidden(place: str, value: Any, registered: set[int], depth: int) ->
 
 
 def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
-    """Look for monitors that will never be logged.
+    """Check for monitors that will never be logged.
 
-    What training logs, or validation in a later epoch, nobody knows yet. So a monitor that looks like one of
-    validation's, and that the sanity check did not log, is a warning only.
+    Values of training, or of a validation in a later epoch, are not known yet. A monitor that looks like one of the
+    validation and was not logged by the sanity check therefore only gives a warning.
 
     Args:
-        trainer: whose callbacks and schedulers are looked at.
-        logged: what the sanity check logged; None without one.
+        trainer: The Trainer, with callbacks and schedulers.
+        logged: Names that the sanity check logged; None without one.
 
     Raises:
-        ValueError: where nothing is ever logged, and the monitor has to be.
+        ValueError: If nothing is ever logged and a monitor requires it.
     """
     monitors = list(_iterate_monitors(trainer))
     if trainer.barebones:
         for owner, name, strict in monitors:
             if strict:
                 raise ValueError(
-                    f"{owner} {name!r} is never logged: barebones=True turns self.log off. Leave out one of the two."
+                    f"{owner} {name!r} is never logged, because barebones=True disables self.log. Remove one of them."
                 )
     if logged is None:
         return
@@ -93,12 +106,13 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
         if name not in names and _OF_VALIDATION & set(re.split(r"[^a-z]+", name.lower())):
             warn(
                 f"{owner} {name!r} was not logged by the validation of the sanity check, which logged "
-                f"{', '.join(names) or 'nothing'}.{nearest(name, names)} If nothing else logs it, the run will fail at "
-                "the first check."
+                f"{', '.join(names) or 'nothing'}.{nearest(name, names)} If it is not logged elsewhere, the run will "
+                "fail at the first check."
             )
 
 
 def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
+    """Yield the owner, the name and the strictness of each monitor."""
     watching: list[EarlyStopping | ModelCheckpoint] = [*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks]
     for callback in watching:
         if callback.monitor is not None:
@@ -109,5 +123,6 @@ def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
 
 
 def _join_first(names: list[str]) -> str:
+    """Return the first names as text."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"

@@ -1,4 +1,4 @@
-"""What every rank must have alike when a stage begins: all that decides its steps and its collectives."""
+"""Settings that must be the same on every rank when a stage begins, because they determine steps and collectives."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _WORDS = ("last", "best", "auto")
 
 
 def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: Any) -> dict[str, Any]:
-    """Return what the ranks compare as a stage begins, by the names that users know.
+    """Return the settings that ranks compare when a stage begins, by the names that users know.
 
     Args:
-        trainer: whose flags are meant.
+        trainer: The Trainer.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        task: what runs.
-        ckpt_path: as it was given. Rank zero finds the checkpoint, so its place may be written in any way.
+        task: The task.
+        ckpt_path: The user's argument. Rank zero searches for the checkpoint, so its path may be written differently.
     """
     accelerator = trainer.accelerator
     return {
@@ -68,10 +68,16 @@ def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: 
 def check_optimizers_match(
     task: TaskModule, optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig], world: World
 ) -> None:
-    """See that ``configure_optimizers`` returned the same on every rank. One exchange; all ranks must call it.
+    """Check that ``configure_optimizers`` returned the same on every rank, in one exchange. Call it on all ranks.
+
+    Args:
+        task: The task.
+        optimizers: Its optimizers.
+        schedulers: Its schedulers.
+        world: All processes.
 
     Raises:
-        ValueError: on every rank, with what differs: replicas would become different models without a word.
+        ValueError: On every rank, with the differences: replicas would silently diverge.
     """
     if world.size == 1:
         return
@@ -88,12 +94,12 @@ def check_optimizers_match(
         (type(config.scheduler).__name__, config.interval, config.frequency, config.monitor) for config in schedulers
     ]
     check_values_match(
-        f"{type(task).__name__}.configure_optimizers returned different things on the ranks", values, world
+        f"{type(task).__name__}.configure_optimizers returned different results on the ranks", values, world
     )
 
 
 def _make_comparable(value: Any) -> Any:
-    """What ranks can compare of a value; of an object that is its class, as its ``repr`` may name its address."""
+    """Return a value that ranks can compare; for an object its class, because its ``repr`` may include an address."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):

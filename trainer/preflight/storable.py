@@ -1,4 +1,4 @@
-"""Whether what a run will save can be saved: found out before its first step, not after a night."""
+"""Check before the first step that everything a run will save can be saved."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ if TYPE_CHECKING:
     from ..core import TaskModule
     from ..trainer import Trainer
 
-# Registered by the Trainer; callbacks are looked at one by one.
+# Registered by the Trainer; callbacks are checked one by one.
 _TRAINER_ENTRIES = ("progress", "logged", "metrics", "callbacks")
 
 
 def check_storable(trainer: Trainer, task: TaskModule) -> None:
     """Encode the state of everything that a checkpoint of this run holds, without writing it.
 
-    What ``on_save_checkpoint`` hooks add is looked at in the first save: to call them may change something. So is what
-    an optimizer keeps for its parameters, which it makes in its first step.
+    Entries of ``on_save_checkpoint`` hooks are checked in the first save, because calling them might change something.
+    So is the state that an optimizer creates for its parameters in its first step.
+
+    Args:
+        trainer: The Trainer.
+        task: The task.
 
     Raises:
-        TypeError: on all processes, for a state that is not data. It names whose it is, the place in it, the type and
-            what to do.
-        ValueError: for a state without an end.
+        TypeError: On all processes, if a state is not data. The message names its owner, the place, the type and the
+            fix.
+        ValueError: If a state contains itself.
     """
     if not any(callback.saves for callback in trainer.checkpoint_callbacks):
         return
@@ -38,11 +42,12 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
             try:
                 encode(state)
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{owner} can't go into a checkpoint: {error}") from error
+                raise type(error)(f"{owner} cannot be saved in a checkpoint: {error}") from error
         _check_weights(task)
 
 
 def _iterate_states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
+    """Yield the owner and the state of everything that a checkpoint holds."""
     accelerator = trainer.accelerator
     for owner in (task, trainer.datamodule):
         if owner is not None:
@@ -66,6 +71,7 @@ def _iterate_states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, A
 
 
 def _check_weights(task: nn.Module) -> None:
+    """Raise an error if a weight or an extra state cannot be saved."""
     extra: dict[str, Any] = {}
     for name, value in task.state_dict().items():
         if not isinstance(value, Tensor):
@@ -75,4 +81,4 @@ def _check_weights(task: nn.Module) -> None:
     try:
         encode(extra)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"what get_extra_state returned can't go into a checkpoint: {error}") from error
+        raise type(error)(f"the result of get_extra_state cannot be saved in a checkpoint: {error}") from error

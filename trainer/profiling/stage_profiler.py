@@ -1,6 +1,6 @@
-"""A profiler's view of a stage: what the loop calls is replaced by what measures it, until the stage is over.
+"""Profiling of a stage: functions that the loop calls are replaced by measured ones until the stage ends.
 
-Without a profiler nothing is replaced, so nothing is asked or called in any step.
+Without a profiler nothing is replaced, so steps have no overhead.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _STEPS = {"training_step": "forward"}
 
 
 class Profiled:
-    """The replacements of one stage.
+    """Replacements of one stage.
 
     Args:
-        trainer: whose stage is measured.
-        hooks: the stage's; those of later ones are not touched.
-        stage: its name.
+        trainer: The Trainer.
+        hooks: Dispatch table of the stage; those of later stages are not changed.
+        stage: Name of the stage.
     """
 
     def __init__(self, trainer: Trainer, hooks: Hooks, stage: str) -> None:
@@ -68,7 +68,11 @@ class Profiled:
         self._follow_steps(hooks)
 
     def end(self, stage: str) -> None:
-        """Show the report, and put everything back."""
+        """Show the report and restore all functions.
+
+        Args:
+            stage: Name of the stage.
+        """
         for owner, name, value in reversed(self._before):
             if value is _ABSENT:
                 delattr(owner, name)
@@ -85,17 +89,21 @@ class Profiled:
     # -- what is measured ----------------------------------------------------------------------------------------
 
     def _measure(self, owner: Any, method: str, action: str) -> None:
+        """Replace a method by a measured one."""
         self._replace(owner, method, measured(self.profiler, action, getattr(owner, method)))
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute until the stage ends."""
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
     def _measure_method(self, find: Callable[..., Any], model: Any, name: str) -> Any:
-        """In the place of ``Accelerator.method``: a step that is measured."""
+        """Return a measured step, in place of ``Accelerator.method``."""
         return measured(self.profiler, _STEPS.get(name, name), find(model, name))
 
     def _measure_optimizers(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that prepares an optimizer with measured methods."""
+
         def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
             prepared = prepare(*args, **kwargs)
             if "step" not in vars(prepared):
@@ -106,6 +114,8 @@ class Profiled:
         return prepare_optimizer
 
     def _measure_loaders(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that prepares a measured dataloader."""
+
         def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
             loader = prepare(*args, **kwargs)
             if "_begin" not in vars(loader):
@@ -115,7 +125,7 @@ class Profiled:
         return prepare_data_loader
 
     def _watch(self, loader: Loader) -> None:
-        """Measure what a loader's batches are waited for, and their way to the device."""
+        """Measure the wait for a dataloader's batches, and their transfer to the device."""
         part = f" of {self.stage}" if self.stage != "fit" else " of validation" if loader.evaluation else ""
         begin, action = loader._begin, f"data{part}"
 
@@ -128,18 +138,19 @@ class Profiled:
         self.profiler.advice[action] = _advise(loader)
 
     def _measure_hook(self, name: str, function: Any) -> Any:
+        """Return a measured hook."""
         if function == self.trainer.update_train_epoch_values:
-            return function  # it is the logbook's, which is measured
+            return function  # the logbook is measured instead
         text = name_of(function)
         owner = getattr(getattr(function, "func", function), "__self__", None)
         if owner is not None:
             text = f"{type(owner).__name__}.{name}"
         run = measured(self.profiler, f"hook {text}", function)
-        run.__qualname__ = name_of(function)  # which errors name
+        run.__qualname__ = name_of(function)  # errors name the hook
         return run
 
     def _follow_steps(self, hooks: Hooks) -> None:
-        """Tell a profiler that wants to know where one step ends and the next begins."""
+        """Notify a profiler that overrides ``step`` of the end of each step."""
         profiler = self.profiler
         if type(profiler).step is Profiler.step:
             return
@@ -150,14 +161,26 @@ class Profiled:
 
 
 def begin(trainer: Trainer, hooks: Hooks, stage: str) -> None:
-    """Measure a stage from here to its teardown, if there is a profiler."""
+    """Measure a stage until its teardown, if there is a profiler.
+
+    Args:
+        trainer: The Trainer.
+        hooks: Dispatch table of the stage.
+        stage: Name of the stage.
+    """
     if not isinstance(trainer.profiler, PassThroughProfiler):
         trainer.profiled = Profiled(trainer, hooks, stage)
         setattr(hooks, "teardown", (*hooks.teardown, trainer.profiled.end))  # noqa: B010  # as `Hooks` itself sets them
 
 
 def measured(profiler: Profiler, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, as an action of ``profiler``; itself where that measures nothing."""
+    """Return ``function``, measured as an action of ``profiler``; unchanged for the default profiler.
+
+    Args:
+        profiler: The profiler.
+        action: Name of the action.
+        function: The function.
+    """
     if isinstance(profiler, PassThroughProfiler):
         return function
     start, stop = profiler.start, profiler.stop
@@ -174,17 +197,18 @@ def measured(profiler: Profiler, action: str, function: Callable[..., Any]) -> C
 
 
 def _needs_directory(profiler: Profiler) -> bool:
+    """Return whether the profiler writes to the run's folder."""
     return profiler.dirpath is None and profiler.needs_directory
 
 
 def _advise(loader: Loader) -> str:
-    """What could shorten the wait for this loader."""
+    """Return advice on how to shorten the wait for a dataloader."""
     workers = getattr(loader.source, "num_workers", None)
     if workers is None:
-        return "what yields the batches is no DataLoader; one with num_workers reads in processes of its own"
+        return "the batches do not come from a DataLoader; one with num_workers reads them in other processes"
     if not workers:
-        return "the loader reads in this process: DataLoader(num_workers=...) reads beside the training"
-    text = f"num_workers={workers} is not enough: raise it, or make the transforms cheaper"
+        return "the dataloader reads in this process: DataLoader(num_workers=...) reads in other processes"
+    text = f"num_workers={workers} is not enough: raise it, or make the transforms faster"
     if not getattr(loader.source, "persistent_workers", True):
-        text += "; persistent_workers=True starts them once rather than in each epoch"
+        text += "; persistent_workers=True starts them only once, not in each epoch"
     return text

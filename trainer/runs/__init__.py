@@ -1,4 +1,4 @@
-"""Run folders, `runs/<name>/<number>/`: their lock, and what can be read from them afterwards."""
+"""Run folders, `runs/<name>/<number>/`: their lock, and their content."""
 
 from __future__ import annotations
 

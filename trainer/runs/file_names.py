@@ -1,4 +1,4 @@
-"""The names of the files in a run's folder, for those who write them and those who read them."""
+"""Names of the files in a run's folder, for writers and readers."""
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -7,4 +7,4 @@ RECORD = "run.json"
 CURVES = "curves.json"
 ERROR = "error.json"
 LOCK = "lock"
-DESCRIPTIONS = (CONFIG, ENVIRONMENT, RECORD, CURVES, ERROR)  # what describes the run; the rest are its results
+DESCRIPTIONS = (CONFIG, ENVIRONMENT, RECORD, CURVES, ERROR)  # descriptions of the run; the other files are its results

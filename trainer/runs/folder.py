@@ -1,4 +1,4 @@
-"""The folder of one run, ``runs/<name>/<number>``: what it was made with, how it stands, its logs and checkpoints."""
+"""Folder of one run, ``runs/<name>/<number>``: its settings, its state, its logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,29 +26,44 @@ if TYPE_CHECKING:
     from ...callbacks.reporting import Points, RunRecord
     from ...strategies import World
 
-_MOST_POINTS = 256  # twice as many are kept of a curve, for a look at it; the loggers have every value
+_MOST_POINTS = 256  # a curve keeps twice as many points, for display; the loggers have every value
 
 
 class RunFolder:
-    """The folder of one run, which one job at a time may have. All processes of the job make it, rank zero writes.
+    """Folder of one run, which one job at a time may hold.
 
-    Use it in a ``with`` block: what ends the block is what the run ended with.
+    All processes of the job create it, and rank zero writes to it.
+
+    Use it in a ``with`` block: the way the block ends is recorded as the way the run ended.
 
     .. code-block:: text
 
-        run.json          how it stands, its best and its last values
+        run.json          its state, its best and its last values
         curves.json       the curves of ``trainer.history``, thinned out
-        config.yaml       what `write_config` was given
+        config.yaml       the argument of `write_config`
         environment.json  versions, git revision, hardware
-        checkpoints/      and what the loggers write, and report.html
-        error.json        the first error of any process, where one ended the run
-        lock              who works on it; see `RunLock`
+        checkpoints/      and files of the loggers, and report.html
+        error.json        the first error of any process, if one ended the run
+        lock              the holder of the folder; see `RunLock`
 
     Attributes:
-        path: the folder, or its URL, the same on all processes. What is written to a URL is uploaded beside the
-            training.
-        lock: held until `release`, or until the process ends; None on other processes than rank zero.
-        trial: the run's number among the trials of a sweep, the same on all processes; None if it is no trial.
+        path: The folder, or its URL, the same on all processes. Files of a URL are uploaded in the background.
+        lock: Held until `release`, or until the process ends; None on other processes than rank zero.
+        trial: The run's number among the trials of a sweep, the same on all processes; None if it is not a trial.
+
+    Example:
+        >>> import tempfile
+        >>> import treadle as tl
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> from treadle.runs import RunFolder
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with RunFolder.create(directory, "digits") as folder:
+        ...         trainer = tl.Trainer(
+        ...             **folder.flags({"max_steps": 1, "accelerator": "cpu", "devices": 1, "barebones": True})
+        ...         )
+        ...         trainer.fit(BoringModel())
+        ...     folder.path.parent.name, folder.path.name
+        ('digits', '1')
     """
 
     def __init__(self, path: AnyPath, lock: RunLock | RemoteLock | None, facts: dict[str, Any]) -> None:
@@ -58,25 +73,29 @@ class RunFolder:
         self._facts = facts
         self._before = float(facts.get("seconds", 0.0))
         self._began = time.monotonic()
-        self._previous_files: dict[str, bytes] | None = None  # the files of a run that is gone on with
-        self._previous_config: Path | None = None  # where the configuration among them is kept
+        self._previous_files: dict[str, bytes] | None = None  # the files of a continued run
+        self._previous_config: Path | None = None  # where the configuration among them is saved
         self._watch: RunRecord | None = None
 
     @classmethod
     def create(
         cls, directory: str | Path = "runs", name: str = "default", settings: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Take the next free number below ``directory/name``. Many jobs may do so at once.
+        """Create the folder of the next free number below ``directory/name``. Many jobs may do so at once.
 
         Args:
-            directory: above all runs, or a URL such as ``s3://bucket/runs``; made if it is not there.
-            name: what runs that belong together have in common; the name of a folder.
-            settings: the Trainer's flags, whose ``accelerator``, ``devices`` and ``num_nodes`` say which processes the
-                job has; those that are missing are started, as a Trainer would. Call it where they may run it too.
+            directory: Directory above all runs, or a URL such as ``s3://bucket/runs``; created if missing. Default:
+                ``"runs"``.
+            name: Common name of runs that belong together, which is the name of a folder. Default: ``"default"``.
+            settings: Flags of the Trainer. ``accelerator``, ``devices`` and ``num_nodes`` determine the processes of
+                the job; missing ones are started, as by a Trainer. Call the method where they may run it too.
+
+        Returns:
+            The folder, held by this job.
 
         Raises:
-            ValueError: the name can't be that of a folder.
-            OSError: the folder can't be made; the text says where.
+            ValueError: If the name is not valid for a folder.
+            OSError: If the folder cannot be created; the message states its path.
         """
         check_name(name)
         world = _open_world(settings)
@@ -91,17 +110,20 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> RunFolder:
-        """Go on in a folder that is there. Should it never come to training, its files will be as they were.
+        """Continue the run of an existing folder. If the new session never reaches training, the files stay unchanged.
 
-        A run that is waiting, see `prepare`, is begun like a new one.
+        A waiting run, see `prepare`, begins like a new one.
 
         Args:
-            path: the folder.
-            settings: see `create`.
+            path: The folder.
+            settings: See `create`.
+
+        Returns:
+            The folder, held by this job.
 
         Raises:
-            ValueError: it is not a run's folder, or another job holds it.
-            OSError: it can't be written to.
+            ValueError: If it is not a run's folder, or another job holds it.
+            OSError: If it cannot be written to.
         """
         world = _open_world(settings)
         lock: RunLock | RemoteLock | None = None
@@ -110,12 +132,12 @@ class RunFolder:
         folder_path = _resolve_path(path)
         with world.together():
             if world.is_main:
-                read(folder_path)  # before anything is written into a folder that may be someone else's
+                read(folder_path)  # before a write to a folder that may not be a run's
                 lock = _lock(folder_path)
                 run = read(folder_path)
                 files = [file for name in DESCRIPTIONS if (file := local_folder(folder_path) / name).is_file()]
                 earlier = {file.name: file.read_bytes() for file in files}
-                # A record that can't be read is no reason to lose the checkpoints that stand beside it.
+                # An unreadable record must not make the checkpoints beside it unusable.
                 facts = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
                 facts |= run.facts
                 if run.state == WAITING:
@@ -128,15 +150,15 @@ class RunFolder:
     def prepare(cls, path: Path, config: str, facts: Mapping[str, Any]) -> None:
         """Write the folder of a run that another process will begin with `open`; until then the run is waiting.
 
-        Only one process may do so at a time. What a killed one has left half done is written anew.
+        Only one process at a time may do so. What a killed process left half-written is written again.
 
         Args:
-            path: the folder; its name is the run's number.
-            config: the run's configuration, as YAML.
-            facts: what is known of the run, by name, as `record` takes it.
+            path: The folder; its name is the run's number.
+            config: The run's configuration, as YAML.
+            facts: Metadata of the run by name, as in `record`.
 
         Raises:
-            OSError: the folder can't be written.
+            OSError: If the folder cannot be written.
         """
         path.mkdir(parents=True, exist_ok=True)
         named = {"format": 1, "name": path.parent.name, "number": int(path.name), "began": time.time()}
@@ -154,6 +176,7 @@ class RunFolder:
         facts: dict[str, Any],
         earlier: dict[str, bytes] | None = None,
     ) -> RunFolder:
+        """Return the folder on all processes, with the first record written."""
         agreed_path, trial = world.broadcast((str(path), facts.get("trial")))
         folder = cls(as_path(agreed_path), lock, facts)
         folder.trial = trial
@@ -175,17 +198,17 @@ class RunFolder:
     # -- what a Trainer needs ------------------------------------------------------------------------------------
 
     def flags(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The flags of a Trainer that keeps all it writes in this folder: ``Trainer(**folder.flags(settings))``.
+        """Return the flags of a Trainer that writes everything to this folder: ``Trainer(**folder.flags(settings))``.
 
-        A `RunRecord` is added; a logger, a `ModelCheckpoint` and a `RunReport` where a Trainer would have them by
-        default. Those that were given stay, and get their place here unless they have one. Where no `ModelCheckpoint`
-        keeps the newest checkpoint, the first one keeps a ``last.ckpt`` too, unless it has ``save_last=False``.
+        A `RunRecord` is added; a logger, a `ModelCheckpoint` and a `RunReport` if a Trainer would have them by default.
+        Callbacks that were passed stay, and write to this folder unless they have a directory. If no `ModelCheckpoint`
+        keeps the latest checkpoint, the first one also keeps a ``last.ckpt``, unless it has ``save_last=False``.
 
         Args:
-            settings: the flags so far.
+            settings: The flags so far.
 
         Raises:
-            ValueError: ``default_root_dir`` names another place, or a callback writes into another run's folder.
+            ValueError: If ``default_root_dir`` is another place, or a callback writes to another run's folder.
         """
         from ...callbacks.reporting import RunRecord
 
@@ -194,8 +217,9 @@ class RunFolder:
         root = flags.get("default_root_dir")
         if root is not None and _resolve_path(root) != self.path:
             raise ValueError(
-                f"default_root_dir={os.fspath(root)!r}, but what this run writes goes into its folder, {self.path}. "
-                "Leave default_root_dir out; where runs' folders stand is said when they are made."
+                f"default_root_dir={os.fspath(root)!r} contradicts the folder of this run, {self.path}. Remove "
+                "default_root_dir. The directory of all runs is run.dir in a configuration, and an argument of "
+                "RunFolder.create."
             )
         flags["default_root_dir"] = str(self.path)
         plain = not flags.get("barebones")
@@ -207,6 +231,7 @@ class RunFolder:
         return flags
 
     def _complete_callbacks(self, flags: Mapping[str, Any], plain: bool) -> list[Callback]:
+        """Return the callbacks with their directories, and the default ones that are missing."""
         from ...callbacks import ModelCheckpoint, OnExceptionCheckpoint, RunReport
         from ..default_callbacks import as_callbacks
 
@@ -229,21 +254,27 @@ class RunFolder:
         return callbacks
 
     def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
-        """Where a callback was told to write, which may not be another run's folder: it would write over that."""
+        """Return the directory of a callback, which must not be in another run's folder."""
         if callback.dirpath is not None:
             place = _resolve_path(callback.dirpath)
             for folder in (place, place.parent):
                 if folder != self.path and (folder / RECORD).is_file():
                     raise ValueError(
-                        f"this {type(callback).__name__} has its place in {folder}, the folder of another run. "
-                        "Make a new one for each run, or give it a dirpath of its own."
+                        f"this {type(callback).__name__} writes to {folder}, the folder of another run. Create a new "
+                        "callback for each run, or change its dirpath."
                     )
         return callback.dirpath
 
     # -- what is in it -------------------------------------------------------------------------------------------
 
     def write_config(self, text: str) -> None:
-        """Keep what the run was configured with, as YAML. Where it goes on, what it began with is ``config.1.yaml``."""
+        """Write the run's configuration, as YAML.
+
+        If a run continues with another one, the earlier becomes ``config.1.yaml``.
+
+        Args:
+            text: The configuration.
+        """
         if self.lock is None:
             return
         if (old := (self._previous_files or {}).get(CONFIG)) is not None and old != text.encode():
@@ -254,12 +285,12 @@ class RunFolder:
         self._write(CONFIG, text)
 
     def record(self, facts: Mapping[str, Any], charts: Mapping[str, Mapping[str, Points]] | None = None) -> None:
-        """Note how the run stands.
+        """Record the state of the run.
 
         Args:
-            facts: what has changed, by name: ``state``, ``steps``, ``best``, ... Values are plain. Of other processes
-                than rank zero an error alone is noted.
-            charts: steps and values of the curves of each chart, by name; None where they have not changed.
+            facts: The changed entries by name: ``state``, ``steps``, ``best``, ... Values are plain. Other processes
+                than rank zero record only an error.
+            charts: Steps and values of the curves of each chart, by name; None if they have not changed.
         """
         state = facts.get("state", "running")
         if state.startswith("failed"):
@@ -267,14 +298,14 @@ class RunFolder:
         if self.lock is None:
             return
         if facts.get("state") == "running":
-            self._drop_error()  # what was before is over
+            self._drop_error()  # the error of an earlier session no longer applies
         spent = {"seconds": self._before + time.monotonic() - self._began, "updated": time.time()}
         metrics = self._facts.get("metrics", {})
         self._facts.update({**facts, **spent})
         self._facts["metrics"] = {**metrics, **facts.get("metrics", {})}
         best = self._facts.get("best") or {}
         saved = as_path(best.get("checkpoint") or ".")
-        if self.path in saved.parents:  # it may be moved with the folder
+        if self.path in saved.parents:  # a relative path, because the folder may be moved
             inside = str(saved)[len(str(self.path)) + 1 :]
             self._facts["best"] = {**best, "checkpoint": inside.replace(os.sep, "/")}
         if charts is not None:
@@ -285,11 +316,11 @@ class RunFolder:
         self._write(RECORD, json.dumps(_make_plain(self._facts), indent=2, ensure_ascii=False), durable=False)
 
     def finish(self, state: str = "finished", **facts: Any) -> None:
-        """Note how the run ended, and let go of the folder.
+        """Record how the run ended, and release the folder.
 
         Args:
-            state: ``"finished"``, ``"interrupted"`` or ``"failed: <Error>"``.
-            facts: further facts to note, as `record` takes them.
+            state: ``"finished"``, ``"interrupted"`` or ``"failed: <Error>"``. Default: ``"finished"``.
+            facts: Further entries to record, as in `record`.
         """
         try:
             self.record({"ended": self._facts.get("ended") or time.time(), **facts, "state": state})
@@ -298,7 +329,7 @@ class RunFolder:
             self.release()
 
     def discard(self) -> None:
-        """Remove the folder, unless there is more in it than what a run has from its beginning."""
+        """Remove the folder, unless it contains more than a run has from its beginning."""
         files = (*DESCRIPTIONS, LOCK)
         if self.lock is not None and set(os.listdir(self._files)) <= set(files):
             self.release()
@@ -310,7 +341,7 @@ class RunFolder:
                 self.path.rmdir()
 
     def _put_back(self, earlier: Mapping[str, bytes]) -> None:
-        """Leave the folder as it was found."""
+        """Restore the files that the folder had when it was opened."""
         if self.lock is not None:
             for name in DESCRIPTIONS:
                 if name in earlier:
@@ -323,7 +354,7 @@ class RunFolder:
             self.release()
 
     def release(self) -> None:
-        """Let go of the folder; another job may go on in it."""
+        """Release the folder; another job may continue in it."""
         if self.lock is not None:
             self.lock.release()
 
@@ -333,7 +364,7 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Note what ended the block, if that is not known, and let go of the folder. An error goes its way."""
+        """Record how the block ended, if that is unknown, and release the folder. Errors are not suppressed."""
         from ...callbacks.reporting import describe_error
 
         if self._previous_files is not None and self._watch is not None and not self._watch.began:
@@ -348,10 +379,10 @@ class RunFolder:
         except OSError as refused:
             from ...common.messages import warn
 
-            warn(f"how the run ended could not be written into {self.path}: {refused}")
+            warn(f"the end of the run could not be recorded in {self.path}: {refused}")
 
     def _note_first(self, facts: Mapping[str, Any]) -> None:
-        """Keep what failed if nothing has on any process: the other errors may follow from it."""
+        """Record an error unless another process has recorded one, which is probably its cause."""
         text = json.dumps(facts, ensure_ascii=False).encode(errors="replace")
         with contextlib.suppress(OSError):
             if isinstance(self.path, RemotePath):
@@ -361,23 +392,24 @@ class RunFolder:
                 file.write(text)
 
     def _drop_error(self) -> None:
+        """Remove the error of an earlier session."""
         (self._files / ERROR).unlink(missing_ok=True)
-        if isinstance(self.path, RemotePath):  # where each process writes it by itself
+        if isinstance(self.path, RemotePath):  # to which each process writes it itself
             with contextlib.suppress(OSError):
                 (self.path / ERROR).unlink()
 
     @property
     def _files(self) -> Path:
-        """Where this process writes what is in the folder."""
+        """Local folder to which this process writes."""
         return local_folder(self.path)
 
     def _write(self, name: str, content: str | bytes, durable: bool = True) -> None:
-        """Write a file in one move: whoever reads it sees the old or the new one."""
+        """Write a file in one rename: a reader sees the old or the new content."""
         from ...engine.checkpoint import filesystem
 
         part = self._files / f".{name}.tmp"
         try:
-            part.unlink(missing_ok=True)  # what is there may be a link to a file that is not ours
+            part.unlink(missing_ok=True)  # an existing one may be a link to another file
             filesystem.write_bytes(part, content if isinstance(content, bytes) else content.encode(errors="replace"))
             if durable:
                 filesystem.fsync(part)
@@ -388,22 +420,30 @@ class RunFolder:
 
 
 def check_name(name: Any) -> str:
-    """Raise a ValueError if ``name`` can't be that of runs, which is that of a folder."""
+    """Return the name of runs, if it is valid for a folder.
+
+    Args:
+        name: The name.
+
+    Raises:
+        TypeError: If it is not a string.
+        ValueError: If it is not valid.
+    """
     rule = "it becomes the name of a folder"
     if not isinstance(name, str):
         raise TypeError(f"name={name!r} must be a string, not a {type(name).__name__}: {rule}.")
     if not name or name != name.strip() or name.startswith(".") or re.search(r'[\x00-\x1f\x7f/\\:*?"<>|]', name):
         raise ValueError(
-            f"name={name!r} can't be the name of a run: {rule}, so it may not be empty, begin with a dot, begin or end "
-            'with a space, or contain any of / \\ : * ? " < > |.'
+            f"name={name!r} cannot be the name of a run: {rule}, so it must not be empty, begin with a dot, begin or "
+            'end with a space, or contain any of / \\ : * ? " < > |.'
         )
     if len(os.fsencode(name)) > 200:
-        raise ValueError(f"name={name[:20]!r}... is {len(os.fsencode(name))} bytes long, 200 at most: {rule}.")
+        raise ValueError(f"name={name[:20]!r}... has {len(os.fsencode(name))} bytes, but may have at most 200: {rule}.")
     return name
 
 
 def _claim(home: AnyPath) -> tuple[AnyPath, RunLock | RemoteLock]:
-    """Make the next free number's folder, and lock it. Making it is the claim, which one job alone can do."""
+    """Create and lock the next free number's folder. Its creation is the claim, which succeeds for one job only."""
     if isinstance(home, RemotePath):
         number = max((int(entry) for entry in home.names() if entry.isascii() and entry.isdigit()), default=0) + 1
         while True:
@@ -415,6 +455,7 @@ def _claim(home: AnyPath) -> tuple[AnyPath, RunLock | RemoteLock]:
 
 
 def _make_numbered(home: Path) -> Path:
+    """Create the folder of the next free number."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         number = max((int(entry) for entry in os.listdir(home) if entry.isascii() and entry.isdigit()), default=0) + 1
@@ -425,19 +466,20 @@ def _make_numbered(home: Path) -> Path:
             number += 1
     except OSError as error:
         reason = error.strerror or str(error)
-        text = f"can't make a run's folder in {home}: {reason}. Choose a directory that can be written to."
+        text = f"cannot create a run's folder in {home}: {reason}. Choose a writable directory."
         raise OSError(error.errno, text) from error
 
 
 def _lock(folder: AnyPath) -> RunLock | RemoteLock:
+    """Return the lock of a folder."""
     try:
         return RemoteLock(folder) if isinstance(folder, RemotePath) else RunLock(folder)
     except OSError as error:
-        raise OSError(error.errno, f"can't lock {folder / LOCK}: {error.strerror or error}.") from error
+        raise OSError(error.errno, f"cannot lock {folder / LOCK}: {error.strerror or error}.") from error
 
 
 def _open_world(settings: Mapping[str, Any] | None) -> World:
-    """The job's processes, those that a Trainer with these flags has."""
+    """Return the job's processes, as a Trainer with these flags has them."""
     from ...strategies import open_world
 
     flag_names = ("accelerator", "devices", "num_nodes")
@@ -445,10 +487,12 @@ def _open_world(settings: Mapping[str, Any] | None) -> World:
 
 
 def _resolve_path(path: str | Path | RemotePath) -> AnyPath:
+    """Return an absolute path with expanded variables."""
     return path if isinstance(path, RemotePath) else absolute(os.path.expandvars(os.path.expanduser(str(path))))
 
 
 def _thin_curve(steps: Any, values: Any) -> dict[str, Any]:
+    """Return a curve with few points, for display."""
     from ...callbacks.reporting import thin_points
 
     points = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
@@ -457,7 +501,7 @@ def _thin_curve(steps: Any, values: Any) -> dict[str, Any]:
 
 
 def _make_plain(value: Any) -> Any:
-    """Facts as strict JSON has them, which has no number that is not finite."""
+    """Return values as strict JSON, which has no number that is not finite."""
     if isinstance(value, Mapping):
         return {str(name): _make_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What run folders say, read without trust: data only, and words where something can't be read."""
+"""Content of run folders, read without trust: data only, and a description of what cannot be read."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ...common.remote_path import AnyPath, RemotePath, absolute, as_path, is_url
 from .file_names import CONFIG, CURVES, ENVIRONMENT, ERROR, LOCK, RECORD
 from .lock import holder
 
-_MOST_BYTES = 2**24  # of a file that is read
-_AT_ONCE = 16  # runs that are read from a store
+_MOST_BYTES = 2**24  # largest file that is read
+_AT_ONCE = 16  # runs read from a store at the same time
 
 WAITING = "waiting"
-"""The state of a run whose folder is prepared and that nobody has begun."""
+"""State of a run whose folder is prepared and that has not begun."""
 
 _NUMBERS = (
     "began",
@@ -43,16 +43,16 @@ _WORDS = ("state", "stage", "note", "error", "task", "host")
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder shows it.
+    """Run as recorded in its folder.
 
     Attributes:
-        path: the folder.
-        name: what it has in common with others.
-        number: tells it from those; 0 where the folder's name is no number, as that of a copy.
-        state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` where the record
-            says that it runs, but nobody holds the lock; ``"waiting"``; ``"pruned"``; ``"unreadable"``.
-        facts: the record, as far as its values are of the right kinds.
-        problem: why the record can't be read, "" if it can.
+        path: The folder.
+        name: The name that it shares with other runs.
+        number: Its number; 0 if the folder's name is not a number, like that of a copy.
+        state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` if the record says
+            that it runs, but no process holds the lock; ``"waiting"``; ``"pruned"``; ``"unreadable"``.
+        facts: The record, as far as its values have the right types.
+        problem: Why the record cannot be read; "" if it can.
     """
 
     path: AnyPath
@@ -64,12 +64,12 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Name and number, as its folders are called now."""
+        """Name and number, from the current names of its folders."""
         return f"{self.name}/{self.path.name}"
 
     @property
     def began(self) -> float:
-        """When it began; when its folder changed last where that is not known."""
+        """Time at which it began; if unknown, the time of its folder's last change."""
         if (began := self.facts.get("began")) is not None:
             return float(began)
         try:
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """How long it has run, in all its sessions."""
+        """Total duration of all its sessions in seconds."""
         seconds = self.facts.get("seconds")
         if seconds is not None and self.state == "running":
             seconds += max(0.0, time.time() - self.facts.get("updated", math.inf))
@@ -87,21 +87,21 @@ class Run:
 
     @property
     def best(self) -> Mapping[str, Any] | None:
-        """Its best value: ``metric``, ``value``, and ``checkpoint`` where one was saved."""
+        """Best value: ``metric``, ``value``, and ``checkpoint`` if one was saved."""
         return self.facts.get("best")
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """What a sweep has set for it, by dotted key; empty for a run that is no trial."""
+        """Parameters that a sweep set, by dotted key; empty for a run that is not a trial."""
         return self.facts.get("parameters", {})
 
     @property
     def metrics(self) -> Mapping[str, float | str]:
-        """What it measured last, by name; a value that is no finite number is a string."""
+        """Last metrics by name; a value that is not finite is a string."""
         return self.facts.get("metrics", {})
 
     def summary(self) -> dict[str, Any]:
-        """All of that as plain data."""
+        """Return all of this as plain data."""
         identity = {"path": str(self.path), "name": self.name, "number": self.number, "state": self.state}
         return {
             **self.facts,
@@ -112,16 +112,19 @@ class Run:
 
 
 def read(path: str | AnyPath) -> Run:
-    """A run's folder.
+    """Return the run of a folder.
+
+    Args:
+        path: The folder.
 
     Raises:
-        ValueError: it is none.
+        ValueError: If it is not a run's folder.
     """
     path = absolute(path)
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder.")
+        raise ValueError(f"{path} is not a folder.")
     if not (lexists(path / RECORD) or lexists(path / LOCK)):
-        raise ValueError(f"{path} is not a run's folder: there is no {RECORD} in it.")
+        raise ValueError(f"{path} is not a run's folder: it has no {RECORD}.")
     number = int(path.name) if path.name.isascii() and path.name.isdigit() else 0
     try:
         facts = _select_facts(_read_json(path / RECORD))
@@ -139,6 +142,7 @@ def read(path: str | AnyPath) -> Run:
 
 
 def _read_first_error(path: AnyPath) -> dict[str, str]:
+    """Return the first error of any process, if one is recorded."""
     try:
         record = _read_json(path / ERROR)
     except ValueError:
@@ -147,18 +151,23 @@ def _read_first_error(path: AnyPath) -> dict[str, str]:
 
 
 def find(directory: AnyPath) -> list[Run]:
-    """The runs below a directory or URL, ``<name>/<number>`` in it, or ``<number>``; those that began first come first.
+    """Return the runs below a directory or URL, as ``<name>/<number>`` or ``<number>``, earliest first.
+
+    Args:
+        directory: The directory or URL.
 
     Raises:
-        ValueError: there is no such directory, or it can't be read.
+        ValueError: If the directory does not exist or cannot be read.
     """
     try:
         names = _list_names(directory)
     except OSError as error:
-        raise ValueError(f"{directory} can't be read: {error.strerror or error}. Say where runs are kept.") from error
+        raise ValueError(
+            f"{directory} cannot be read: {error.strerror or error}. Pass the directory of runs."
+        ) from error
     folders = [directory] + [directory / name for name in names if not name.startswith(".")]
     numbered = [path for folder in folders for path in _list_numbered(folder)]
-    if isinstance(directory, RemotePath):  # where each answer takes its time
+    if isinstance(directory, RemotePath):  # each request takes a while
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             runs = list(pool.map(_read_or_none, numbered))
     else:
@@ -167,10 +176,12 @@ def find(directory: AnyPath) -> list[Run]:
 
 
 def _list_names(folder: AnyPath) -> list[str]:
+    """Return the names in a folder."""
     return folder.names() if isinstance(folder, RemotePath) else sorted(os.listdir(folder))
 
 
 def _list_numbered(folder: AnyPath) -> list[AnyPath]:
+    """Return the folders in a folder whose names are numbers."""
     try:
         return [folder / name for name in _list_names(folder) if name.isascii() and name.isdigit()]
     except OSError:
@@ -178,23 +189,24 @@ def _list_numbered(folder: AnyPath) -> list[AnyPath]:
 
 
 def _read_or_none(path: AnyPath) -> Run | None:
+    """Return a run, or None if the folder is not a run's."""
     try:
         return read(path)
     except (ValueError, OSError):
-        return None  # somebody else's
+        return None  # not a run's folder
 
 
 def locate(reference: str | None, directory: AnyPath, name: str | None = None) -> AnyPath:
-    """The path that a command means by a run: the one resolver of all commands.
+    """Return the path that a command's reference to a run means.
 
     Args:
-        reference: a number, a name and number (``"digits/3"``), or a path: of a run's folder, or something in it, such
-            as a checkpoint. None for the newest run.
-        directory: where runs are kept.
-        name: consider runs of this name only.
+        reference: A number, a name and number (``"digits/3"``), or a path: of a run's folder, or of something in it,
+            such as a checkpoint. None for the latest run.
+        directory: Directory of all runs.
+        name: Consider only runs with this name. Default: None.
 
     Raises:
-        ValueError: nothing is meant by it, or several runs are.
+        ValueError: If no run or several runs match.
     """
     is_number = reference is not None and reference.isascii() and reference.isdigit()
     if reference is not None and not is_number:
@@ -204,7 +216,7 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
             if lexists(path):
                 return path
         raise ValueError(
-            f"there is no run {reference!r}: give its number, its name and number (default/3), or its path."
+            f"there is no run {reference!r}. Pass its number, its name and number (default/3), or its path."
         )
     runs = [run for run in find(directory) if name in (None, run.name)] if directory.is_dir() or not is_number else []
     if reference is None and runs:
@@ -212,27 +224,34 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
     matches = [run for run in runs if run.number == int(reference or 0)]
     if len(matches) > 1:
         names = ", ".join(run.label for run in matches)
-        raise ValueError(f"{reference} is the number of {names}: give the name too.")
+        raise ValueError(f"{reference} is the number of several runs: {names}. Add the name.")
     if matches:
         return matches[0].path
     if is_number and Path(str(reference)).is_dir():
         return Path(str(reference))
     if not runs:
         raise ValueError(f"there are no runs in {directory}.")
-    raise ValueError(f"there is no run {reference} in {directory}; `treadle runs {directory}` lists those there are.")
+    raise ValueError(f"there is no run {reference} in {directory}. `treadle runs {directory}` lists the runs.")
 
 
 def holding(path: AnyPath) -> AnyPath:
-    """The run's folder that a path lies in; the path itself where there is none."""
+    """Return the run's folder that contains a path; the path itself if there is none.
+
+    Args:
+        path: The path.
+    """
     path = absolute(path)
     return next((folder for folder in (path, *path.parents) if lexists(folder / RECORD)), path)
 
 
 def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
-    """The curves of each chart by name: steps and values, and how many values are not among them as not finite.
+    """Return the curves of each chart by name: steps and values, and the number of values that are not finite.
+
+    Args:
+        run: The run.
 
     Raises:
-        ValueError: the file is there and can't be read.
+        ValueError: If the file exists and cannot be read.
     """
     if not lexists(run.path / CURVES):
         return {}
@@ -243,10 +262,11 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
             for title, lines in saved_charts.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{CURVES} can't be read: {error}") from error
+        raise ValueError(f"{CURVES} cannot be read: {error}") from error
 
 
 def _parse_points(curve: Any) -> tuple[Points, int]:
+    """Return the finite points of a saved curve, and the number of the others."""
     steps, values = curve["steps"], curve["values"]
     points = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
     points = sorted((step, value) for step, value in points if abs(step) <= LARGEST and abs(value) <= LARGEST)
@@ -256,39 +276,45 @@ def _parse_points(curve: Any) -> tuple[Points, int]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Versions, revision and hardware, as they were noted when the run began.
+    """Return versions, revision and hardware, as recorded when the run began.
+
+    Args:
+        run: The run.
 
     Raises:
-        ValueError: the file is there and can't be read.
+        ValueError: If the file exists and cannot be read.
     """
     if not lexists(run.path / ENVIRONMENT):
         return {}
     try:
         entries = _read_json(run.path / ENVIRONMENT)
     except ValueError as error:
-        raise ValueError(f"{ENVIRONMENT} can't be read: {error}") from error
+        raise ValueError(f"{ENVIRONMENT} cannot be read: {error}") from error
     return {str(name): str(value) for name, value in entries.items()}
 
 
 def config(run: Run) -> str:
-    """The configuration's text; "" without one.
+    """Return the text of the configuration; "" if there is none.
+
+    Args:
+        run: The run.
 
     Raises:
-        ValueError: the file is there and can't be read.
+        ValueError: If the file exists and cannot be read.
     """
     if not lexists(run.path / CONFIG):
         return ""
     try:
         return _read_text(run.path / CONFIG)
     except ValueError as error:
-        raise ValueError(f"{CONFIG} can't be read: {error}") from error
+        raise ValueError(f"{CONFIG} cannot be read: {error}") from error
 
 
 def _read_text(path: AnyPath) -> str:
-    """A file's text.
+    """Return a file's text.
 
     Raises:
-        ValueError: it is missing, no plain file, too large, or no text.
+        ValueError: If it is missing, not a regular file, too large, or not text.
     """
     if isinstance(path, RemotePath):
         try:
@@ -296,10 +322,10 @@ def _read_text(path: AnyPath) -> str:
         except OSError as error:
             raise ValueError(error.strerror or str(error)) from error
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would make us wait for ever
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise ValueError("it is no plain file")
+            raise ValueError("it is not a regular file")
         with os.fdopen(descriptor, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except OSError as error:
@@ -310,6 +336,7 @@ def _read_text(path: AnyPath) -> str:
 
 
 def _read_json(path: AnyPath) -> dict[str, Any]:
+    """Return the object in a JSON file."""
     try:
         document = json.loads(_read_text(path), parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -320,11 +347,12 @@ def _read_json(path: AnyPath) -> dict[str, Any]:
 
 
 def _refuse_constant(text: str) -> Any:
+    """Raise a ValueError for NaN and infinity, which JSON does not have."""
     raise ValueError(f"{text} is not JSON")
 
 
 def _select_facts(record: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a record whose values are of the right kinds."""
+    """Return the entries of a record whose values have the right types."""
     facts = {name: record[name] for name in _NUMBERS if _is_number(record.get(name)) and 0 <= record[name] < 1e15}
     facts |= {name: record[name] for name in _WORDS if isinstance(record.get(name), str)}
     metrics = record.get("metrics")
@@ -346,12 +374,15 @@ def _select_facts(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_parameter(value: Any) -> bool:
+    """Return whether a value can be a parameter of a sweep."""
     return value is None or isinstance(value, str | bool) or _is_number(value)
 
 
 def _is_value(value: Any) -> bool:
+    """Return whether a value can be a metric."""
     return _is_number(value) or (isinstance(value, str) and value in ("nan", "inf", "-inf"))

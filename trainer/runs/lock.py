@@ -1,4 +1,4 @@
-"""One job per run folder: a lock that ends when the job that holds it does, however it does."""
+"""Lock of a run folder for one job, which ends when the job ends, in whatever way."""
 
 from __future__ import annotations
 
@@ -25,25 +25,28 @@ from ...strategies.processes import read_start_time
 from .file_names import LOCK
 
 BEAT = 10.0
-"""Seconds between two signs of life, where the system keeps no locks."""
+"""Seconds between two heartbeats, if the file system has no locks."""
 SILENCE = 120.0
-"""Seconds without one after which a holder on another machine counts as gone; clocks may differ by this less a beat."""
+"""Seconds without a heartbeat after which a holder on another machine counts as dead.
+
+Clocks may differ by this minus one interval.
+"""
 
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock.
+    """Holder of a lock.
 
     Attributes:
-        host: its machine.
-        pid: its process.
-        since: when it took the lock, in seconds since 1970.
-        place: the machine since it was started, and its space of process ids: a container has one of its own.
-        began: when the system started the process, which tells it from a later one of the same number.
-        token: no two are alike.
-        by: ``"system"`` for a lock that the system keeps, ``"beat"`` for one that lives by signs of life.
+        host: Name of its machine.
+        pid: Its process ID.
+        since: When it took the lock, in seconds since 1970.
+        place: ID of the machine's current boot, and its PID namespace: a container has its own.
+        began: When the system started the process, which distinguishes it from a later one with the same PID.
+        token: A unique ID.
+        by: ``"system"`` for a lock that the system keeps, ``"beat"`` for one that is kept by heartbeats.
     """
 
     host: str
@@ -60,17 +63,25 @@ class Holder:
 
     @classmethod
     def from_current_process(cls, by: str) -> Holder:
-        """This process."""
+        """Return this process as a holder.
+
+        Args:
+            by: ``"system"`` or ``"beat"``.
+        """
         pid = os.getpid()
         began = "" if sys.platform == "win32" else read_start_time(pid) or ""
         return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)
 
     def is_alive(self, file: AnyPath) -> bool:
-        """Whether it goes on, as far as can be told from here: exactly in its own place, elsewhere by its signs."""
-        if self.place == _describe_place() and sys.platform != "win32":  # which has no harmless way to ask
+        """Return whether the process is alive: known exactly in the same place, elsewhere by its heartbeats.
+
+        Args:
+            file: The lock's file.
+        """
+        if self.place == _describe_place() and sys.platform != "win32":  # Windows has no harmless check
             return read_start_time(self.pid) in ("", self.began)
         if self.by == "system":
-            return True  # it gives no signs, and this machine does not see its lock
+            return True  # it has no heartbeat, and its lock is not visible from this machine
         try:
             return (file.age() if isinstance(file, RemotePath) else time.time() - file.stat().st_mtime) < SILENCE
         except OSError:
@@ -78,7 +89,11 @@ class Holder:
 
 
 def holder(folder: AnyPath) -> Holder | None:
-    """Who holds the lock of a folder now; None if nobody does."""
+    """Return the current holder of a folder's lock; None if it is free.
+
+    Args:
+        folder: The folder.
+    """
     file = folder / LOCK
     occupant = read_holder(file)
     if occupant is None or occupant.by == "beat" or fcntl is None or isinstance(file, RemotePath):
@@ -94,27 +109,27 @@ def holder(folder: AnyPath) -> Holder | None:
     except OSError:
         return occupant if occupant.is_alive(file) else None
     finally:
-        os.close(descriptor)  # which lets go of it again
+        os.close(descriptor)  # closing releases the shared lock
     return None
 
 
 class RunLock:
-    """The lock of a folder, held from the construction on.
+    """Lock of a folder, held from its construction on.
 
-    Where the file system keeps locks (`flock`; Linux carries it over NFS too) the system lets go of it with the
-    process, however that ends. Elsewhere a thread gives a sign of life every `BEAT` seconds: in the same place a holder
-    that is gone is known at once, from other machines after `SILENCE` seconds. A file system whose locks count on each
-    machine for itself (Lustre's ``localflock``, NFS with ``local_lock``) does not keep two machines apart.
+    If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock with the
+    process, however that ends. Otherwise a thread updates the file every `BEAT` seconds: a dead holder is detected at
+    once in the same place, and after `SILENCE` seconds from other machines. A file system whose locks are valid on one
+    machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not separate two machines.
 
     Args:
-        folder: what is locked; the lock is a file in it.
+        folder: The folder to lock; the lock is a file in it.
 
     Attributes:
-        holder: what the file says of this process.
+        holder: This process, as written to the file.
 
     Raises:
-        ValueError: another job holds it; the text says which.
-        OSError: the file can't be written.
+        ValueError: If another job holds the lock; the message names it.
+        OSError: If the file cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,7 +143,7 @@ class RunLock:
             self._take_by_beat()
 
     def release(self) -> None:
-        """Let go; nothing happens if that was done, or in a process forked since."""
+        """Release the lock; does nothing if it is released, or in a forked process."""
         if self.holder.pid != os.getpid() or self._ended.is_set():
             return
         self._ended.set()
@@ -138,6 +153,7 @@ class RunLock:
         self._close()
 
     def _close(self) -> None:
+        """Close the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -145,8 +161,8 @@ class RunLock:
     # -- kept by the system --------------------------------------------------------------------------------------
 
     def _take_from_system(self) -> bool:
-        """Whether the file system keeps locks."""
-        # Not through a link: a folder from elsewhere could have the file of someone else emptied here.
+        """Take the lock, and return whether the file system has locks."""
+        # Not through a link: a foreign folder could make this truncate another file.
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             for rest in range(20, -1, -1):
@@ -156,10 +172,10 @@ class RunLock:
                 except BlockingIOError:
                     if not rest:
                         raise make_in_use_error(self.folder, self.file, read_holder(self.file), certain=True) from None
-                time.sleep(0.025)  # who only looks whether it is free holds it for a moment
+                time.sleep(0.025)  # a process that checks the lock holds it for a moment
             before = read_holder(self.file)
             if before is not None and before.by == "beat" and before.is_alive(self.file):
-                raise make_in_use_error(self.folder, self.file, before)  # from a machine that has no locks here
+                raise make_in_use_error(self.folder, self.file, before)  # from a machine without such locks
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, encode_holder(self.holder), 0)
         except OSError as error:
@@ -177,18 +193,19 @@ class RunLock:
             if (lock := this()) is not None:
                 lock._close()
 
-        # A forked data worker has the descriptor too, and would hold the lock on when this process is killed.
+        # A forked data worker inherits the descriptor and would keep the lock after this process is killed.
         os.register_at_fork(after_in_child=let_go)
         return True
 
     # -- kept by signs of life -----------------------------------------------------------------------------------
 
     def _take_by_beat(self) -> None:
+        """Take the lock by the creation of its file, and start the heartbeat."""
         part = self.folder / f".{LOCK}-{self.holder.token}"
         part.write_bytes(encode_holder(self.holder))
         try:
             try:
-                os.link(part, self.file)  # fails if it is there, and is never seen half-written
+                os.link(part, self.file)  # fails if it exists, and is never visible half-written
             except FileExistsError:
                 self._take_over(part)
         finally:
@@ -196,7 +213,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def _take_over(self, part: Path) -> None:
-        """Put ``part`` in the place of a lock that nobody holds. Of several jobs that try, one succeeds."""
+        """Replace a lock that no process holds by ``part``. Of several jobs that try, one succeeds."""
         before = read_holder(self.file)
         if before is not None and before.is_alive(self.file):
             raise make_in_use_error(self.folder, self.file, before)
@@ -205,37 +222,53 @@ class RunLock:
             os.mkdir(mark)
         except FileExistsError:
             raise ValueError(
-                f"{self.folder}: another job is taking it over just now; if there is none, delete {mark}."
+                f"{self.folder} is being taken over by another job. If there is no such job, delete {mark}."
             ) from None
         try:
             if (latest := read_holder(self.file)) != before:
-                raise make_in_use_error(self.folder, self.file, latest)  # someone was faster
+                raise make_in_use_error(self.folder, self.file, latest)  # another job was faster
             os.replace(part, self.file)
         finally:
             os.rmdir(mark)
 
     def _beat(self) -> None:
+        """Update the file at intervals."""
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
                 os.utime(self.file)
 
 
 def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, certain: bool = False) -> ValueError:
-    """Return the error; where that process may be gone for all that is known here, with what helps."""
+    """Return the error for a folder in use, with advice if that process may be dead.
+
+    Args:
+        folder: The folder.
+        file: The lock's file.
+        occupant: The holder, or None.
+        certain: Whether the process is known to be alive. Default: False.
+    """
     occupant_text = "another job" if occupant is None else str(occupant)
     hint = ""
     if not certain and occupant is not None and occupant.place != _describe_place():
-        hint = f" If that process is gone, which can't be seen from here, delete {file}."
-    return ValueError(f"{folder} is in use by {occupant_text}. Wait for it, or begin a new run.{hint}")
+        hint = f" If that process has ended, which cannot be checked from this machine, delete {file}."
+    return ValueError(f"{folder} is in use by {occupant_text}. Wait for it, or start a new run.{hint}")
 
 
 def encode_holder(holder: Holder) -> bytes:
-    """Return the content of a lock."""
+    """Return the content of a lock's file.
+
+    Args:
+        holder: The holder.
+    """
     return json.dumps(asdict(holder)).encode()
 
 
 def read_holder(file: AnyPath) -> Holder | None:
-    """Who the file says; None if it is empty, missing or of someone else's making."""
+    """Return the holder in a lock's file; None if it is empty, missing or not a lock's.
+
+    Args:
+        file: The file.
+    """
     try:
         document = json.loads(_read_start(file))
         values = {field.name: document[field.name] for field in fields(Holder)}
@@ -248,9 +281,10 @@ def read_holder(file: AnyPath) -> Holder | None:
 
 
 def _read_start(file: AnyPath, most: int = 65536) -> bytes:
+    """Return the beginning of a file."""
     if isinstance(file, RemotePath):
         return file.read_bytes(most)
-    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would make us wait for ever
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block
     try:
         return os.read(descriptor, most)
     finally:
@@ -258,7 +292,7 @@ def _read_start(file: AnyPath, most: int = 65536) -> bytes:
 
 
 def _describe_place() -> str:
-    """This machine since it was started, and its space of process ids."""
+    """Return an ID of the machine's current boot and its PID namespace."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())

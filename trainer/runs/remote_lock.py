@@ -1,4 +1,4 @@
-"""One job per run folder in an object store: an object that says who holds it, written anew while that job lives."""
+"""Lock of a run folder in an object store for one job: an object with its holder, rewritten while that job lives."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from ...common.remote_path import RemotePath
 from .file_names import LOCK
 from .lock import BEAT, Holder, encode_holder, make_in_use_error, read_holder
 
-_SETTLING = 1.0  # seconds in which another job that takes over at the same time has written its name
+_SETTLING = 1.0  # seconds in which a concurrent takeover has written its holder
 
 
 class RemoteLock:
-    """The lock of a run's folder in an object store, held from the construction on.
+    """Lock of a run's folder in an object store, held from its construction on.
 
-    A store creates an object for one job only, so two that begin a run at once never share it. To take over from a job
-    that is gone is not as strict: of two that try within a second one fails, as both look again who has written last.
+    A store creates an object for one job only, so two jobs that begin a run at once never share it. A takeover from a
+    dead job is less strict: of two jobs that try within a second one fails, because both check again which one wrote
+    last.
 
     Args:
-        folder: what is locked.
+        folder: The folder to lock.
 
     Attributes:
-        holder: what the object says of this process.
+        holder: This process, as written to the object.
 
     Raises:
-        ValueError: another job holds it; the text says which.
-        OSError: the store refused.
+        ValueError: If another job holds the lock; the message names it.
+        OSError: If the store rejects the object.
     """
 
     def __init__(self, folder: RemotePath) -> None:
@@ -48,7 +49,7 @@ class RemoteLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Let go; nothing happens if that was done, or in a process forked since."""
+        """Release the lock; does nothing if it is released, or in a forked process."""
         if self.holder.pid != os.getpid() or self._ended.is_set():
             return
         self._ended.set()
@@ -57,6 +58,7 @@ class RemoteLock:
                 self._object.unlink()
 
     def _beat(self) -> None:
+        """Rewrite the object at intervals."""
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
                 self._object.write_bytes(encode_holder(self.holder))

@@ -1,4 +1,4 @@
-"""The search for a batch size that fits into memory."""
+"""Search for a batch size that fits into memory."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ class BatchSizeSearch:
     """Search for the largest batch that fits on all processes.
 
     Args:
-        trainer: whose stage is about to begin.
-        finder: what is searched for, and how; gets the result.
+        trainer: The Trainer, before the stage begins.
+        finder: The callback with the settings of the search, which gets the result.
     """
 
     def __init__(self, trainer: Trainer, finder: BatchSizeFinder) -> None:
         self.trainer = trainer
         self.finder = finder
-        self._loader_sizes: dict[int, int | None] = {}  # of the loaders made so far, by the attribute's value
+        self._loader_sizes: dict[int, int | None] = {}  # batch sizes so far, by the attribute's value
 
     def run(self) -> None:
-        """Find the size, and set it.
+        """Find the size and set it.
 
         Raises:
-            ValueError: for an attribute that nothing has or uses, or for loaders that can't be made anew.
-            MemoryError: if no size that was tried fits.
+            ValueError: If the attribute does not exist or is not used, or dataloaders were passed, which cannot be
+                rebuilt.
+            MemoryError: If no size fits.
         """
         trainer, finder, kind = self.trainer, self.finder, KIND_OF_STAGE[str(self.trainer.stage)]
         name = finder.batch_arg_name
@@ -45,8 +46,8 @@ class BatchSizeSearch:
         assert trainer.sources is not None
         if trainer.sources.passed_loaders.get(kind) is not None:
             raise ValueError(
-                f"BatchSizeFinder makes loaders of other sizes, and can't make a loader anew that {trainer.stage} was "
-                f"given. Give the task or a data module a {kind}_dataloader() that uses self.{name}."
+                f"BatchSizeFinder rebuilds dataloaders with other batch sizes, but one was passed to {trainer.stage}. "
+                f"Define {kind}_dataloader() with batch_size=self.{name} in the task or a data module instead."
             )
         limit, samples = finder.max_val, None
         if finder.keep_global_batch and trainer.stage == "fit":
@@ -70,7 +71,7 @@ class BatchSizeSearch:
         self.apply()
 
     def apply(self) -> None:
-        """Set the size that was found, now or before a resume."""
+        """Set the result, after the search or before a resume."""
         trainer, finder = self.trainer, self.finder
         if trainer.stage == "fit" and finder.accumulate is not None:
             trainer.accelerator.gradient_accumulation_steps = finder.accumulate
@@ -80,23 +81,23 @@ class BatchSizeSearch:
         announce(f"BatchSizeFinder: {finder.batch_arg_name}={finder.optimal_batch_size}{more}")
 
     def _count_samples_per_step(self) -> int:
-        """Return the samples of an optimizer step, of this process, as the attribute and the flag say."""
+        """Return the samples of an optimizer step on this process, as defined by the attribute and the flag."""
         name, task = self.finder.batch_arg_name, self.trainer.task
         size = get_attribute(self.trainer, name)
         assert task is not None
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(
-                f"keep_global_batch=True keeps what {name} says, and that is {size!r}: set a whole number."
+                f"{name}={size!r} must be a whole number of at least 1, which keep_global_batch=True preserves. Set it."
             )
         if not task.automatic_optimization:
             raise ValueError(
-                f"keep_global_batch=True raises accumulate_grad_batches, and {type(task).__name__} steps its "
-                "optimizers itself (automatic_optimization=False): leave it out, and accumulate in training_step."
+                f"keep_global_batch=True raises accumulate_grad_batches, but {type(task).__name__} has "
+                "automatic_optimization=False. Remove it, and accumulate in training_step."
             )
         return size * self.trainer.accelerator.gradient_accumulation_steps
 
     def _try(self, size: int) -> int:
-        """Run a few steps with batches of ``size``; returns the most samples that the data has for one process."""
+        """Run a few steps with batches of ``size``, and return the largest batch that the data has for one process."""
         with rehearsal(self.trainer, **{self.finder.batch_arg_name: size}) as inner:
             assert inner.sources is not None
             inner.sources.limits = dict.fromkeys(inner.sources.limits, 1.0)
@@ -105,10 +106,10 @@ class BatchSizeSearch:
             return self._count_most_samples(loader)
 
     def _train(self, inner: Trainer) -> Loader:
-        """Train and validate for a few steps; returns the training loader."""
+        """Train and validate for a few steps, and return the training dataloader."""
         accelerator, steps = inner.accelerator, self.finder.steps_per_trial
         assert inner.sources is not None
-        # What is accumulated lies beside the second micro-batch; those after it need no more.
+        # Accumulated gradients are in memory beside the second micro-batch; later ones need no more.
         accumulates = accelerator.gradient_accumulation_steps > 1 or self.finder.keep_global_batch
         accelerator.gradient_accumulation_steps = 2 if accumulates else 1
         for _ in take_trial_steps(inner, steps):
@@ -118,7 +119,7 @@ class BatchSizeSearch:
         return inner.sources.train
 
     def _evaluate(self, inner: Trainer) -> Loader:
-        """Run another stage than ``fit`` for a few batches; returns its first loader."""
+        """Run another stage than ``fit`` for a few batches, and return its first dataloader."""
         stage, task = str(inner.stage), inner.task
         assert task is not None
         assert inner.hooks is not None
@@ -126,7 +127,7 @@ class BatchSizeSearch:
         loaders = inner.sources.evaluation(KIND_OF_STAGE[stage])
         if not loaders:
             raise ValueError(
-                f"{stage} needs a loader: give the task or a data module a {KIND_OF_STAGE[stage]}_dataloader."
+                f"{stage} has no dataloader. Define {KIND_OF_STAGE[stage]}_dataloader in the task or a data module."
             )
         check_step(task, stage)
         inner.accelerator.prepare_model(task, evaluation_mode=True)
@@ -136,18 +137,18 @@ class BatchSizeSearch:
         return loaders[0]
 
     def _check_use(self, loader: Loader, size: int) -> None:
-        """Raise a ValueError if the attribute makes no difference to the loaders."""
+        """Raise a ValueError if the attribute does not affect the dataloaders."""
         name, sizes = self.finder.batch_arg_name, self._loader_sizes
         sizes[size] = getattr(loader.source, "batch_size", None)
         first = next(iter(sizes))
         if len(sizes) == 2 and sizes[size] is not None and sizes[size] == sizes[first]:
             raise ValueError(
-                f"with {name}={first} and with {name}={size} the loader has batch_size={sizes[size]}: its method does "
-                f"not use the attribute. Write DataLoader(..., batch_size=self.{name}) there."
+                f"the dataloader has batch_size={sizes[size]} with {name}={first} and with {name}={size}, so its "
+                f"method does not use the attribute. Write DataLoader(..., batch_size=self.{name}) there."
             )
 
     def _count_most_samples(self, loader: Loader) -> int:
-        """Return how many samples the data has for one batch of one process; a huge number where that is unknown."""
+        """Return how many samples the data has for one batch of one process; a huge number if unknown."""
         dataset = getattr(loader.source, "dataset", None)
         try:
             count = len(dataset)  # type: ignore[arg-type]

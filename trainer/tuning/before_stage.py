@@ -1,4 +1,4 @@
-"""The searches that precede a stage: which of them run, and in which order."""
+"""Searches that precede a stage, and their order."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 
 def run_searches(trainer: Trainer) -> None:
-    """Run the searches of the finders among the callbacks: sizes first, as a rate is good for one batch size.
+    """Run the searches of the finders among the callbacks: batch sizes first, because a rate suits one batch size.
 
-    The stage is set up, but nothing of the model is built or placed yet.
+    The stage is set up, but the model is not built or placed yet.
+
+    Args:
+        trainer: The Trainer.
     """
     searches: list[BatchSizeSearch | LRSearch] = [
         BatchSizeSearch(trainer, callback) for callback in trainer.callbacks if isinstance(callback, BatchSizeFinder)
@@ -26,7 +29,7 @@ def run_searches(trainer: Trainer) -> None:
         searches += [LRSearch(trainer, c) for c in trainer.callbacks if isinstance(c, LearningRateFinder)]
     for search in searches:
         if trainer.fast_dev_run:
-            announce(f"{type(search.finder).__name__}: nothing is searched for with fast_dev_run")
+            announce(f"{type(search.finder).__name__} does not search with fast_dev_run")
         elif trainer.stage != "fit" or trainer.opened_checkpoint is None:
             search.run()
         elif _restore(search.finder, trainer.opened_checkpoint):
@@ -34,11 +37,11 @@ def run_searches(trainer: Trainer) -> None:
 
 
 def _restore(finder: Callback, opened: OpenCheckpoint) -> bool:
-    """Restore the result that a finder had when the checkpoint was made; False, with a warning, if there was none."""
+    """Restore the result that a finder had when the checkpoint was saved; False, with a warning, if there was none."""
     state = load_into_memory(open_callback_states(opened)["callbacks"].get(finder.state_key), {}, {})
     if state is None:
         name = type(finder).__name__
-        warn(f"{opened.path} was made without {name}: the run goes on with what it had, and nothing is searched for.")
+        warn(f"{opened.path} was saved without {name}, so the run continues with its settings, without a search.")
         return False
     finder.load_state_dict(state)
     return True

@@ -1,4 +1,4 @@
-"""The search for a learning rate: a range test."""
+"""Search for a learning rate: a range test."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class LRSearch:
-    """Search for a learning rate: steps with rates that rise, until the loss diverges.
+    """Search for a learning rate: steps with rising rates until the loss diverges.
 
     Args:
-        trainer: whose ``fit`` is about to begin.
-        finder: what is searched for, and how; gets the result.
+        trainer: The Trainer, before ``fit`` begins.
+        finder: The callback with the settings of the search, which gets the result.
     """
 
     def __init__(self, trainer: Trainer, finder: LearningRateFinder) -> None:
@@ -31,18 +31,18 @@ class LRSearch:
         self.finder = finder
 
     def run(self) -> None:
-        """Find a learning rate, and set it.
+        """Find a learning rate and set it.
 
         Raises:
-            ValueError: for an attribute that nothing has, or a task that steps its optimizers itself.
+            ValueError: If the attribute does not exist, or the task uses manual optimization.
         """
         trainer, finder = self.trainer, self.finder
         name, task = self._choose_attribute_name(), trainer.task
         assert task is not None
         if not task.automatic_optimization:
             raise ValueError(
-                f"LearningRateFinder can't search with automatic_optimization=False: {type(task).__name__} steps its "
-                "optimizers itself, and only it knows which losses and rates belong together. Leave the finder out."
+                f"LearningRateFinder cannot search with automatic_optimization=False, because {type(task).__name__} "
+                "steps its optimizers itself and may pair losses and rates in any way. Remove the finder."
             )
         curve = _LRFinder(finder.mode, finder.min_lr, finder.max_lr, finder.num_training_steps)
         with rehearsal(trainer) as inner:
@@ -54,7 +54,7 @@ class LRSearch:
         self.apply()
 
     def apply(self) -> None:
-        """Set the rate that was found, now or before a resume."""
+        """Set the result, after the search or before a resume."""
         assert self.finder.optimal_lr is not None
         rate, name = self.finder.optimal_lr.suggestion(), self._choose_attribute_name()
         if rate is not None and name is not None:
@@ -62,7 +62,7 @@ class LRSearch:
         self.finder.say(rate, name)
 
     def _choose_attribute_name(self) -> str | None:
-        """Return the name of the attribute to set; None if none is."""
+        """Return the name of the attribute to set; None if none is set."""
         trainer, finder = self.trainer, self.finder
         if finder.attr_name:
             check_attribute(trainer, finder, finder.attr_name, "attr_name")
@@ -72,13 +72,13 @@ class LRSearch:
         name = finder.attr_name or next(usual, None)
         if name is None:
             raise ValueError(
-                f"LearningRateFinder sets {type(trainer.task).__name__}.lr or .learning_rate, and there is neither: "
-                "set one in __init__ and use it in configure_optimizers, say attr_name=..., or update_attr=False."
+                f"{type(trainer.task).__name__} has neither lr nor learning_rate, which LearningRateFinder sets. Set "
+                "one in __init__ and use it in configure_optimizers, or pass attr_name=... or update_attr=False."
             )
         return name
 
     def _run_range_test(self, inner: Trainer, curve: _LRFinder) -> None:
-        """Take the steps, each with its learning rate, until they are done or the loss diverges."""
+        """Take the steps, each with its learning rate, until all are done or the loss diverges."""
         losses, rates, threshold = _StepLoss(), _RisingRate(inner, curve), self.finder.early_stop_threshold
         with torch.enable_grad():
             for step in take_trial_steps(inner, curve.num_training, [losses], rates.set):
@@ -88,7 +88,7 @@ class LRSearch:
 
 
 def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
-    """Warn if ``configure_optimizers`` makes the same of every value of the attribute."""
+    """Warn if ``configure_optimizers`` builds the same for every value of the attribute."""
     assert inner.task is not None
     rates = []
     for value in (rate, 2 * rate):
@@ -97,29 +97,32 @@ def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
         rates.append([_get_base_rate(group) for group in optimizers[0].param_groups])
     if rates[0] == rates[1]:
         warn(
-            f"{type(inner.task).__name__}.configure_optimizers does not use {name}, which LearningRateFinder sets: the "
-            "run does not train with what was found."
+            f"{type(inner.task).__name__}.configure_optimizers does not use {name}, which LearningRateFinder sets, so "
+            "the result of the search has no effect."
         )
 
 
 class _RisingRate:
-    """Sets the optimizer's learning rate of each step; its groups keep their proportions."""
+    """Setter of the optimizer's learning rate in each step; its groups keep their proportions."""
 
     def __init__(self, inner: Trainer, curve: _LRFinder) -> None:
         self._inner = inner
         self._curve = curve
-        self._shares: list[float] = []  # of each group in the largest rate
+        self._shares: list[float] = []  # rate of each group relative to the largest
 
     def set(self, step: int) -> None:
         """Set the rates of a step.
 
+        Args:
+            step: Index of the step.
+
         Raises:
-            ValueError: if there is no optimizer.
+            ValueError: If there is no optimizer.
         """
         optimizers = self._inner.optimizers
         if not optimizers:
             name = type(self._inner.task).__name__
-            raise ValueError(f"{name}.configure_optimizers returned no optimizer to find a rate for.")
+            raise ValueError(f"{name}.configure_optimizers returned no optimizer, but LearningRateFinder needs one.")
         groups = optimizers[0].param_groups
         if not self._shares:
             base = [_get_base_rate(group) for group in groups]
@@ -133,7 +136,7 @@ class _RisingRate:
 
 
 class _StepLoss(Callback):
-    """The loss of an optimizer step: the mean over its micro-batches and all processes, weighed as the gradient is."""
+    """Loss of an optimizer step: the mean over its micro-batches and all processes, weighted like the gradient."""
 
     def __init__(self) -> None:
         self._micros: list[Any] = []
@@ -141,13 +144,13 @@ class _StepLoss(Callback):
         self._weight: Tensor | float = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        """Note how many samples a micro-batch has, which is known now."""
+        """Record the number of samples of a micro-batch."""
         self._micros.append(trainer.accelerator.cursor.micro)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Add the loss of a micro-batch, whose weight may have been reported meanwhile."""
+        """Add the loss of a micro-batch, with the weight that may have been reported."""
         micro = self._micros.pop(0)
-        if micro.samples:  # else it only stands in for one
+        if micro.samples:  # otherwise it is a placeholder batch
             weight = outputs.get("weight")
             weight = micro.samples if weight is None else weight
             self._sum = self._sum + outputs["loss"].float() * weight

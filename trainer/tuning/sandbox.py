@@ -1,4 +1,4 @@
-"""A stage tried on a copy of the task: of what happens there nothing is left."""
+"""Copy of a stage for searches, of which nothing remains afterwards."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ if TYPE_CHECKING:
 
 @contextmanager
 def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
-    """A Trainer with the settings of ``trainer`` and a copy of its task, built, to work on inside.
+    """Return a context with a Trainer that has the settings of ``trainer`` and a built copy of its task.
 
-    It has no callbacks and writes nothing. Afterwards everything is as before: the task, which is never touched; the
-    random state; the generators, samplers and datasets that were read from; the accelerator, in which nothing may be
-    prepared yet.
+    It has no callbacks and writes nothing. Afterwards everything is restored: the task, which is never changed; the RNG
+    state; the generators, samplers and datasets that were read from; the accelerator, in which nothing may be prepared
+    yet.
 
     Args:
-        trainer: whose stage is about to begin.
-        settings: attributes that the copies of task and data module get, wherever they have them.
+        trainer: The Trainer, before its stage begins.
+        settings: Attributes to set in the copies of task and data module, if they have them.
+
+    Yields:
+        The Trainer with the copies.
 
     Raises:
-        ValueError: if the task can't be copied, or a loader can be read only once.
+        ValueError: If the task cannot be copied, or a dataloader can be read only once.
     """
     accelerator = trainer.accelerator
     scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
@@ -63,18 +66,18 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
 
 
 def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
-    """Let a loader, or those that one combines, be put back once all is over."""
+    """Restore a dataloader, or those that one combines, at the end of the search."""
     for loader in source.flattened if isinstance(source, CombinedLoader) else [source]:
         if isinstance(loader, Iterator):
             raise ValueError(
-                f"the {kind} loader is a {type(loader).__name__}, which can be read only once, and a search reads it "
-                "before the run does. Pass something that begins anew with each iter(), such as a DataLoader."
+                f"the {kind} dataloader is a {type(loader).__name__}, which can be read only once, but a search reads "
+                "it before the run. Pass an iterable that restarts with each iter(), such as a DataLoader."
             )
         put_back.enter_context(preserve_loader_state(loader))
 
 
 def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
-    """A Trainer that works in the place of ``trainer``, and keeps to itself."""
+    """Return a Trainer for the search that shares no state with ``trainer``."""
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
     assert sources is not None
@@ -100,7 +103,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
 
 
 def _copy_datamodule(trainer: Trainer) -> DataModule | None:
-    """A copy with attributes of its own; data is shared, and what can't be copied (an open file)."""
+    """Return a copy with its own attributes; data is shared, and what cannot be copied (an open file)."""
     datamodule = trainer.datamodule
     if datamodule is None:
         return None
@@ -118,13 +121,13 @@ def _copy_datamodule(trainer: Trainer) -> DataModule | None:
 
 
 def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
-    """A whole copy, which shares nothing with the task but datasets, loaders, and the parts of the Trainer."""
+    """Return a full copy that shares only datasets, dataloaders and the Trainer with the task."""
     task, name = trainer.task, type(trainer.task).__name__
     assert task is not None
     if any(map(is_sharded, task.parameters())):
         raise ValueError(
-            f"this {name} was sharded by an earlier stage, so no search can work on a copy of it: search before that, "
-            "or build the model anew and load the weights."
+            f"this {name} was sharded by an earlier stage, so a search cannot copy it. Search before that stage, or "
+            "create a new task and load the weights."
         )
     memo = _collect_shared(trainer, task.modules())
     memo[id(trainer.datamodule)] = datamodule
@@ -132,16 +135,16 @@ def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
         return copy.deepcopy(task, memo)
     except Exception as error:
         raise ValueError(
-            f"{name} can't be copied, and a search works on a copy, so that nothing of it is left: "
-            f"{type(error).__name__}: {error}. Make what can't be copied (an open file, a lock, a result with a "
-            "gradient) in on_fit_start, which is called after the search."
+            f"{name} cannot be copied, but a search works on a copy: {type(error).__name__}: {error}. Create what "
+            "cannot be copied (an open file, a lock, a tensor with a gradient) in on_fit_start, which runs after the "
+            "search."
         ) from error
 
 
 def _collect_shared(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
-    """What ``deepcopy`` is to put into a copy as it is: parts of the Trainer, and the data that its owners hold.
+    """Return the memo for ``deepcopy`` with the objects to share: the Trainer, its parts, and the owners' data.
 
-    A module's tensors are no data, but a data module's are.
+    A module's tensors are not data, but a data module's are.
     """
     shared = [trainer, trainer.accelerator, *trainer.callbacks, *trainer.loggers]
     memo: dict[int, Any] = {id(part): part for part in shared}
@@ -157,7 +160,7 @@ def _collect_shared(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
 
 @contextmanager
 def _in_host_memory(task: TaskModule | None) -> Iterator[None]:
-    """Inside, what an earlier stage has put on a device takes no room there; a copy that is made inside is the same."""
+    """Move what an earlier stage left on a device to the host within a context, and with it copies made inside."""
     assert task is not None
     moved = [
         (tensor, tensor.device)

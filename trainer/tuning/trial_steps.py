@@ -1,4 +1,4 @@
-"""Optimizer steps on trial: training as far as a search needs it."""
+"""Optimizer steps of a search."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ def take_trial_steps(
     callbacks: Iterable[Callback] = (),
     before_step: Callable[[int], None] | None = None,
 ) -> Iterator[int]:
-    """Take ``count`` optimizer steps, over as many epochs as that needs; yields the number of each when it is done.
+    """Take ``count`` optimizer steps, over as many epochs as needed.
 
     Args:
-        inner: the Trainer of a `rehearsal`.
-        count: how many.
-        callbacks: who follows them.
-        before_step: called with the number of each step before it is taken; the optimizers exist by then.
+        inner: The Trainer of a `rehearsal`.
+        count: Number of steps.
+        callbacks: Callbacks of these steps. Default: none.
+        before_step: Function called with the index of each step before it is taken; the optimizers exist by then.
+
+    Yields:
+        The index of each step when it is done.
+
+    Raises:
+        ValueError: If an epoch has no batch to train on.
     """
     task = inner.task
     assert task is not None
@@ -55,7 +61,9 @@ def take_trial_steps(
                 if done == count:
                     return
             if done == done_before:
-                raise ValueError("a search needs batches, and an epoch of the training loader had none to train on.")
+                raise ValueError(
+                    "an epoch of the training dataloader had no batch to train on, but a search needs one."
+                )
             steps.skip_rest = False
             loader.end_epoch()
             for hook in hooks.on_train_epoch_end:

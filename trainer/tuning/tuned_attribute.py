@@ -1,4 +1,4 @@
-"""The attribute that a search sets: on the task, the data module, or the hyperparameters of either."""
+"""Attribute that a search sets: on the task, the data module, or the hyperparameters of either."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def attribute_owners(trainer: Trainer, name: str) -> list[Any]:
-    """Return who has an attribute ``name``: the task, its hparams, the data module, its hparams."""
+    """Return the objects with an attribute ``name``: the task, the data module, or the hparams of either.
+
+    Args:
+        trainer: The Trainer.
+        name: Name of the attribute.
+    """
     owners: list[Any] = []
     for module in (trainer.task, trainer.datamodule):
         if module is None:
@@ -25,25 +30,43 @@ def attribute_owners(trainer: Trainer, name: str) -> list[Any]:
 
 
 def get_attribute(trainer: Trainer, name: str) -> Any:
-    """Return the attribute's value."""
+    """Return the attribute's value.
+
+    Args:
+        trainer: The Trainer.
+        name: Name of the attribute.
+    """
     owner = attribute_owners(trainer, name)[-1]
     return owner[name] if isinstance(owner, dict) else getattr(owner, name)
 
 
 def set_attribute(trainer: Trainer, name: str, value: Any) -> None:
-    """Set the attribute wherever it is."""
+    """Set the attribute on every object that has it.
+
+    Args:
+        trainer: The Trainer.
+        name: Name of the attribute.
+        value: The value.
+    """
     for owner in attribute_owners(trainer, name):
         setattr(owner, name, value)
 
 
 def check_attribute(trainer: Trainer, finder: Callback, name: str, argument: str) -> None:
-    """Raise a ValueError if nothing has an attribute ``name``, which ``finder`` was given as ``argument``."""
+    """Raise a ValueError if no object has the attribute.
+
+    Args:
+        trainer: The Trainer.
+        finder: The callback, for the message.
+        name: Name of the attribute.
+        argument: Argument of the callback with this name.
+    """
     if attribute_owners(trainer, name):
         return
     modules = [module for module in (trainer.task, trainer.datamodule) if module is not None]
     valid_names = {key for module in modules for key in (*vars(module), *module.hparams) if not key.startswith("_")}
     places = " or ".join(f"{type(module).__name__} or its hparams" for module in modules)
     raise ValueError(
-        f"{type(finder).__name__}({argument}={name!r}): there is no such attribute in {places}. Set it in __init__ "
-        f"and use it where it is meant for.{nearest(name, valid_names)}"
+        f"{type(finder).__name__}({argument}={name!r}): {places} has no such attribute. Set it in __init__ and use "
+        f"it.{nearest(name, valid_names)}"
     )

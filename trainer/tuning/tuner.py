@@ -1,4 +1,4 @@
-"""`Tuner`: the searches alone, without a run after them."""
+"""`Tuner`: searches without a run after them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ if TYPE_CHECKING:
 
 
 class Tuner:
-    """Finds a learning rate or a batch size for a task, as the callbacks `LearningRateFinder` and `BatchSizeFinder` do.
+    """Search for a learning rate or a batch size, like the callbacks `LearningRateFinder` and `BatchSizeFinder`.
 
     Args:
-        trainer: whose settings, processes and precision are used.
+        trainer: The Trainer, with settings, processes and precision.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.compat.demos.boring_classes import BoringModel
+        >>> from treadle.tuner import Tuner
+        >>> trainer = tl.Trainer(max_steps=1, accelerator="cpu", devices=1, barebones=True)
+        >>> finder = Tuner(trainer).lr_find(BoringModel(), num_training=20, update_attr=False)
+        >>> len(finder.results["lr"]) > 0
+        True
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -43,22 +52,28 @@ class Tuner:
         """Search for a learning rate; see `LearningRateFinder`.
 
         Args:
-            model: the task.
-            train_dataloaders: the training loader, or a data module.
-            val_dataloaders: the validation loader, or several.
-            dataloaders: not for ``fit``.
-            datamodule: instead of loaders.
-            method: ``"fit"``, which alone has a learning rate.
-            min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name: see `LearningRateFinder`.
+            model: The task.
+            train_dataloaders: The training dataloader, or a data module.
+            val_dataloaders: The validation dataloader, or several.
+            dataloaders: Not for ``fit``.
+            datamodule: The data module, instead of dataloaders.
+            method: ``"fit"``, the only method with a learning rate. Default: ``"fit"``.
+            min_lr: See `LearningRateFinder`. Default: 1e-8.
+            max_lr: See `LearningRateFinder`. Default: 1.0.
+            num_training: ``num_training_steps`` of `LearningRateFinder`. Default: 100.
+            mode: See `LearningRateFinder`. Default: ``"exponential"``.
+            early_stop_threshold: See `LearningRateFinder`. Default: 4.0.
+            update_attr: See `LearningRateFinder`. Default: True.
+            attr_name: See `LearningRateFinder`.
 
         Returns:
-            What was found; None with ``fast_dev_run``.
+            The result; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: if the Trainer has a `LearningRateFinder` already, or for arguments that do not fit.
+            ValueError: If the Trainer already has a `LearningRateFinder`, or an argument does not fit.
         """
         if method != "fit":
-            raise ValueError(f"lr_find(method={method!r}): only 'fit' has a learning rate.")
+            raise ValueError(f"lr_find(method={method!r}) is not possible: only 'fit' has a learning rate. Use it.")
         finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         loaders_by_kind = _map_loaders(method, train_dataloaders, val_dataloaders, dataloaders)
         self._search(finder, method, model, loaders_by_kind, datamodule)
@@ -85,20 +100,26 @@ class Tuner:
         """Search for the largest batch that fits into memory; see `BatchSizeFinder`.
 
         Args:
-            model: the task.
-            train_dataloaders: a data module. Loaders can't be made anew, and are an error.
-            val_dataloaders: the validation loader, or several.
-            dataloaders: a data module, of another ``method`` than ``"fit"``.
-            datamodule: where loaders come from that are not the task's.
-            method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, keep_global_batch: see
-                `BatchSizeFinder`.
+            model: The task.
+            train_dataloaders: A data module. Dataloaders cannot be rebuilt and are an error.
+            val_dataloaders: The validation dataloader, or several.
+            dataloaders: A data module, for another ``method`` than ``"fit"``.
+            datamodule: The data module, if dataloaders are not the task's.
+            method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. Default: ``"fit"``.
+            mode: See `BatchSizeFinder`. Default: ``"power"``.
+            steps_per_trial: See `BatchSizeFinder`. Default: 3.
+            init_val: See `BatchSizeFinder`. Default: 2.
+            max_trials: See `BatchSizeFinder`. Default: 25.
+            batch_arg_name: See `BatchSizeFinder`. Default: ``"batch_size"``.
+            margin: See `BatchSizeFinder`. Default: 0.05.
+            max_val: See `BatchSizeFinder`. Default: 8192.
+            keep_global_batch: See `BatchSizeFinder`. Default: False.
 
         Returns:
             The size; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: if the Trainer has a `BatchSizeFinder` already, or for arguments that do not fit.
+            ValueError: If the Trainer already has a `BatchSizeFinder`, or an argument does not fit.
         """
         choose("method", method, KIND_OF_STAGE)
         finder = BatchSizeFinder(
@@ -118,11 +139,12 @@ class Tuner:
     def _search(
         self, finder: Callback, method: str, model: TaskModule, loaders_by_kind: dict[str, Any], data: Any
     ) -> None:
+        """Run the search as a stage that ends before its first step."""
         trainer, kind = self.trainer, type(finder)
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
             raise ValueError(
-                f"the Trainer has a {kind.__name__} among its callbacks, which would search again: drop it, or call "
-                f"trainer.{method}, which searches by itself."
+                f"the Trainer already has a {kind.__name__} among its callbacks. Remove it, or call trainer.{method}, "
+                "which runs its search."
             )
         before = trainer.callbacks
         finders = (LearningRateFinder, BatchSizeFinder)
@@ -135,11 +157,15 @@ class Tuner:
 
 
 def _map_loaders(method: str, train: Any, val: Any, other: Any) -> dict[str, Any]:
-    """What was passed, by kind."""
+    """Return the passed dataloaders by kind."""
     if method == "fit":
         if other is not None:
-            raise ValueError("with method='fit' pass train_dataloaders and val_dataloaders, not dataloaders.")
+            raise ValueError(
+                "dataloaders has no meaning with method='fit'. Pass train_dataloaders and val_dataloaders."
+            )
         return {"train": train, "val": val}
     if train is not None or val is not None:
-        raise ValueError(f"with method={method!r} pass dataloaders, not train_dataloaders or val_dataloaders.")
+        raise ValueError(
+            f"train_dataloaders and val_dataloaders have no meaning with method={method!r}. Pass dataloaders."
+        )
     return {KIND_OF_STAGE[method]: other}

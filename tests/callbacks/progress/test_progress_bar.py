@@ -176,7 +176,7 @@ fit({str(tmp_path)!r}, TQDMProgressBar(refresh_rate=0), task=Tiny([1.0], pause=0
     assert re.search(r"v_num=0", mine)
     assert re.search(r"steps=5, .*word=w", mine)
     assert "checking" in mine
-    assert bad.count("the progress bar failed and is off from now on: KeyError: 'mistake'") == 1
+    assert bad.count("the progress bar failed and is disabled: KeyError: 'mistake'") == 1
     assert off.strip() == ""
 
 

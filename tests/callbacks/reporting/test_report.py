@@ -103,7 +103,7 @@ def test_the_users_frames_of_an_error_without_a_cause():
 def test_hyperparameters_of_what_was_trained_and_where_the_checkpoints_are(tmp_path):
     saves = ModelCheckpoint(monitor="val_loss", save_last=True)
     one = trainer(tmp_path, callbacks=[saves])
-    with pytest.warns(UserWarning, match="checkpoints can't hold net"):
+    with pytest.warns(UserWarning, match="checkpoints cannot store net"):
         one.fit(Task(0.2, nn.Linear(2, 1)), datamodule=Data(4))
     first = page_of(one)
     one.validate(Task(0.7), DataLoader(TensorDataset(torch.ones(8, 2))), verbose=False)
@@ -119,7 +119,7 @@ def test_hyperparameters_of_what_was_trained_and_where_the_checkpoints_are(tmp_p
     again = trainer(tmp_path, max_epochs=3)
     again.fit(Task(), datamodule=Data(4), ckpt_path=saves.last_model_path)
     assert rows(section(page_of(again), "Checkpoints")[0]) == {
-        "went on from": saves.last_model_path,
+        "resumed from": saves.last_model_path,
         "newest": again.checkpoint_callback.best_model_path,
     }
 

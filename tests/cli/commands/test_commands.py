@@ -131,7 +131,7 @@ def test_every_command_takes_every_spelling_of_a_run(here, capsys):
         assert main(["validate", "--from-run", said, "trainer.enable_progress_bar=false"]) == 0
     for command in (["runs", "show", "1"], ["fit", "--from-run", "1"]):
         assert main(command) == 2
-        assert "1 is the number of one/1, two/1: give the name too." in capsys.readouterr().err
+        assert "1 is the number of several runs: one/1, two/1. Add the name." in capsys.readouterr().err
     assert main(["fit", "--from-run", "2", "ckpt_path=last", "trainer.max_epochs=2"]) == 0
     assert sorted(str(path.relative_to(here)) for path in here.glob("runs/*/*")) == [
         "runs/one/1",
@@ -203,7 +203,7 @@ def test_a_longer_run_follows_the_schedule_in_the_file(here, capsys):
     assert "schedule" not in (here / "runs" / "default" / "1" / "config.1.yaml").read_text().replace("lr_scheduler", "")
     for line, text in (
         (["fit", "--from-run", "runs/default/1", "schedule=mine"], "schedule=mine must be one of saved, script"),
-        (["fit", "--from-run", "runs/default/1", "schedule=script"], "schedule='script' is for a resume"),
+        (["fit", "--from-run", "runs/default/1", "schedule=script"], "schedule='script' applies to a resume"),
         (["test", "--from-run", "runs/default/1", "schedule=script"], "schedule applies to fit only"),
     ):
         assert main(line) == 2
@@ -242,7 +242,7 @@ def test_evaluation(here, capsys):
     for more, folder in (([], "predictions"), (bar, "predictions-v1")):
         capsys.readouterr()
         assert main([*line, *more]) == 0
-        assert f"the predictions are in {folder};" in capsys.readouterr().err
+        assert f"predictions saved in {folder};" in capsys.readouterr().err
         assert torch.equal(torch.cat(list(treadle.read_predictions(here / folder))), expected)
     assert main([*line, "trainer.callbacks+=cli_samples.Takes"]) == 0
     assert not (here / "predictions-v2").exists()
@@ -276,7 +276,7 @@ def test_an_interrupt_says_how_to_go_on(here, capsys):
     said = capsys.readouterr().err
     first, newest, resume = said.splitlines()[-3:]
     assert first == "interrupted in fit, epoch 0, after optimizer step 2, in batch 2"
-    assert newest.startswith(f"newest checkpoint: {here / 'runs' / 'default' / '2' / 'checkpoints'}")
+    assert newest.startswith(f"latest checkpoint: {here / 'runs' / 'default' / '2' / 'checkpoints'}")
     assert newest.endswith(", of optimizer step 2")
     assert resume == "to resume: treadle fit --from-run runs/default/2 ckpt_path=auto"
 
@@ -334,12 +334,12 @@ def test_print_config_runs_nothing(here, capsys):
             ["trainer.callbacks.0: EarlyStopping", "'up'"],
         ),
         (["run.name=a/b"], ["command line: run: name='a/b'"]),
-        (["run.dir=/dev/null/runs"], ["command line: run: can't make a run's folder"]),
+        (["run.dir=/dev/null/runs"], ["command line: run: cannot create a run's folder"]),
         (["trainer.devices=0"], ["command line: trainer.devices: devices=0"]),
-        (["trainer.default_root_dir=x"], ["trainer.default_root_dir", "its folder"]),
+        (["trainer.default_root_dir=x"], ["trainer.default_root_dir", "the folder of this run"]),
         (["model.lrr=1", "seed=x"], ["treadle fit: 2 problems\n  command line: model.lrr", "\n  command line: seed"]),
         (["ckpt_path=nowhere"], ["command line: ckpt_path: ckpt_path='nowhere' does not exist"]),
-        (["trainer.plugins=[1]"], ["command line: trainer.plugins: plugins takes"]),
+        (["trainer.plugins=[1]"], ["command line: trainer.plugins: plugins="]),
         (["--from-run", "nowhere"], ["--from-run nowhere", "no run 'nowhere'", "default/3"]),
         (["--from-run", "7"], ["--from-run 7", "there are no runs in runs"]),
         (["--from-run", "\x1b]0;title\x07"], ["--from-run ?]0;title?"]),
@@ -386,7 +386,7 @@ def test_modules_of_the_working_directory(here):
     ("arguments", "words"),
     [
         (["--help"], ["usage: treadle fit", "--config FILE", "--from-run RUN", "lr_scheduler", "~KEY"]),
-        (["--help", "trainer"], ["max_epochs: int or null; default null", "epochs to train; -1 is no limit"]),
+        (["--help", "trainer"], ["max_epochs: int or null; default null", "Epochs to train; -1 sets no limit"]),
         (["--help", "EarlyStopping"], ["monitor: text; required", "treadle.callbacks.early_stopping", "patience: int"]),
         (["--help", "cli_samples.Line"], ["Fits a line.", "lr: float; default 0.01\n      the learning rate."]),
         (["--config", "run.yaml", "--help", "model"], ["cli_samples.Line", "backbone: Module or null"]),

@@ -122,7 +122,7 @@ def test_as_json(runs, capsys):
         (["--name", "nwe"], "--name 'nwe' is not one of old, new. Did you mean 'new'?"),
         (["--sate", "failed"], "unrecognized arguments: --sate"),
         (["show", "9"], "there is no run 9 in runs"),
-        (["show", "1"], "1 is the number of old/1, new/1: give the name too"),
+        (["show", "1"], "1 is the number of several runs: old/1, new/1. Add the name"),
         (["show", "old/7"], "there is no run 'old/7'"),
         (["show", "4", "--metric", "vall"], "--metric 'vall' is not one of"),
         (["show", "4", "--width", "0"], "--width 0 is not between 24 and 1000 characters"),
@@ -141,7 +141,7 @@ def test_what_is_not_there_is_said_with_the_nearest(options, words, runs, capsys
 
 
 def test_no_folder_and_no_runs(tmp_path, capsys):
-    assert "none can't be read: No such file" in out(capsys, tmp_path / "none", status=2)
+    assert "none cannot be read: No such file" in out(capsys, tmp_path / "none", status=2)
     assert out(capsys, tmp_path) == f"no runs in {tmp_path}\n"
     assert out(capsys, tmp_path, "--json") == "[]\n"
     assert "there are no runs" in out(capsys, "show", "--dir", tmp_path, status=2)

@@ -449,7 +449,7 @@ def test_a_lightning_checkpoint_becomes_a_task(elsewhere, tmp_path):
     words = "\n".join(str(one.message) for one in said)
     assert "hyper_parameters.given (a somebody.configs.Color)" in words
     assert "hyper_parameters.optimizer (a somebody.configs.Config)" in words
-    assert "Task takes no gone" in words
+    assert "the saved gone is ignored" in words
     assert "somebody" not in sys.modules
     assert task.arguments == {
         "width": 5, "path": pathlib.Path("a/b"), "given": "default", "namespace": argparse.Namespace(x=1),
@@ -465,7 +465,7 @@ def test_a_lightning_checkpoint_becomes_a_task(elsewhere, tmp_path):
         assert Task.load_from_checkpoint(path, given=7, map_location="cpu").arguments["given"] == 7
         with pytest.raises(ValueError, match="another model"):
             Task.load_from_checkpoint(path, width=6)
-        with pytest.warns(UserWarning, match="weights_only=False is not needed"):
+        with pytest.warns(UserWarning, match="weights_only=False has no effect"):
             Task.load_from_checkpoint(path, weights_only=False)
         with pytest.raises(TypeError, match="map_location"):
             Task.load_from_checkpoint(path, map_location=lambda storage, location: storage)
@@ -508,7 +508,7 @@ def test_hyperparameters_of_a_file(name, text, tmp_path):
     assert {k: task.arguments[k] for k in ("width", "path", "number", "config")} == {
         "width": 7, "path": None, "number": 1.5, "config": [1, {"a": "b"}],
     }  # fmt: skip
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         Task.load_from_checkpoint(tmp_path / "x.ckpt", hparams_file=tmp_path / "none.yaml")
 
 

@@ -174,7 +174,7 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
 def test_nothing_is_there_yet(tmp_path, words):
     with pytest.raises(ValueError, match=r"ckpt_path='last', but there is no intact checkpoint in .*/c"):
         fit(tmp_path, each(tmp_path), ckpt_path="last")
-    with pytest.raises(ValueError, match=r"ckpt_path='best', but its ModelCheckpoint has saved no best one"):
+    with pytest.raises(ValueError, match=r"ckpt_path='best', but its ModelCheckpoint has saved no best checkpoint"):
         fit(tmp_path, each(tmp_path), ckpt_path="best")
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 0
     said = [text for text in words if "ckpt_path" in text]
@@ -311,7 +311,7 @@ def test_the_best_without_a_fit_is_an_error_but_in_the_folder_of_a_run(tmp_path,
 def test_a_best_that_is_gone_is_an_error(tmp_path):
     fit(tmp_path, best(tmp_path), max_epochs=3)
     store.remove(tmp_path / "c" / "epoch=1.ckpt")
-    with pytest.raises(ValueError, match=r"epoch=1.ckpt, the best that .*last.ckpt knows of, does not exist"):
+    with pytest.raises(ValueError, match=r"epoch=1.ckpt, the best checkpoint of .*last.ckpt, does not exist"):
         fit(tmp_path, best(tmp_path), ckpt_path="best")
 
 
@@ -328,7 +328,7 @@ def test_the_best_of_a_run_that_was_moved(tmp_path):
 @pytest.mark.parametrize(
     ("path", "error", "text"),
     [
-        ("hpc", ValueError, "say 'auto'"),
+        ("hpc", ValueError, "use 'auto'"),
         ("registry", ValueError, "no model registry"),
         ("registry:name:version:3", ValueError, "no model registry"),
         ("newest", ValueError, "'last', 'best' or 'auto'"),
@@ -341,10 +341,10 @@ def test_words_that_mean_nothing_here(tmp_path, path, error, text):
 
 
 def test_what_is_only_for_fit_or_needs_a_callback(tmp_path, words):
-    with pytest.raises(ValueError, match="'auto' may mean a fresh start, so it is for fit only"):
+    with pytest.raises(ValueError, match="'auto' is for fit only, because it may mean a fresh start"):
         made(tmp_path, each(tmp_path)).validate(Tiny(), loader(4), ckpt_path="auto")
     for word in ("last", "best", "auto"):
-        with pytest.raises(ValueError, match="there is no ModelCheckpoint"):
+        with pytest.raises(ValueError, match="has no ModelCheckpoint"):
             fit(tmp_path, ckpt_path=word)
     fit(tmp_path, each(tmp_path), ckpt_path="auto", fast_dev_run=True)
     assert [text for text in words if "fast_dev_run" in text]

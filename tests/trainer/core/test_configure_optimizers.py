@@ -31,10 +31,10 @@ def fit(task):
 
 
 def test_keys_that_nobody_reads_are_warned_of():
-    with pytest.warns(UserWarning, match=r"a dict with the key 'scheduler', which nobody reads.* mean 'lr_scheduler'"):
+    with pytest.warns(UserWarning, match=r"a dict with the key 'scheduler', which is ignored.* mean 'lr_scheduler'"):
         run = fit(Task({"scheduler": None}))
     assert len(run.lr_scheduler_configs) == 1
-    with pytest.warns(UserWarning, match=r"an lr_scheduler dict with the key 'tracker', which nobody reads"):
+    with pytest.warns(UserWarning, match=r"an lr_scheduler dict with the key 'tracker', which is ignored"):
         run = fit(Task(scheduler_extra={"tracker": 1}))
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
 
@@ -75,7 +75,7 @@ def test_a_plateau_scheduler_that_the_task_steps_needs_no_monitor():
     run = trainer(max_epochs=3)
     run.fit(ByHand(automatic=False), data)
     assert run.optimizers[0].param_groups[0]["lr"] == 2.0
-    with pytest.raises(ValueError, match="needs to know what to watch"):
+    with pytest.raises(ValueError, match="needs a monitor"):
         trainer().fit(ByHand(automatic=True), data)
 
 

@@ -168,7 +168,7 @@ def test_torchscript_of_a_task_in_a_task_after_a_fit():
 
 
 def test_errors_name_the_value_the_rule_and_the_fix(net, tmp_path):
-    with pytest.raises(ValueError, match=r"pass input_sample, or set TwoInputs.example_input_array"):
+    with pytest.raises(ValueError, match=r"Pass input_sample, or set TwoInputs.example_input_array"):
         TwoInputs().to_torch_export()
     with pytest.raises(ValueError, match=r"'net.pt' must end in .pt2"):
         net.to_torch_export("net.pt")
@@ -176,7 +176,7 @@ def test_errors_name_the_value_the_rule_and_the_fix(net, tmp_path):
         tl.TaskModule().to_torch_export(input_sample=torch.ones(1))
     with pytest.raises(ValueError, match=r"method='onnx' is not one of script, trace"):
         net.to_torchscript(method="onnx")
-    with pytest.raises(ValueError, match=r"to_torchscript needs an input to follow"):
+    with pytest.raises(ValueError, match=r"to_torchscript needs an example input"):
         TwoInputs().to_torchscript(method="trace")
     with pytest.raises(NotImplementedError, match="torch_tensorrt"):
         net.to_tensorrt()

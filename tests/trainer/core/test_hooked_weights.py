@@ -143,7 +143,7 @@ class Emptied(Captioner):
 
 
 def test_a_state_dict_has_to_be_left(tmp_path):
-    with pytest.raises(ValueError, match=r"left NoneType as checkpoint\['state_dict'\]: leave a dict"):
+    with pytest.raises(ValueError, match=r"left a NoneType as checkpoint\['state_dict'\]\. It must be a dict"):
         fitted(Emptied(), tmp_path / "c")
 
 
@@ -176,7 +176,9 @@ class ReadsOptimizers(Captioner):
 
 
 def test_other_keys_are_an_error(tmp_path):
-    with pytest.raises(KeyError, match="'optimizer_states': the hooks get what hooks have added, 'state_dict'"):
+    with pytest.raises(
+        KeyError, match="'optimizer_states': hooks get only the entries that hooks have added, 'state_dict'"
+    ):
         fitted(ReadsOptimizers(), tmp_path / "c")
 
 

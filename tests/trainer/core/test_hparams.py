@@ -105,7 +105,7 @@ def test_what_can_not_be_stored_is_said_once_and_has_to_be_passed(tmp_path):
         warnings.simplefilter("always")
         path = fitted(Hydra(net, optimizer, config()), tmp_path, enable_checkpointing=True, default_root_dir=tmp_path)
     (said,) = (str(one.message) for one in caught if "hparams" in str(one.message))
-    assert said.startswith("Hydra.hparams: checkpoints can't hold net (Linear), optimizer (partial). Pass net=..., ")
+    assert said.startswith("Hydra.hparams: checkpoints cannot store net (Linear), optimizer (partial). Pass net=..., ")
     with pytest.raises(
         TypeError, match=r"does not hold net \(Linear\), optimizer \(partial\), which Hydra needs\. Pass"
     ):
@@ -131,7 +131,7 @@ def test_a_default_that_is_no_data_is_not_missed(tmp_path, recwarn):
 
     path = fitted(Default(torch.tanh), tmp_path / "b")
     with pytest.warns(
-        UserWarning, match=r"does not hold activation \(builtin.*so Default gets its default.*activation=\.\.\."
+        UserWarning, match=r"does not hold activation \(builtin.*; Default uses its default.*activation=\.\.\."
     ):
         assert Default.load_from_checkpoint(path).hparams.activation is torch.relu
 
@@ -143,7 +143,7 @@ def test_a_dict_that_can_be_stored_in_part_is_logged_in_part_and_passed_whole(tm
             self.save_hyperparameters()
 
     logger = CSVLogger(tmp_path, "logs", 0)
-    with pytest.warns(UserWarning, match=r"can't hold settings\.activation \(class ReLU\)"):
+    with pytest.warns(UserWarning, match=r"cannot store settings\.activation \(class ReLU\)"):
         path = fitted(Part({"width": 3, "activation": nn.ReLU}), tmp_path, logger=logger)
     assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"settings": {"width": 3}}
     with pytest.raises(TypeError, match=r"does not hold settings\.activation \(class ReLU\), which Part needs"):
@@ -213,7 +213,7 @@ class Untyped(Task):
 
 def test_a_dataclass_that_no_annotation_names_is_not_built(tmp_path):
     with pytest.warns(
-        UserWarning, match=r"can't hold layer \(a Layer, a class that no annotation of the argument names"
+        UserWarning, match=r"cannot store layer \(a Layer, a class that no annotation of the argument names"
     ):
         path = fitted(Untyped(Layer(2), Mode.EXACT), tmp_path)
     with pytest.raises(TypeError, match=r"layer \(a Layer, a class that no annotation.*load_from_checkpoint"):
@@ -340,7 +340,7 @@ def test_an_omegaconf_dict_stays_one():
 def test_what_it_lacks_can_be_passed(tmp_path):
     net = nn.Linear(1, 1)
     path = fitted(Whole({"net": net, "lr": 0.3}), tmp_path)
-    with pytest.warns(UserWarning, match=r"settings lacks net \(Linear\), which can't be stored\. Pass net=\.\.\."):
+    with pytest.warns(UserWarning, match=r"settings lacks net \(Linear\), which cannot be stored\. Pass net=\.\.\."):
         assert Whole.load_from_checkpoint(path).settings == {"lr": 0.3}
     assert Whole.load_from_checkpoint(path, net=net).settings == {"lr": 0.3, "net": net}
 
@@ -380,7 +380,7 @@ def test_save_hyperparameters_in_a_helper_of_init():
             self.save_hyperparameters()
 
     assert Helped(3).hparams == {"width": 3}
-    with pytest.raises(ValueError, match=r"no call of Helped\.__init__ that it is part of"):
+    with pytest.raises(ValueError, match=r"called outside of Helped\.__init__"):
         Helped(3)._keep_all()
 
 
@@ -438,7 +438,7 @@ def both(task, data):
 def test_a_task_and_its_data_module_are_logged_together():
     calls = both(Sized(2, config()), Data(2, config()))
     assert calls == [{"batch_size": 2, "cfg": OmegaConf.to_container(config(), resolve=True)}]
-    with pytest.raises(ValueError, match=r"'batch_size': Sized has 4, Data 2, and loggers keep one value"):
+    with pytest.raises(ValueError, match=r"'batch_size': Sized has 4, Data 2, but loggers store one value"):
         both(Sized(4), Data(2))
 
 

@@ -54,7 +54,7 @@ class Renamed(Tiny):
 
 def test_an_argument_that_is_no_more_is_left_out_and_said(tmp_path):
     path = saved(Tiny(gone=7), tmp_path, False)
-    with pytest.warns(UserWarning, match="Renamed takes no gone, which was saved with it"):
+    with pytest.warns(UserWarning, match="the saved gone is ignored, because Renamed has no such argument"):
         again = Renamed.load_from_checkpoint(path)
     assert again.net.out_features == 3
 

@@ -94,7 +94,7 @@ def test_a_part_knows_epoch_step_and_trainer(capsys):
 
 def test_outside_of_a_run_it_says_so():
     task, _ = fitted()
-    with pytest.warns(UserWarning, match="'child_mean'.* does nothing here"):
+    with pytest.warns(UserWarning, match="'child_mean'.* has no effect here"):
         task.child(torch.ones(1, 1))
     for copied in (copy.deepcopy(task), pickle.loads(pickle.dumps(task))):
         with pytest.raises(RuntimeError, match="Part is not attached to a Trainer"):

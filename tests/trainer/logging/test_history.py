@@ -364,7 +364,7 @@ def test_a_page_that_can_not_be_written_ends_no_run(tmp_path):
             os.makedirs(f"{self.trainer.log_dir}/report.html")
 
     one = trainer(tmp_path)
-    with pytest.warns(UserWarning, match="RunReport failed and is off"):
+    with pytest.warns(UserWarning, match="RunReport failed and is disabled"):
         one.fit(Blocks(), loader(), loader())
     assert one.global_step == 12
 

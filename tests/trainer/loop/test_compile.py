@@ -334,7 +334,7 @@ def test_what_is_compiled_in_vain_is_said(tmp_path):
 
     task = new(Encodes)
     del task.blocks
-    with pytest.warns(UserWarning, match="compiled in vain.*: stem"):
+    with pytest.warns(UserWarning, match="compiled but never called.*: stem"):
         trainer_in(tmp_path, compile={"backend": Counting()}).fit(task, loader())
 
     class Bare(tl.TaskModule):

@@ -101,7 +101,9 @@ def test_a_function_of_a_lambda_callback_may_leave_it_out_too():
 
 
 def test_several_loaders_need_the_index():
-    with pytest.raises(ValueError, match=r"2 loaders, and Short.on_validation_batch_start takes no dataloader_idx"):
+    with pytest.raises(
+        ValueError, match=r"Short.on_validation_batch_start has no argument dataloader_idx, but there are 2 dataloaders"
+    ):
         trainer(callbacks=Short(), num_sanity_val_steps=0).fit(Task(), loader(), [loader(), loader()])
 
 

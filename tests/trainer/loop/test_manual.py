@@ -177,7 +177,10 @@ def test_hooks():
     ("flags", "words"),
     [
         ({"gradient_clip_val": 1.0}, r"gradient_clip_val\) has no effect .* self.clip_gradients"),
-        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches\) has no effect .* step every so many batches"),
+        (
+            {"accumulate_grad_batches": 2},
+            r"accumulate_grad_batches\) has no effect .* decide after which batches",
+        ),
         ({"strategy": FSDP()}, "strategy='fsdp' can't run .* Use 'ddp', or DDP"),
     ],
 )
@@ -308,7 +311,7 @@ def test_a_closure_resumed(tmp_path):
     [({"on_nonfinite": "skip"}, "on_nonfinite='skip'"), ({"precision": "16-mixed"}, "precision='16-mixed'")],
 )
 def test_what_a_closure_can_not_do(flags, words):
-    with pytest.raises(ValueError, match=f"LBFGS steps with a closure and can't run with {words}"):
+    with pytest.raises(ValueError, match=f"LBFGS steps with a closure and cannot run with {words}"):
         trained(Fit(), **flags)
 
 

@@ -59,8 +59,11 @@ class Forgetful(Task):
         self.sizes = {"width": 2}
 
 
-UNTRAINED = "in no optimizer, though they require gradients: more.0.weight, more.0.bias, more.1.weight and 1 more."
-HIDDEN = "not registered in Forgetful, as they are in plain lists or dicts: blocks[0], blocks[1], scales[0] and 1 more."
+UNTRAINED = (
+    "parameters that require gradients are in no optimizer and are not trained: "
+    "more.0.weight, more.0.bias, more.1.weight and 1 more."
+)
+HIDDEN = "modules in plain lists or dicts are not registered in Forgetful: blocks[0], blocks[1], scales[0] and 1 more."
 
 
 def starting(text):
@@ -75,7 +78,7 @@ def test_what_is_not_trained_is_said_once():
 
 def on_two():
     said = fit(Forgetful(), strategy="ddp_find_unused_parameters_true")
-    return [one[:40] for one in said if one.startswith(("in no optimizer", "not registered"))]
+    return [one[:40] for one in said if one.startswith(("parameters that", "modules in"))]
 
 
 def test_rank_zero_says_it():
@@ -142,12 +145,12 @@ def test_a_run_that_works_is_not_refused():
         assert fit(Late(), callbacks=EarlyStopping(name)) == []
     for name in ("val_by_hand", "val_later"):
         (said,) = fit(Late(), callbacks=EarlyStopping(name))
-        assert "If nothing else logs it" in said
+        assert "If it is not logged elsewhere" in said
 
 
 def test_a_monitor_where_nothing_is_logged_is_an_error():
     task = Task()
-    with pytest.raises(ValueError, match="EarlyStopping's monitor 'val_loss' is never logged: barebones=True"):
+    with pytest.raises(ValueError, match="EarlyStopping's monitor 'val_loss' is never logged, because barebones=True"):
         treadle.Trainer(accelerator="cpu", barebones=True, callbacks=EarlyStopping("val_loss")).fit(
             task, loader(), loader()
         )

@@ -189,7 +189,7 @@ def test_a_callbacks_and_a_data_modules_state(tmp_path, seed):
     holds = Holds(states[0])
     text = refusal(lambda: made(tmp_path, holds, kept).fit(Task(), datamodule=Data(states[1])))
     if text:
-        assert "can't go into a checkpoint" in text
+        assert "cannot be saved in a checkpoint" in text
         assert "Holds" in text or "Data" in text
         assert (holds.steps, list((tmp_path / "c").glob("*"))) == (0, [])
         return
@@ -211,7 +211,7 @@ def test_hyperparameters(tmp_path, seed):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made(tmp_path, ModelCheckpoint(tmp_path / "c")).fit(task, loader())
-    named = [str(w.message) for w in caught if "checkpoints can't hold setting" in str(w.message)]
+    named = [str(w.message) for w in caught if "checkpoints cannot store setting" in str(w.message)]
     refused = refusal(lambda: encode(setting))  # of all that is generated, only enum members are stored nevertheless
     assert len(named) == (refused != "" and "Colour" not in refused)
     with warnings.catch_warnings(record=True) as caught:
@@ -284,7 +284,7 @@ class Late(Task):
 
 
 def test_a_hyperparameter_that_was_added_later_is_dropped_too(tmp_path):
-    with pytest.warns(UserWarning, match=r"Late\.hparams: checkpoints can't hold late \(object\)\. Pass late=\.\.\."):
+    with pytest.warns(UserWarning, match=r"Late\.hparams: checkpoints cannot store late \(object\)\. Pass late=\.\.\."):
         made(tmp_path, ModelCheckpoint(tmp_path / "c")).fit(Late(), loader())
     again = Late.load_from_checkpoint(tmp_path / "c" / "epoch=0-step=2.ckpt")
     assert (again.hparams.setting, again.hparams.other) == (None, 1)

@@ -155,7 +155,7 @@ def test_where_no_folder_can_be_made_the_text_says_so(tmp_path):
         (tmp_path / "closed").mkdir(mode=0o555)
         places.append(tmp_path / "closed")
     for place in places:
-        with pytest.raises(OSError, match=r"can't make a run's folder in .*Choose a directory"):
+        with pytest.raises(OSError, match=r"cannot create a run's folder in .*Choose a writable directory"):
             RunFolder.create(place)
 
 
@@ -239,9 +239,9 @@ def test_a_forked_worker_does_not_hold_the_lock(tmp_path):
 
 
 def test_only_a_run_folder_is_gone_on_with(tmp_path):
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         RunFolder.open(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"not a run's folder: there is no run\.json"):
+    with pytest.raises(ValueError, match=r"not a run's folder: it has no run\.json"):
         RunFolder.open(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -251,7 +251,7 @@ def test_a_folder_that_can_not_be_locked(tmp_path):
     folder.release()
     (folder.path / LOCK).unlink()
     (folder.path / LOCK).mkdir()
-    with pytest.raises(OSError, match=f"can't lock {folder.path}/lock: Is a directory"):
+    with pytest.raises(OSError, match=f"cannot lock {folder.path}/lock: Is a directory"):
         RunFolder.open(folder.path)
 
 
@@ -262,7 +262,7 @@ def test_nothing_is_written_through_a_link(name, tmp_path):
     other.write_text("precious")
     (path / name).unlink(missing_ok=True)
     (path / name).symlink_to(other)
-    with pytest.raises(OSError, match="can't lock") if name == LOCK else contextlib.nullcontext():
+    with pytest.raises(OSError, match="cannot lock") if name == LOCK else contextlib.nullcontext():
         with RunFolder.open(path) as folder:
             fit(folder, max_epochs=1, limit_train_batches=1)
     assert other.read_text() == "precious"
@@ -278,7 +278,7 @@ def test_a_disk_that_is_full_is_said_with_the_place(tmp_path):
             return str(error)
 
     (said,) = at_once(1, work)
-    assert f"can't lock {tmp_path}/default/1/lock: File too large" in said
+    assert f"cannot lock {tmp_path}/default/1/lock: File too large" in said
 
 
 HOSTILE = {"token": "../../x", "pid": -1, "host": "\x1b[2J", "since": float("nan"), "began": 3, "place": None}
@@ -350,7 +350,7 @@ def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
     (tmp_path / LOCK).unlink()
     other = Holder("far", 1, time.time(), "far 0", "", "1" * 32, "beat")
     (tmp_path / LOCK).write_bytes(lock.encode_holder(other))
-    with pytest.raises(ValueError, match=r"process 1 on far.*can't be seen from here, delete .*lock"):
+    with pytest.raises(ValueError, match=r"process 1 on far.*cannot be checked from this machine, delete .*lock"):
         RunLock(tmp_path)
     silent = time.time() - lock.SILENCE - 1
     os.utime(tmp_path / LOCK, (silent, silent))
@@ -648,7 +648,7 @@ def test_a_record_that_can_not_be_written_ends_no_run(tmp_path):
     folder = RunFolder.create(tmp_path)
     (folder.path / "run.json").unlink()
     (folder.path / "run.json").mkdir()
-    with pytest.warns(UserWarning, match=r"RunRecord failed and is off|how the run ended could not be written"):
+    with pytest.warns(UserWarning, match=r"RunRecord failed and is disabled|the end of the run could not be recorded"):
         with folder:
             trainer = fit(folder)
     assert trainer.global_step == 16
@@ -721,7 +721,7 @@ def test_a_callback_of_another_run_is_refused(kind, folder, tmp_path):
     folder.flags({"callbacks": used})
     folder.flags({"callbacks": used})  # of the same run it is not
     with RunFolder.create(tmp_path) as second:
-        with pytest.raises(ValueError, match=rf"this {kind.__name__} has its place in {folder.path}, .*Make a new one"):
+        with pytest.raises(ValueError, match=rf"this {kind.__name__} writes to {folder.path}, .*Create a new callback"):
             second.flags({"callbacks": used})
 
 
@@ -734,7 +734,7 @@ def test_flags_that_turn_things_off(folder):
     last = folder.flags({"callbacks": OnExceptionCheckpoint(folder.path)})  # saves when all goes wrong
     assert kinds(last["callbacks"])[:2] == ["OnExceptionCheckpoint", "ModelCheckpoint"]
     assert folder.flags({"default_root_dir": folder.path})["default_root_dir"] == str(folder.path)
-    with pytest.raises(ValueError, match=r"default_root_dir='/tmp/x', but .* goes into its folder"):
+    with pytest.raises(ValueError, match=r"default_root_dir='/tmp/x' contradicts the folder of this run"):
         folder.flags({"default_root_dir": "/tmp/x"})
 
 
@@ -829,8 +829,8 @@ def refused(directory):
 def test_all_processes_fail_where_rank_zero_can_not_make_it(tmp_path):
     (tmp_path / "file").write_text("")
     words = run(refused, 2, str(tmp_path / "file" / "runs"))
-    assert "can't make a run's folder" in words[0]
-    assert re.match("rank 0 failed: .*can't make a run's folder", words[1])
+    assert "cannot create a run's folder" in words[0]
+    assert re.match("rank 0 failed: .*cannot create a run's folder", words[1])
 
 
 SCRIPT = """
