@@ -107,7 +107,7 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
     """Resize a value that is repeated once per sample of a full batch to the number of samples of this batch.
 
     Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
-    short last batch. Rows that differ are left as they are: a batch may have that many tokens.
+    short last batch. Rows that differ are unchanged: a batch may have that many tokens.
 
     Args:
         value: Tensors, nested; one-dimensional floating-point ones of ``batch_size`` equal rows are resized.
@@ -292,7 +292,7 @@ def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, p
     Args:
         value: A tensor, or tensors nested in collections.
         world: The processes.
-        dim: The dimension to pad; tensors without it are left as they are.
+        dim: The dimension to pad; tensors without it are unchanged.
         pad_index: The value to pad with.
         pad_first: Pad before the first entry, not after the last.
 

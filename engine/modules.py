@@ -21,7 +21,7 @@ def compile_modules(
 ) -> None:
     """Make each of ``modules`` run compiled when it is called, no matter by whom.
 
-    Modules of the same kind share the compiled code. Modules that the user compiled are left as they are.
+    Modules of the same kind share the compiled code. Modules that the user compiled are unchanged.
 
     Args:
         modules: The modules to compile; compilation happens in the first call.

@@ -16,12 +16,15 @@ OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "
 
 
 class CometLogger(ServiceLogger):
-    """Sends metrics, hyperparameters and checkpoints to Comet, or writes archives (``pip install comet_ml``).
+    """Logger that sends metrics, hyperparameters and checkpoints to Comet, or writes archives.
 
-    One experiment on rank 0, begun when something is logged. It stays open after a fit, so several fits, and
-    ``logger.experiment`` after them, continue it; it ends with the process, with `finish`, or with a fit that failed,
-    which adds the tag ``failed``. Offline, each end leaves one archive, ``KEY-xxxxxx.zip``, and ``comet upload`` sends
-    all that have one key to one experiment.
+    Install with ``pip install comet_ml``. Rank zero has one experiment, which begins with the first logged value. It
+    stays open after a fit, so further fits and ``logger.experiment`` continue it. It ends with the process, with
+    `finish`, or with a fit that failed, which adds the tag ``failed``. A process has one experiment at a time: a second
+    logger ends the first one's, which continues when it is used again.
+
+    Offline, each end writes one archive, ``KEY-xxxxxx.zip``; ``comet upload`` sends all archives of a key to one
+    experiment.
 
     Args:
         api_key: Of your account. Default: ``COMET_API_KEY``, or Comet's configuration file.
@@ -34,7 +37,7 @@ class CometLogger(ServiceLogger):
         prefix: Put before every metric's name, as ``prefix_name``. Default: nothing.
         log_model: Upload checkpoints: True those that are kept, when a fit ends; ``"all"`` each as it is saved.
             Default: False.
-        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
+        strict: Let a failure end the run. Default: False, which warns once and continues without this logger.
         experiment_config: A ``comet_ml.ExperimentConfig``, in place of ``kwargs``. Default: made of them.
         **kwargs: For ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
 
@@ -42,6 +45,12 @@ class CometLogger(ServiceLogger):
         ModuleNotFoundError: comet_ml is not installed.
         TypeError: An argument has the wrong type, or ``ExperimentConfig`` does not take it.
         ValueError: Arguments contradict each other.
+
+    Example:
+        >>> from treadle.loggers import CometLogger
+        >>> logger = CometLogger(project="digits", online=False)  # opens no experiment before something is logged
+        >>> logger.name
+        'digits'
     """
 
     closes_with_stage = False

@@ -77,7 +77,7 @@ def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> flo
 
 
 def check_bounds(unit: str, low: int, high: int) -> None:
-    """Raise an error if ``min_<unit>`` exceeds ``max_<unit>``; -1 is no limit.
+    """Raise an error if ``min_<unit>`` exceeds ``max_<unit>``; -1 means unlimited.
 
     Args:
         unit: ``"epochs"`` or ``"steps"``.

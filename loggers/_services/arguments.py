@@ -39,5 +39,5 @@ def check_options(function: str, options: Mapping[str, Any], also: Iterable[str]
     for option, value in options.items():
         if option not in valid:
             raise TypeError(
-                f"{option}={value!r} is no argument: {function} takes {', '.join(valid)}.{nearest(option, valid)}"
+                f"{option}={value!r} is not an argument: {function} accepts {', '.join(valid)}.{nearest(option, valid)}"
             )

@@ -15,7 +15,7 @@ def undisturbed() -> Iterator[None]:
     """Restore the states of the random generators and the signal handlers when the block ends.
 
     Importing comet_ml or trackio, and opening a run of most services, draws from Python's generator, with which a run
-    would no longer repeat. ClearML and SwanLab install signal handlers that end their run, in the place of those that
+    would no longer repeat. ClearML and SwanLab install signal handlers that end their run, instead of those that
     save a checkpoint first.
 
     Within the block Python's generator is seeded by the system: with one seed, two runs would draw the same names, and

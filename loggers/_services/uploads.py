@@ -1,4 +1,4 @@
-"""Which checkpoints a tracking service has yet to be given."""
+"""Checkpoints that are still to be uploaded to a tracking service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..values import plain
 
 
 class Uploads:
-    """Which checkpoints a tracking service has yet to be given.
+    """Checkpoints that are still to be uploaded to a tracking service.
 
     Args:
         mode: True for those that are kept when a fit ends, ``"all"`` for each as it is saved, False for none.

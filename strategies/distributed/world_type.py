@@ -11,6 +11,12 @@ class DistributedType(StrEnum):
     """Kind of distributed training. Treadle uses ``NO``, ``MULTI_CPU``, ``MULTI_GPU`` or ``FSDP``.
 
     The others exist so that a script can compare with them.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.utils import DistributedType
+        >>> tl.Accelerator(cpu=True).distributed_type == DistributedType.NO
+        True
     """
 
     NO = "NO"

@@ -244,13 +244,13 @@ class Agent(LocalElasticAgent):
 
     @property
     def may_change(self) -> bool:
-        """Whether the ranks may be restarted when a machine has left."""
+        """Return whether the ranks may be restarted when a machine has left."""
         nodes = self.job.nodes
         return nodes is not None and (nodes.elastic or self.job.max_restarts > 0)
 
     @property
     def several(self) -> bool:
-        """Whether agents on other machines have met this one."""
+        """Return whether agents on other machines have met this one."""
         return self._worker_group.store is not None and self._worker_group.group_world_size > 1
 
     def global_rank(self, local_rank: int) -> int:

@@ -63,7 +63,7 @@ class Nodes:
 
     @property
     def elastic(self) -> bool:
-        """Whether the run may continue with fewer machines."""
+        """Return whether the run may continue with fewer machines."""
         return self.least < self.most
 
     def place(self) -> Place:

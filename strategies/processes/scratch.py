@@ -49,7 +49,7 @@ class _Entry:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its rank is still running."""
+        """Return whether its rank is still running."""
         return read_start_time(self.pid) in ("", self.began)
 
 

@@ -22,9 +22,8 @@ def list_objects(module):
     objects, seen = {}, set()
     for name, value in language.check_reference.list_public_names().items():
         home = getattr(value, "__module__", None) or ""
-        is_pending = language.folder_of(home.partition(".")[2]) in language.PENDING["examples"]
         is_ours = home.startswith("treadle.") and (inspect.isclass(value) or inspect.isroutine(value))
-        if is_ours and not is_pending and id(value) not in seen:
+        if is_ours and id(value) not in seen:
             seen.add(id(value))
             if name.rpartition(".")[0] == module:
                 objects[name] = value

@@ -15,15 +15,6 @@ ROOT = Path(__file__).parents[2]
 TREADLE = "treadle"  # the folder of `treadle/__init__.py` and of the modules beside it
 FOLDERS = (*house.TOP_ROOMS, TREADLE)
 
-# Folders whose words are still being revised, by check. Each tuple ends up empty, and this table with it.
-_ROOMS = ("engine", "strategies", "common", "trainer", "callbacks", "loggers", "integrations")
-PENDING: dict[str, tuple[str, ...]] = {
-    "first words": _ROOMS,
-    "phrases": (*_ROOMS, "docs", "README.md"),
-    "sections": _ROOMS,
-    "examples": _ROOMS,
-}
-
 SPEC = importlib.util.spec_from_file_location("check_reference", ROOT / ".ci" / "check_reference.py")
 assert SPEC is not None
 assert SPEC.loader is not None
@@ -101,7 +92,7 @@ class Text:
     """A text of a file: a docstring, a message or a paragraph.
 
     Attributes:
-        folder: The folder that it belongs to, as in `PENDING`.
+        folder: The folder that it belongs to.
         place: File and line.
         words: The text.
     """
@@ -196,7 +187,7 @@ class Documented:
     """A public function, method or class, and what its docstring lacks.
 
     Attributes:
-        folder: The folder of its module, as in `PENDING`.
+        folder: The folder of its module.
         name: The public name.
         lacks: By section (``Args``, ``Returns``, ``Example``), whether the docstring lacks it. A section that is not
             needed is not listed.

@@ -34,7 +34,15 @@ _NOTHING: Any = object()
 
 
 class AttributeDict(dict[str, Any]):
-    """Dict whose keys are also attributes."""
+    """Dict whose keys are also attributes.
+
+    Example:
+        >>> from treadle.utilities import AttributeDict
+        >>> hparams = AttributeDict(lr=0.1)
+        >>> hparams.width = 8
+        >>> hparams["width"], hparams.lr
+        (8, 0.1)
+    """
 
     def __getattr__(self, name: str) -> Any:
         try:

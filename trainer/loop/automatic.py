@@ -293,7 +293,7 @@ class Steps:
             self.refuse()
 
     def note_batch(self, batch: Any) -> None:
-        """Describe a micro-batch whose loss is not finite, because it is gone when the step is refused.
+        """Describe a micro-batch whose loss is not finite: the batch is freed before the step is refused.
 
         Args:
             batch: The micro-batch.
