@@ -499,7 +499,7 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
         if name is None:
             valid = [kind.__name__ for kind in kinds.values()]
             raise TypeError(
-                f"kwargs_handlers has a {type(handler).__name__}; it may contain {', '.join(valid)}."
+                f"kwargs_handlers has an entry of type {type(handler).__name__}; valid are {', '.join(valid)}."
                 f"{nearest(type(handler).__name__, valid)}"
             )
         if sorted_handlers[name] is not None:

@@ -80,7 +80,7 @@ def load_weights(
         OSError: If it can't be downloaded.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"load_weights got a {type(model).__name__}, but must get a module.")
+        raise TypeError(f"model={model!r:.100} must be a torch.nn.Module, not a {type(model).__name__}.")
     with open_source(source, sha256) as opened_source:
         return load_opened(model, opened_source, strict, prefix, rename)
 

@@ -74,7 +74,7 @@ REFUSED = {
         ValueError,
         "contradicts project_config",
     ),
-    "handler": ({"kwargs_handlers": [object()]}, TypeError, "not object"),
+    "handler": ({"kwargs_handlers": [object()]}, TypeError, "of type object"),
     "handlers": ({"kwargs_handlers": [utils.AutocastKwargs(), utils.AutocastKwargs()]}, ValueError, "two"),
     "backend": ({"dynamo_backend": "indcutor"}, ValueError, "Did you mean 'inductor'"),
     "compilers": (
@@ -88,7 +88,7 @@ REFUSED = {
     "strategies": (
         {"strategy": "single", "fsdp_plugin": utils.FullyShardedDataParallelPlugin()},
         ValueError,
-        "give one of them",
+        "pass one of them",
     ),
 }
 
@@ -174,7 +174,7 @@ UNKNOWN = [
 def test_prepare_returns_what_it_does_not_know(value):
     accelerator = cpu()
     kind = f"the class {value.__name__}" if isinstance(value, type) else f"type {type(value).__name__}"
-    with pytest.warns(UserWarning, match=f"prepare returns .*{kind} as it is"):
+    with pytest.warns(UserWarning, match=f"prepare returns .*{kind} unchanged"):
         model, same = accelerator.prepare(nn.Linear(1, 1), value)
     assert same is value
     assert accelerator.models == [model]
