@@ -117,7 +117,7 @@ def test_sweep(tmp_path):
     "options",
     [
         pytest.param((), id="one", marks=pytest.mark.slow),
-        pytest.param(("--devices", "2", "--streaming"), id="two"),
+        pytest.param(("--devices", "2", "--streaming"), id="two", marks=pytest.mark.exhaustive),
     ],
 )
 def test_finetune(options, tmp_path, monkeypatch):

@@ -274,6 +274,7 @@ def test_a_store_that_fails_does_not_end_training(tmp_path):
     assert (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().count("\n") == 9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("flask") is None, reason="mlflow-skinny has no server: pip install mlflow")
 def test_a_server(tmp_path):
     import socket

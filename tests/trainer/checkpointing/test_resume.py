@@ -432,6 +432,7 @@ def six_at_once(root, world, steps):
     return [train(settings, seed=9, ckpt_path=root / f"step{step}") for step in steps]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_three_processes_then_two(tmp_path):

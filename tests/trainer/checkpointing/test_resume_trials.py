@@ -65,6 +65,7 @@ def trials_here(seeds, root, door):
     return found
 
 
+@pytest.mark.exhaustive
 @quiet
 @pytest.mark.guarantee
 def test_few_on_two_processes(tmp_path):

@@ -250,6 +250,7 @@ def every_way(world_size):
     }
 
 
+@pytest.mark.exhaustive
 def test_every_rank_leaves_the_epoch_as_one_process_does():
     shares = run(every_way, 2, 2, timeout=2 * LIMIT)
     alone = every_way(1)
