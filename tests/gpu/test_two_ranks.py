@@ -53,11 +53,11 @@ def by_hand():
     ("options", "tolerance"),
     [
         ({}, 1e-5),
-        ({"zero": True}, 1e-5),
-        ({"comm_hook": "fp16"}, 5e-3),
+        pytest.param({"zero": True}, 1e-5, marks=pytest.mark.exhaustive),
+        pytest.param({"comm_hook": "fp16"}, 5e-3, marks=pytest.mark.exhaustive),
         ({"comm_hook": "bf16"}, 5e-2),
-        ({"sync_batchnorm": True}, 1e-5),
-        ({"static_graph": True}, 1e-5),
+        pytest.param({"sync_batchnorm": True}, 1e-5, marks=pytest.mark.exhaustive),
+        pytest.param({"static_graph": True}, 1e-5, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

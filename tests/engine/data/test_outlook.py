@@ -154,7 +154,7 @@ def widen(lengths):
     return [fit(depth, "ddp", 1, lengths, 0, callbacks=[Widening()], max_epochs=1) for depth in (0, 1, 2)]
 
 
-@pytest.mark.parametrize("short", [9, 11, 13, 15])
+@pytest.mark.parametrize("short", [9, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (11, 13)), 15])
 def test_a_step_may_take_more_micro_batches_than_were_read_ahead(short):
     for exchanging, *voting in run(widen, 2, (24, short)):
         for fitted in voting:

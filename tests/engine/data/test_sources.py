@@ -192,7 +192,7 @@ def by_hand(accumulate):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("kind", "accumulate"), [("stream", 1), ("stream", 4), ("sized", 4), ("batch sampler", 1)])
 def test_uneven_ranks_train_as_one_process(kind, accumulate, strategy, tmp_path):
     metric, wanted = by_hand(accumulate)

@@ -63,10 +63,12 @@ def test_what_fits_gets_no_advice_to_shrink():
     ("strategy", "mib", "words"),
     [
         (DDP, 3.5, ["shard the model (strategy=fsdp)"]),
-        (FSDP, 2.5, ["activation_checkpointing_policy=True"]),
+        pytest.param(FSDP, 2.5, ["activation_checkpointing_policy=True"], marks=pytest.mark.exhaustive),
         (FSDP, 1.5, ["activation_checkpointing_policy=True", "micro-batches of", "accumulated"]),
-        (FSDP, 0.8, ["nothing simple makes it fit"]),
-        (FSDP, 0.2, ["parameters and optimizer alone are", "Take more processes"]),
+        pytest.param(FSDP, 0.8, ["nothing simple makes it fit"], marks=pytest.mark.exhaustive),
+        pytest.param(
+            FSDP, 0.2, ["parameters and optimizer alone are", "Take more processes"], marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_the_change_that_makes_it_fit_is_named(strategy, mib, words):

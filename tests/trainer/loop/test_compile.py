@@ -374,7 +374,7 @@ def on_two_processes(root, strategy):
     return len(counting.graphs), counting.breaks, task.seen, plain.seen, list(task.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_on_two_processes(strategy, tmp_path):
     for graphs, breaks, compiled, plain, names in run(on_two_processes, 2, str(tmp_path), strategy):
         assert 6 <= graphs <= 8
