@@ -432,7 +432,9 @@ def test_resume_at_every_step(name, make):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("noise", [False, True], ids=["silent", "noisy"])
+@pytest.mark.parametrize(
+    "noise", [pytest.param(False, id="silent", marks=pytest.mark.exhaustive), pytest.param(True, id="noisy")]
+)
 @pytest.mark.parametrize(("name", "make"), [pytest.param(*pair, id=pair[0]) for pair in sources()])
 def test_resume_of_one_process(name, make, noise):
     """Which draws from its own generators, as its model does."""
@@ -476,7 +478,9 @@ def with_a_length():
 
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:the stream has no state")
-@pytest.mark.parametrize("chain", [(1, 2), (2, 1), (3, 2), (1, 3, 2)])
+@pytest.mark.parametrize(
+    "chain", [(1, 2), (2, 1), *(pytest.param(chain, marks=pytest.mark.exhaustive) for chain in ((3, 2), (1, 3, 2)))]
+)
 def test_the_last_batch_is_known_in_another_world(chain):
     """So that an epoch is closed with it, and not before."""
     for name, make in with_a_length():
@@ -669,7 +673,7 @@ def test_workers_augment_alike_whatever_their_number():
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_resume_with_workers(persistent):
     whole = augmented(1, 2, persistent)
     for stop in (2, 5, 7):
@@ -821,7 +825,9 @@ STREAMS = ["stream", "counting", "subclass", "counting-subclass", "knowing", "wo
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize("noise", [False, True], ids=["silent", "noisy"])
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive if "workers" in kind else ()) for kind in STREAMS]
+)
 @pytest.mark.filterwarnings("ignore:.*read again:UserWarning")
 def test_streams_of_one_process_resume(kind, noise):
     whole = follow(Ranks(lambda: make_stream(kind), 1, process=True), 3, noise)
@@ -832,7 +838,9 @@ def test_streams_of_one_process_resume(kind, noise):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive if kind == "workers" else ()) for kind in STREAMS]
+)
 def test_streams_resume(kind):
     def make():
         return make_stream(kind)
@@ -917,7 +925,14 @@ class Loose(DataLoader):
 
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:the stream has no state")
-@pytest.mark.parametrize("kind", [DataLoader, Loose, Negated], ids=["batches", "samples", "subclass"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(DataLoader, id="batches"),
+        pytest.param(Loose, id="samples", marks=pytest.mark.exhaustive),
+        pytest.param(Negated, id="subclass", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_persistent_workers_of_a_stream_that_draws(kind):
     per_epoch = 8 if kind is Loose else 4
     whole, _ = read_noise(kind, stop=3 * per_epoch)

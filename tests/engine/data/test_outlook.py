@@ -127,7 +127,13 @@ CASES = {
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.exhaustive if case in ("workers", "fsdp", "limited") else ())
+        for case in CASES
+    ],
+)
 def test_the_training_is_that_of_ranks_that_exchange_their_samples(case):
     strategy, accumulate, lengths, workers, depth, expected, flags = CASES[case]
     ranks = run(compare, 2, strategy, accumulate, lengths, workers, depth, flags)
