@@ -636,12 +636,12 @@ class Wide(Tiny):
     ("optimizer", "options", "copies"),
     [
         (torch.optim.SGD, {}, 1),
-        (torch.optim.SGD, {"momentum": 0.9}, 2),
+        pytest.param(torch.optim.SGD, {"momentum": 0.9}, 2, marks=pytest.mark.exhaustive),
         (torch.optim.AdamW, {}, 3),
-        (torch.optim.Adam, {"amsgrad": True}, 4),
+        pytest.param(torch.optim.Adam, {"amsgrad": True}, 4, marks=pytest.mark.exhaustive),
         (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}, 4),
-        (torch.optim.Adagrad, {}, 2),
-        (torch.optim.Adadelta, {}, 3),
+        pytest.param(torch.optim.Adagrad, {}, 2, marks=pytest.mark.exhaustive),
+        pytest.param(torch.optim.Adadelta, {}, 3, marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -83,10 +83,15 @@ def test_as_torch_does_it(tmp_path, lottery, whole):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"pruning_fn": "random_unstructured", "amount": 0.3},
-        {"pruning_fn": "l1_unstructured", "amount": 0.3, "use_lottery_ticket_hypothesis": False},
+        pytest.param({"pruning_fn": "random_unstructured", "amount": 0.3}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"pruning_fn": "l1_unstructured", "amount": 0.3, "use_lottery_ticket_hypothesis": False},
+            marks=pytest.mark.exhaustive,
+        ),
         {"pruning_fn": "l1_unstructured", "amount": lambda epoch: 1 + epoch, "resample_parameters": True},
-        {"pruning_fn": "l1_unstructured", "prune_on_train_epoch_end": False},
+        pytest.param(
+            {"pruning_fn": "l1_unstructured", "prune_on_train_epoch_end": False}, marks=pytest.mark.exhaustive
+        ),
         {
             "pruning_fn": "ln_structured",
             "use_global_unstructured": False,

@@ -311,6 +311,7 @@ def test_own_loop_killed_on_tmpfs(aside, saves, resumed):
         door.kill_everywhere(reference, resumed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("saves", "every"), [pytest.param(1, 2, id="some"), pytest.param(2, 1, id="all", marks=pytest.mark.slow)]
 )

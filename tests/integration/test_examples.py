@@ -58,7 +58,7 @@ def both_doors(world, folder, precision, mixed):
 @pytest.mark.parametrize(
     ("world", "precision", "mixed"),
     [
-        (1, "32-true", "no"),
+        pytest.param(1, "32-true", "no", marks=pytest.mark.exhaustive),
         (2, "32-true", "no"),
         pytest.param(2, "bf16-mixed", "bf16", marks=pytest.mark.slow),
     ],
@@ -86,7 +86,7 @@ def test_digits(options, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--steps", "24", "--accumulate", "2"), id="one"),
+        pytest.param(("--steps", "24", "--accumulate", "2"), id="one", marks=pytest.mark.exhaustive),
         pytest.param(("--steps", "4", "--devices", "2", "--strategy", "fsdp"), id="fsdp", marks=pytest.mark.slow),
     ],
 )

@@ -19,7 +19,7 @@ SAMPLES, GLOBAL_BATCH, EPOCHS = 45, 8, 2
 PRECISIONS = {"64-true": 1e-12, "32-true": 2e-6, "bf16-mixed": 2e-2}
 SETTINGS = [(precision, accumulate) for precision in PRECISIONS for accumulate in (1, 4)]
 WORLDS = {"1p": 1, "ddp-2p": 2, "fsdp-2p": 2, "hybrid-4p": 4}
-MARKS = {"hybrid-4p": pytest.mark.exhaustive}
+MARKS = {"fsdp-2p": pytest.mark.exhaustive, "hybrid-4p": pytest.mark.exhaustive}
 GRID = [
     pytest.param(door, place, *setting, id=f"{door}-{place}-{setting[0]}-k{setting[1]}", marks=MARKS.get(place, ()))
     for door in ("trainer", "own_loop")

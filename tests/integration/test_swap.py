@@ -85,12 +85,14 @@ def test_gan(tmp_path):
     assert_same(ours, theirs)
 
 
+@pytest.mark.exhaustive
 def test_autoencoder(tmp_path):
     ours, theirs = both("autoencoder", tmp_path)
     assert len(theirs["losses"]) == 40
     assert_same(ours, theirs)
 
 
+@pytest.mark.exhaustive
 def test_transformer(tmp_path):
     ours, theirs = both("transformer", tmp_path)
     assert len(theirs["losses"]) == 80
@@ -101,6 +103,7 @@ def test_transformer(tmp_path):
     assert_same(ours, theirs)
 
 
+@pytest.mark.exhaustive
 def test_partial_groups(tmp_path):
     """ "Last group of an epoch": ten batches by four leave two, whose gradient Lightning divides by four."""
     ours, theirs = both("transformer, partial groups", tmp_path)

@@ -238,7 +238,9 @@ def fit(folder):
     return logger.version
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.exhaustive)]
+)
 def test_trainer(world, tmp_path):
     ids = run(fit, world, str(tmp_path), env=ALONE)
     assert len(set(ids)) == 1

@@ -517,7 +517,13 @@ def examples(folder, arguments):
     return main(["fit", *arguments, "trainer.fast_dev_run=true", "trainer.accelerator=cpu"])
 
 
-@pytest.mark.parametrize("files", [["digits.yaml"], ["digits.yaml", "digits_sgd.yaml"]], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(["digits.yaml"], id="one", marks=pytest.mark.exhaustive),
+        pytest.param(["digits.yaml", "digits_sgd.yaml"], id="two"),
+    ],
+)
 def test_examples(files):
     """In a process of its own: the modules of that folder are imported by bare names."""
     folder = Path(__file__).parents[3] / "examples"

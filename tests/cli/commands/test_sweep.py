@@ -275,6 +275,7 @@ def by_hand(values, epochs):
             yield "COMPLETE"
 
 
+@pytest.mark.exhaustive
 def test_hyperband_prunes_and_a_pruned_trial_keeps_its_checkpoint(sweep, capsys):
     Path("sweep.yaml").write_text(
         SWEEP.replace("random", "grid").replace("trials: 3", "prune: hyperband").replace("processes: 2", "")

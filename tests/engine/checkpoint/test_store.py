@@ -355,6 +355,7 @@ def test_killed_while_saving_a_new_one_the_older_stays(where):
     assert steps == {1, 2}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.guarantee
 def test_killed_while_removing_nothing_half_deleted_counts(tmp_path):
     store, left = CheckpointStore(tmp_path / "run"), set()

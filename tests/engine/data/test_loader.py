@@ -257,7 +257,7 @@ def test_weights_give_the_mean_over_the_group():
         assert not group  # the epoch's last micro-batch ends its group
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("kind", ["shuffle", "replacement", "many", *LAZY])
 def test_the_plain_loops_order(kind, workers):
     """Over three epochs, with a validation between them, whatever else is drawn from the process's generators."""
@@ -404,6 +404,13 @@ def sources():
         yield kind, lambda k=kind: DataLoader(range(23), sampler=Lazy(23, k), batch_size=2)
 
 
+LIKE_OTHERS = ["generator", "around", "around-batches", "around-saying", "python", "numpy", "own-torch", "own-python"]
+SOURCES = [
+    pytest.param(*pair, id=pair[0], marks=pytest.mark.exhaustive if pair[0] in LIKE_OTHERS else ())
+    for pair in sources()
+]
+
+
 def follow(ranks, epochs, noise=False):
     """All batches of `epochs` epochs, with the state after each step, through the codec."""
     found = []
@@ -416,7 +423,7 @@ def follow(ranks, epochs, noise=False):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(("name", "make"), [pytest.param(*pair, id=pair[0]) for pair in sources()])
+@pytest.mark.parametrize(("name", "make"), SOURCES)
 def test_resume_at_every_step(name, make):
     for size, k in ((1, 1), (2, 3)):
         whole = follow(Ranks(make, size, k), 2)
@@ -435,7 +442,7 @@ def test_resume_at_every_step(name, make):
 @pytest.mark.parametrize(
     "noise", [pytest.param(False, id="silent", marks=pytest.mark.exhaustive), pytest.param(True, id="noisy")]
 )
-@pytest.mark.parametrize(("name", "make"), [pytest.param(*pair, id=pair[0]) for pair in sources()])
+@pytest.mark.parametrize(("name", "make"), SOURCES)
 def test_resume_of_one_process(name, make, noise):
     """Which draws from its own generators, as its model does."""
     whole = follow(Ranks(make, 1, 2, process=True), 3, noise)
@@ -448,7 +455,7 @@ def test_resume_of_one_process(name, make, noise):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(("name", "make"), [pytest.param(*pair, id=pair[0]) for pair in sources()])
+@pytest.mark.parametrize(("name", "make"), SOURCES)
 def test_resume_in_another_world(name, make):
     for before, after in ((2, 1), (1, 2), (3, 2)):
         steps = [state for _, batch, state in follow(Ranks(make, before), 1) if batch is not None]

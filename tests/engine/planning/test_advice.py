@@ -123,7 +123,7 @@ def test_the_screen_holds_one_page():
     assert low < likely < high
 
 
-@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("width", [80, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_the_screen_is_as_wide_as_the_terminal(width):
     plan = planner(FSDP, 2048, 1000)()
     schedule = Schedule(steps=1, samples=100, per_epoch=1, rates=[1e-7, 0.00299])

@@ -98,7 +98,9 @@ def command(*arguments):
 # -- one process -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("word", ["last", "auto", "path"])
+@pytest.mark.parametrize(
+    "word", ["auto", *(pytest.param(word, marks=pytest.mark.exhaustive) for word in ("last", "path"))]
+)
 def test_a_run_at_a_url_resumes_bit_for_bit(root, tmp_path, word):
     first, _ = fit(f"{root}/run", 1)
     path = first.checkpoint_callback.last_model_path

@@ -562,6 +562,7 @@ def uneven():
     return results
 
 
+@pytest.mark.exhaustive
 def test_an_empty_share_counts_nothing():
     """Five samples in batches of two on two processes: of the last batch one process has none of its own."""
     (one, *others) = uneven()

@@ -291,7 +291,10 @@ class Pairs(treadle.Callback):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(("place", "step", "saved"), PLACES)
+@pytest.mark.parametrize(
+    ("place", "step", "saved"),
+    [pytest.param(*place, marks=() if place in TWICE else pytest.mark.exhaustive) for place in PLACES],
+)
 @in_own_process
 def test_ctrl_c_saves_at_the_next_step_boundary_if_asked_to(place, step, saved, tmp_path):
     before, pairs = signal.getsignal(signal.SIGINT), Pairs()

@@ -142,6 +142,7 @@ def every_mode(folder, path=None):
     return found
 
 
+@pytest.mark.exhaustive
 def test_two_processes_and_one_after_them(tmp_path):
     whole = run(every_mode, 2, tmp_path)
     again = run(every_mode, 2, tmp_path, "1")
