@@ -354,7 +354,12 @@ def search_plainly(accumulate=1, size=8, **flags):
 
 @pytest.mark.parametrize(
     ("processes", "accumulate", "size"),
-    [(1, 1, 8), (1, 2, 4), pytest.param(2, 1, 4, marks=pytest.mark.exhaustive), (2, 2, 2)],
+    [
+        (1, 1, 8),
+        (1, 2, 4),
+        pytest.param(2, 1, 4, marks=pytest.mark.exhaustive),
+        pytest.param(2, 2, 2, marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_the_losses_are_those_of_a_loop_by_hand(processes, accumulate, size):

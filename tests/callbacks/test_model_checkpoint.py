@@ -337,7 +337,7 @@ class Goes(Tiny):
 
 
 @pytest.mark.parametrize("stop", [5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (10, 7, 17))])
-@pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 4}])
+@pytest.mark.parametrize("trigger", [pytest.param({}, marks=pytest.mark.exhaustive), {"every_n_train_steps": 4}])
 def test_resumed_it_keeps_what_it_would_have_kept(tmp_path, stop, trigger):
     def callbacks(root):
         arguments = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, **trigger}

@@ -119,6 +119,7 @@ DOORS = {
     "export": exported,
     "--from-run": started_from,
 }
+ALIKE = ("test", "predict", "validate last", "data", "load_checkpoint", "load_checkpoint_in_model", "averaged_weights")
 
 
 def interrupt(target, finished):
@@ -139,8 +140,13 @@ def make_run(folder):
 @pytest.mark.parametrize(
     ("door", "finished"),
     [
-        # Each door with one of both by default.
-        pytest.param(door, finished, id=f"{door}-{name}", marks=() if (n + finished) % 2 else pytest.mark.exhaustive)
+        # Each door with one of both by default, and of doors that find it alike one.
+        pytest.param(
+            door,
+            finished,
+            id=f"{door}-{name}",
+            marks=() if (n + finished) % 2 and door not in ALIKE else pytest.mark.exhaustive,
+        )
         for n, door in enumerate(DOORS)
         for finished, name in ((False, "old"), (True, "part"))
     ],

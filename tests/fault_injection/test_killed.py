@@ -591,7 +591,7 @@ WAYS = {
     "offload": (lambda folder, value: write_weights(folder, Constant(value).state_dict()), {}, {}, [open_weights]),
 }  # fmt: skip
 """How weights are written: by what, how the old and how the new ones, and how they are read."""
-MORE = ["save_model, shards", "save_model, other shards", "save_model, torch's format"]
+MORE = ["save_model, shards", "save_model, shards for one", "save_model, other shards", "save_model, torch's format"]
 
 
 @pytest.mark.parametrize("every", [pytest.param(3, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])

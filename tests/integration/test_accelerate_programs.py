@@ -32,6 +32,9 @@ DIFFERENT: dict[tuple[str, int], dict[str, str]] = {
 }
 
 
+LONG = ("autoregressive", "big_trainer", "cross_validation", "maskgit_vae", "tracking", "unconditional")
+
+
 def executed(name, world, folder):
     if world == 1:  # as a user starts it: with nothing in the environment of what launches processes
         for variable in os.environ.keys() - clean_environment().keys():
@@ -42,8 +45,8 @@ def executed(name, world, folder):
 @pytest.mark.parametrize(
     ("name", "world"),
     [
-        # Each on the most processes that it was recorded with by default.
-        pytest.param(name, n, marks=() if n == max(row["processes"]) else pytest.mark.exhaustive)
+        # Each on the most processes that it was recorded with by default, but for some that take long.
+        pytest.param(name, n, marks=() if n == max(row["processes"]) and name not in LONG else pytest.mark.exhaustive)
         for name, row in SOURCES.items()
         for n in row["processes"]
     ],

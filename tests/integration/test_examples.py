@@ -72,6 +72,7 @@ def test_own_loop_is_the_trainers_loop(world, precision, mixed, tmp_path):
     assert len(accuracies) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [pytest.param((), marks=pytest.mark.slow), ("--devices", "2", "--batch-size", "32", "--accumulate", "2")],
@@ -97,6 +98,7 @@ def test_gpt(options, tmp_path, monkeypatch):
     assert "bits per byte" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_sweep(tmp_path):
     shutil.copytree(EXAMPLES, tmp_path, ignore=shutil.ignore_patterns("runs"), dirs_exist_ok=True)
     quick = ["trials=2", "trainer.max_epochs=1", "trainer.limit_train_batches=4"]

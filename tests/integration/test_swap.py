@@ -251,7 +251,13 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("name", swapped.list_programs())
+LONG = ("graph_metrics", "hydra_template", "potentials", "variational")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in LONG else ()) for name in swapped.list_programs()],
+)
 def test_programs_of_public_shapes(name, tmp_path):
     """Small programs of the shapes that public code has; `swap/programs/README.md` lists the sources."""
     (tmp_path / "run").mkdir()

@@ -285,7 +285,8 @@ def train_and_resume(folder):
     return whole, train(2, resume=folder)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_own_loop_with_adapters_resumes_exactly(tmp_path, ranks):
     pytest.importorskip("peft")
     for whole, resumed in run(train_and_resume, ranks, tmp_path / "state"):

@@ -209,7 +209,7 @@ FLAGS = {
         pytest.param("Task", "sampled", {"max_steps": 9}, marks=pytest.mark.exhaustive),
         pytest.param("Task", "own batches", {}, marks=pytest.mark.exhaustive),
         pytest.param("Task", "list", {"limit_train_batches": 5}, marks=pytest.mark.exhaustive),
-        ("Task", "plain", {"limit_train_batches": 0.3}),
+        pytest.param("Task", "plain", {"limit_train_batches": 0.3}, marks=pytest.mark.exhaustive),
         pytest.param("Task", "plain", {"overfit_batches": 7}, marks=pytest.mark.exhaustive),
         pytest.param("Task", "plain", {"fast_dev_run": 3}, marks=pytest.mark.exhaustive),
         ("Pair", "plain", {}),

@@ -258,7 +258,13 @@ def test_weights_give_the_mean_over_the_group():
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
-@pytest.mark.parametrize("kind", ["shuffle", "replacement", "many", *LAZY])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("shuffle", "replacement", "many", "torch", "own"),
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in LAZY if kind not in ("torch", "own")),
+    ],
+)
 def test_the_plain_loops_order(kind, workers):
     """Over three epochs, with a validation between them, whatever else is drawn from the process's generators."""
 
@@ -846,7 +852,7 @@ def test_streams_of_one_process_resume(kind, noise):
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive if kind == "workers" else ()) for kind in STREAMS]
+    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive if "workers" in kind else ()) for kind in STREAMS]
 )
 def test_streams_resume(kind):
     def make():

@@ -204,7 +204,7 @@ AT_ONCE = [
     pytest.param("StatefulDataLoader, dataset with a length", WORKERS, marks=pytest.mark.exhaustive),
     ("StatefulDataLoader, stream with a state", WORKERS),
     pytest.param("StatefulDataLoader, datasets", WORKERS, marks=pytest.mark.exhaustive),
-    ("StatefulDataLoader, datasets", 0),
+    pytest.param("StatefulDataLoader, datasets", 0, marks=pytest.mark.exhaustive),
     pytest.param("DataLoader, datasets", 0, marks=pytest.mark.exhaustive),
 ]
 AGAIN = [

@@ -52,7 +52,7 @@ ALONE = (
 )
 
 
-@pytest.mark.parametrize("hook", ["on_step_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("hook", [pytest.param("on_step_end", marks=pytest.mark.exhaustive), "on_train_epoch_end"])
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_a_save_on_one_rank_within_fit(tmp_path, strategy, hook):
     with pytest.raises(RuntimeError, match=ALONE.format(0, 1)):

@@ -65,6 +65,7 @@ else:
 """
 
 
+@pytest.mark.exhaustive
 def test_calls_of_torch_that_come_first_of_all_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(FIRST)

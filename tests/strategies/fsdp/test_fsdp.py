@@ -342,6 +342,7 @@ def memory_of_construction(width, blocks):
     return [1024 * (point - before) / total for point in (built, after)]
 
 
+@pytest.mark.exhaustive
 def test_a_model_is_never_whole():
     at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system
     for built, after in run(memory_of_construction, 2, 1024, 24, env=at_once):  # 400 MB, 24 blocks of 17

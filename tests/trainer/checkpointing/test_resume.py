@@ -388,6 +388,7 @@ def resume_some(root, world, steps):
     return [train(of_width(world), seed=9, ckpt_path=root / f"step{step}") for step in steps]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_two_processes(tmp_path):
     for whole_and_resumed in zip(*run(two_processes, 2, tmp_path), strict=True):

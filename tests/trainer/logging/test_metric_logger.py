@@ -638,6 +638,7 @@ def batches_of_two():
     return recorder.rows
 
 
+@pytest.mark.exhaustive
 def test_batches_of_two_processes():
     rows, nothing = run(batches_of_two, 2)
     # Batches (1 | 2) and (3, 4 | 9), of both processes.

@@ -159,7 +159,14 @@ def test_a_signal_saves_at_the_next_step_boundary(place, step, saved, times, tmp
 
 
 @pytest.mark.parametrize(
-    "more", [{"manual": True}, {"accumulate": 3}, {"saving": {"save_last": True}}, {"val_check_interval": 5}], ids=str
+    "more",
+    [
+        {"manual": True},
+        {"accumulate": 3},
+        pytest.param({"saving": {"save_last": True}}, marks=pytest.mark.exhaustive),
+        pytest.param({"val_check_interval": 5}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
 )
 @in_own_process
 def test_whatever_the_run_is_like(more, tmp_path):
