@@ -77,9 +77,9 @@ FEW_SIGNALLED = {
 
 
 MORE = {
-    FaultCell("save", "SIGKILL", 0, "fsdp", "local"),
     FaultCell("teardown", "exit 0", 1, launcher="torchrun"),
     FaultCell("busy peer", "exit 3", 1),
+    FaultCell("peer in C", "SIGKILL", 1, launcher="torchrun"),
     SignalCell("HUP", "all", 2, "save", launcher="treadle launch"),
     SignalCell("INT", "all", 1, "save", "fsdp"),
 }

@@ -32,7 +32,10 @@ DIFFERENT: dict[tuple[str, int], dict[str, str]] = {
 }
 
 
-LONG = ("autoregressive", "big_trainer", "cross_validation", "maskgit_vae", "tracking", "unconditional")
+LONG = (
+    *("autoregressive", "big_trainer", "cross_validation", "early_stopping", "glue", "maskgit_vae", "multi_dataset"),
+    *("tracking", "unconditional"),
+)
 
 
 def executed(name, world, folder):

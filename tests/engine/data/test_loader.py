@@ -837,7 +837,9 @@ STREAMS = ["stream", "counting", "subclass", "counting-subclass", "knowing", "wo
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("noise", [False, True], ids=["silent", "noisy"])
+@pytest.mark.parametrize(
+    "noise", [pytest.param(False, id="silent", marks=pytest.mark.exhaustive), pytest.param(True, id="noisy")]
+)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.exhaustive if "workers" in kind else ()) for kind in STREAMS]
 )

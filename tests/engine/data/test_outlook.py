@@ -130,7 +130,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.exhaustive if case in ("workers", "fsdp", "limited") else ())
+        pytest.param(case, marks=pytest.mark.exhaustive if case in ("workers", "fsdp", "later", "limited") else ())
         for case in CASES
     ],
 )

@@ -112,7 +112,7 @@ def planned(name, world, rank, accumulate=1, clip=None, **more):
         pytest.param("flat", 4, 1, 1.0, marks=pytest.mark.exhaustive),
         pytest.param("hybrid", 4, 1, None, marks=pytest.mark.exhaustive),
         ("hybrid", 4, 2, 1.0),
-        ("checkpointed", 2, 2, None),
+        pytest.param("checkpointed", 2, 2, None, marks=pytest.mark.exhaustive),
         pytest.param("each", 2, 2, None, marks=pytest.mark.exhaustive),
         pytest.param("kept", 2, 2, None, marks=pytest.mark.exhaustive),
         pytest.param("half", 2, 1, None, marks=pytest.mark.exhaustive),

@@ -80,7 +80,13 @@ OTHER_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ("nested", "dataclass", "list") else ())
+        for name in OTHER_RUNS
+    ],
+)
 def test_another_runs_checkpoints_are_skipped_and_said_once(tmp_path, name):
     first, second, text = OTHER_RUNS[name]
     fit(tmp_path, first(), saver=ModelCheckpoint(tmp_path / "c", "{step}", every_n_train_steps=1, save_top_k=-1))

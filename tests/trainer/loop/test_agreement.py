@@ -130,7 +130,7 @@ def each(cases, always, seldom=(), without=()):
     return [pytest.param(*one, marks=mark) for one, mark in zip(every, marks, strict=True)]
 
 
-@pytest.mark.parametrize(("case", "strategy", "manual"), each(ACTED_ON, ["stop"]))
+@pytest.mark.parametrize(("case", "strategy", "manual"), each(ACTED_ON, ["stop"], ["max_time", "early stopping"]))
 def test_all_ranks_act_after_the_same_step(tmp_path, case, strategy, manual):
     first, second = run(decide, 2, case, strategy, manual, tmp_path)
     assert first == second

@@ -287,6 +287,7 @@ def every_way_alone():
     }
 
 
+@pytest.mark.exhaustive
 def test_one_rank_that_leaves_alone_is_an_error_on_all():
     first, second = run(every_way_alone, 2, timeout=LIMIT)
     assert first == second
