@@ -350,7 +350,7 @@ def go_on(root):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_of_two_processes_rank_zero_saves_and_nobody_waits(tmp_path, rank):
     assert "planned" in run(two, 2, str(tmp_path), rank, timeout=60)[rank]
     (path,) = (tmp_path / "c").iterdir()

@@ -156,7 +156,7 @@ class Masked(Callback):
         self.masks = {n: task.net[n].weight_mask.clone() for n in (0, 2)}
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"])
+@pytest.mark.parametrize("kind", ["ema", pytest.param("swa", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("first", ["pruning", "averages"])
 def test_averages_are_pruned_in_either_order(tmp_path, kind, first):
     def callbacks(folder):

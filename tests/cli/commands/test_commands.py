@@ -103,7 +103,7 @@ def test_it_is_the_same_training_as_by_hand():
     assert torch.equal(weights("runs/default/1"), by_hand())
 
 
-@pytest.mark.parametrize("source", ["folder", "checkpoint"])
+@pytest.mark.parametrize("source", ["folder", pytest.param("checkpoint", marks=pytest.mark.exhaustive)])
 def test_a_run_is_repeated(source, here):
     assert main(["fit", "--config", "run.yaml", "model.lr=0.03"]) == 0
     (here / "run.yaml").unlink()

@@ -111,7 +111,10 @@ def test_groups_are_those_of_a_loop_by_hand(mode):
     torch.testing.assert_close(weights(task), weights(by_hand))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=() if mode in ("min_size", "sequential") else pytest.mark.exhaustive) for mode in MODES],
+)
 def test_going_on_from_any_step(mode, tmp_path):
     def fit(path=None, callbacks=()):
         torch.manual_seed(3)

@@ -175,7 +175,7 @@ def every_other(strategy):
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_models_optimizers_and_loaders_that_differ(strategy):
     first, second = run(every_other, 2, strategy, timeout=LIMIT)
     assert first == second
