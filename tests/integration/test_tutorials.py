@@ -7,6 +7,7 @@ from processes import script
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/tutorials").glob("*.ipynb"))
+# Those that take long.
 LONG = {"fine_tuning", "gan", "language_model", "reading_a_report", "reinforcement_learning", "scaling"}
 
 

@@ -124,7 +124,7 @@ def checkpoints(tmp_path_factory):
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     "layout",
-    ["single", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("fsdp3", "hybrid", "tensor")), "tensor"],
+    ["single", "zero", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("fsdp3", "hybrid", "tensor"))],
 )
 def test_every_layout_loads_every_other(checkpoints, layout):
     root, after = checkpoints
