@@ -176,7 +176,7 @@ def test_a_second_fit_goes_on_and_its_checkpoints_too(tmp_path):
     assert fit(tmp_path, again, values=[0.4], max_epochs=4, ckpt_path=kept.best_model_path).current_epoch == 4
 
 
-@pytest.mark.parametrize("cut", [2, 3, 4])
+@pytest.mark.parametrize("cut", [2, *(pytest.param(cut, marks=pytest.mark.exhaustive) for cut in (3, 4))])
 def test_a_resumed_run_takes_no_old_validation_for_a_new_one(tmp_path, cut):
     def go(root, epochs, ckpt_path=None):
         stop = EarlyStopping("val_loss", patience=3, check_on_train_epoch_end=True)

@@ -101,7 +101,13 @@ def test_train_bn_false_keeps_batch_norm_as_it_is(tmp_path, make, caplog):
     assert ("1 BatchNorm layers of the backbone stay frozen" in caplog.text) == (make is not WithoutNorm)
 
 
-@pytest.mark.parametrize("make", [Stages, lambda: BackboneFinetuning(1, train_bn=False)], ids=["base", "backbone"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Stages, id="base", marks=pytest.mark.exhaustive),
+        pytest.param(lambda: BackboneFinetuning(1, train_bn=False), id="backbone"),
+    ],
+)
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(tmp_path, make):
     saver = ModelCheckpoint(tmp_path / "c", save_top_k=-1, every_n_train_steps=1)
     made, whole = fit(tmp_path, make(), saver)

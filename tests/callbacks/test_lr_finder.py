@@ -220,7 +220,7 @@ def traces_on_two(kind, strategy):
     ("kind", "strategy"),
     [
         pytest.param(Task, "ddp", id="ddp"),
-        pytest.param(Task, "fsdp", id="fsdp"),
+        pytest.param(Task, "fsdp", id="fsdp", marks=pytest.mark.exhaustive),
         pytest.param(Unbuilt, "fsdp", id="fsdp-unbuilt", marks=pytest.mark.slow),
     ],
 )
@@ -352,7 +352,16 @@ def search_plainly(accumulate=1, size=8, **flags):
     return finder.optimal_lr.results, task.learning_rate, task.seen, trainer.lr_scheduler_configs[0].scheduler.base_lrs
 
 
-@pytest.mark.parametrize(("processes", "accumulate", "size"), [(1, 1, 8), (1, 2, 4), (2, 1, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("processes", "accumulate", "size"),
+    [
+        (1, 1, 8),
+        (1, 2, 4),
+        pytest.param(2, 1, 4, marks=pytest.mark.exhaustive),
+        pytest.param(2, 2, 2, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_the_losses_are_those_of_a_loop_by_hand(processes, accumulate, size):
     """Over several epochs, as one has four steps; the rate that is found is the optimizer's and the scheduler's."""
     expected = by_hand(np.geomspace(1e-4, 0.5, 25), list(DataLoader(dataset(), 8)))
@@ -409,7 +418,7 @@ def search_broken_on_one(factor):
     return list(map(str, found.results["loss"])), found.suggestion()
 
 
-@pytest.mark.parametrize("factor", [1e6, math.nan])
+@pytest.mark.parametrize("factor", [pytest.param(1e6, marks=pytest.mark.exhaustive), math.nan])
 def test_it_stops_on_all_ranks_where_the_loss_of_one_diverges(factor):
     first, second = run(search_broken_on_one, 2, factor)
     assert first == second
@@ -556,7 +565,7 @@ def sizes_on_two(kind, strategy, fits, only_on):
     ("kind", "strategy", "fits", "only_on"),
     [
         pytest.param(Task, "ddp", 5, 1, id="ddp-one-rank"),
-        pytest.param(Unbuilt, "fsdp", 5, 1, id="fsdp-unbuilt-one-rank"),
+        pytest.param(Unbuilt, "fsdp", 5, 1, id="fsdp-unbuilt-one-rank", marks=pytest.mark.exhaustive),
         pytest.param(Task, "fsdp", 5, None, id="fsdp-all", marks=pytest.mark.slow),
     ],
 )

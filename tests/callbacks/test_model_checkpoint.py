@@ -336,8 +336,8 @@ class Goes(Tiny):
         self.log("val_loss", VALUES[self.trainer.current_epoch])
 
 
-@pytest.mark.parametrize("stop", [5, 10, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (7, 17))])
-@pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 4}])
+@pytest.mark.parametrize("stop", [5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (10, 7, 17))])
+@pytest.mark.parametrize("trigger", [pytest.param({}, marks=pytest.mark.exhaustive), {"every_n_train_steps": 4}])
 def test_resumed_it_keeps_what_it_would_have_kept(tmp_path, stop, trigger):
     def callbacks(root):
         arguments = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, **trigger}
@@ -636,12 +636,12 @@ class Wide(Tiny):
     ("optimizer", "options", "copies"),
     [
         (torch.optim.SGD, {}, 1),
-        (torch.optim.SGD, {"momentum": 0.9}, 2),
+        pytest.param(torch.optim.SGD, {"momentum": 0.9}, 2, marks=pytest.mark.exhaustive),
         (torch.optim.AdamW, {}, 3),
-        (torch.optim.Adam, {"amsgrad": True}, 4),
+        pytest.param(torch.optim.Adam, {"amsgrad": True}, 4, marks=pytest.mark.exhaustive),
         (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}, 4),
-        (torch.optim.Adagrad, {}, 2),
-        (torch.optim.Adadelta, {}, 3),
+        pytest.param(torch.optim.Adagrad, {}, 2, marks=pytest.mark.exhaustive),
+        pytest.param(torch.optim.Adadelta, {}, 3, marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

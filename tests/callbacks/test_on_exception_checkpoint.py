@@ -137,7 +137,7 @@ def whole(tmp_path_factory):
 
 
 # 4 batches of an epoch make 2 steps; 6 steps in all.
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_goes_on_as_if_it_had_never_failed(tmp_path, whole, place, step):
     within = step == 3
@@ -162,7 +162,7 @@ def test_a_run_goes_on_as_if_it_had_never_failed(tmp_path, whole, place, step):
     assert again.order == order[2 * step :]
 
 
-@pytest.mark.parametrize("step", [2, 4, 6])
+@pytest.mark.parametrize("step", [2, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (4, 6))])
 def test_a_validation_that_failed_is_made_up_for_before_the_next_step(tmp_path, step):
     flags = {"accumulate_grad_batches": 1, "val_check_interval": 2, "max_epochs": 2}
     validated = []
@@ -188,7 +188,15 @@ def test_a_validation_that_failed_is_made_up_for_before_the_next_step(tmp_path, 
     assert found == expected
 
 
-@pytest.mark.parametrize("flags", [{}, {"precision": "16-mixed"}, {"accumulate_grad_batches": 1}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        pytest.param({"precision": "16-mixed"}, marks=pytest.mark.exhaustive),
+        pytest.param({"accumulate_grad_batches": 1}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_ctrl_c(tmp_path, flags):
     """The optimizer, the loss scale and the learning rates as well."""
 
@@ -345,7 +353,7 @@ def go_on(root):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_of_two_processes_rank_zero_saves_and_nobody_waits(tmp_path, rank):
     assert "planned" in run(two, 2, str(tmp_path), rank, timeout=60)[rank]
     (path,) = (tmp_path / "c").iterdir()

@@ -62,8 +62,8 @@ def predict(root, data, world=1, shard_mib=64, **flags):
     return writer.folder
 
 
-@pytest.mark.parametrize("kind", [Numbers, Stream])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", [Numbers, pytest.param(Stream, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_every_sample_once_in_order(tmp_path, kind, world):
     for count in range(1, 2 * world * 2 + 2):
         root = tmp_path / str(count)

@@ -83,10 +83,15 @@ def test_as_torch_does_it(tmp_path, lottery, whole):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"pruning_fn": "random_unstructured", "amount": 0.3},
-        {"pruning_fn": "l1_unstructured", "amount": 0.3, "use_lottery_ticket_hypothesis": False},
+        pytest.param({"pruning_fn": "random_unstructured", "amount": 0.3}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"pruning_fn": "l1_unstructured", "amount": 0.3, "use_lottery_ticket_hypothesis": False},
+            marks=pytest.mark.exhaustive,
+        ),
         {"pruning_fn": "l1_unstructured", "amount": lambda epoch: 1 + epoch, "resample_parameters": True},
-        {"pruning_fn": "l1_unstructured", "prune_on_train_epoch_end": False},
+        pytest.param(
+            {"pruning_fn": "l1_unstructured", "prune_on_train_epoch_end": False}, marks=pytest.mark.exhaustive
+        ),
         {
             "pruning_fn": "ln_structured",
             "use_global_unstructured": False,
@@ -151,7 +156,7 @@ class Masked(Callback):
         self.masks = {n: task.net[n].weight_mask.clone() for n in (0, 2)}
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"])
+@pytest.mark.parametrize("kind", ["ema", pytest.param("swa", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("first", ["pruning", "averages"])
 def test_averages_are_pruned_in_either_order(tmp_path, kind, first):
     def callbacks(folder):

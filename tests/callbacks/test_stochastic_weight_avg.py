@@ -72,7 +72,7 @@ def test_as_torch_does_it(tmp_path, strategy, annealing):
     assert averaging.n_averaged == 4
 
 
-@pytest.mark.parametrize("epoch", [1, 3])
+@pytest.mark.parametrize("epoch", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(tmp_path, epoch):
     saver = ModelCheckpoint(tmp_path / "c", save_top_k=-1, every_n_train_steps=1)
     _, whole = fit(tmp_path, swa(), saver)
@@ -147,7 +147,7 @@ def on_two(root, strategy):
     return {name: value.detach().clone() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_two_processes_have_one_model_and_the_statistics_of_all_data(tmp_path, strategy):
     first, second = run(on_two, 2, str(tmp_path), strategy)
     assert all(torch.equal(first[name], second[name]) for name in first if "tracked" not in name)

@@ -156,7 +156,7 @@ def test_a_checkpoint_has_the_weights_and_the_averages(tmp_path):
         averaged_weights(next((tmp_path / "d").iterdir()))
 
 
-@pytest.mark.parametrize("step", [3, 4, 6])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (4, 6))])
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(tmp_path, step):
     saver = ModelCheckpoint(tmp_path / "c", every_n_train_steps=step, save_top_k=-1)
     _, whole_run = fit(tmp_path, EMAWeightAveraging(decay=0.8), saver, max_epochs=3)
@@ -228,7 +228,7 @@ def in_a_world(root, strategy, ckpt_path):
     return flat(task), torch.stack(task.trained), task.validated[-1], lengths
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_two_processes_average_what_each_holds(tmp_path, strategy):
     first, second = run(in_a_world, 2, str(tmp_path), strategy, None)
     assert torch.equal(first[0], second[0])

@@ -36,7 +36,9 @@ def played(name: str, devices: int) -> list[float]:
     return PROGRAMS[name](Fabric, devices)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name == "classify" else ()) for name in PROGRAMS]
+)
 def test_a_program_prints_the_numbers_of_lightning(name: str) -> None:
     assert played(name, 1) == pytest.approx(NUMBERS[name, 1], rel=1e-5)
 

@@ -69,13 +69,13 @@ def test_old_names():
 @pytest.mark.parametrize(
     "chain",
     [
-        "treadle.state.PartialState",
+        pytest.param("treadle.state.PartialState", marks=pytest.mark.exhaustive),
         "treadle.loops.fit_loop",
-        "treadle.core.module.LightningModule",
-        "treadle.utilities.rank_zero.rank_zero_only",
-        "treadle.plugins.precision.Precision",
+        pytest.param("treadle.core.module.LightningModule", marks=pytest.mark.exhaustive),
+        pytest.param("treadle.utilities.rank_zero.rank_zero_only", marks=pytest.mark.exhaustive),
+        pytest.param("treadle.plugins.precision.Precision", marks=pytest.mark.exhaustive),
         "treadle.compat.state.PartialState",
-        "treadle.compat.utilities.rank_zero.rank_zero_only",
+        pytest.param("treadle.compat.utilities.rank_zero.rank_zero_only", marks=pytest.mark.exhaustive),
     ],
 )
 def test_modules_are_attributes_without_an_import_of_their_own(chain):

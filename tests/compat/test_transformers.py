@@ -194,6 +194,7 @@ def test_another_optimizer_is_refused(tmp_path, name):
         task_arguments(arguments(tmp_path, optim=name))
 
 
+@pytest.mark.exhaustive
 def test_the_pages_script_before_runs():
     """The one after is run with the other blocks of the documents."""
     shared, before = (

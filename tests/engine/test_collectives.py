@@ -68,7 +68,9 @@ def repeated_in_each_case():
     return [repeated(*case) for case in REPEATED]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.exhaustive), 2, pytest.param(3, marks=pytest.mark.exhaustive)]
+)
 def test_a_mean_repeated_for_a_full_batch_weighs_the_samples_of_a_short_one(world):
     for every in run(repeated_in_each_case, world):
         for (_, n, batch_size), (mean, tokens, counts, sums) in zip(REPEATED, every, strict=True):

@@ -140,7 +140,7 @@ def fit(task, **flags):
     return trainer
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_float8_trains_nearly_as_bfloat16_does(strategy):
     task, other = Task(), Task()
     names = list(task.state_dict())

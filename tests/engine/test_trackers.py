@@ -158,7 +158,9 @@ def track_wandb(folder):
     return ids
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.exhaustive)]
+)
 def test_wandb(world, tmp_path):
     pytest.importorskip("wandb")
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
@@ -220,7 +222,13 @@ def track_service(folder, name):
     return found
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ("aim", "comet_ml", "clearml") else ())
+        for name in SERVICES
+    ],
+)
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_services(world, name, tmp_path, monkeypatch):
     service = SERVICES[name]

@@ -138,7 +138,9 @@ def test_each_point_is_where_it_says(door):
     assert order == [(p if ":" in p else f"{p}:before", n) for p, n, _, _ in MOMENTS]
 
 
-@pytest.mark.parametrize("rank", [None, 1], ids=["each", "rank 1"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(None, id="each", marks=pytest.mark.exhaustive), pytest.param(1, id="rank 1")]
+)
 @pytest.mark.parametrize("door", DOORS)
 def test_each_point_of_two_processes(door, rank):
     first, second = run(observe, 2, door, rank)

@@ -292,7 +292,7 @@ def aside(tmp_path):
 
 EXTENTS = [pytest.param(1, 16, id="some"), pytest.param(2, 1, id="all", marks=pytest.mark.slow)]
 """How many saves are gone through, each at every point, and that each n-th point is resumed from."""
-WAYS_TO_SAVE = ["same", pytest.param("numbered", marks=pytest.mark.exhaustive), "beside"]
+WAYS_TO_SAVE = [*(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("same", "numbered")), "beside"]
 
 
 @pytest.mark.parametrize(("saves", "resumed"), EXTENTS)
@@ -311,6 +311,7 @@ def test_own_loop_killed_on_tmpfs(aside, saves, resumed):
         door.kill_everywhere(reference, resumed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("saves", "every"), [pytest.param(1, 2, id="some"), pytest.param(2, 1, id="all", marks=pytest.mark.slow)]
 )
@@ -590,11 +591,14 @@ WAYS = {
     "offload": (lambda folder, value: write_weights(folder, Constant(value).state_dict()), {}, {}, [open_weights]),
 }  # fmt: skip
 """How weights are written: by what, how the old and how the new ones, and how they are read."""
+MORE = ["save_model, shards", "save_model, shards for one", "save_model, other shards", "save_model, torch's format"]
 
 
 @pytest.mark.parametrize("every", [pytest.param(3, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("action", ["kill", "oserror:ENOSPC"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("action", ["kill", pytest.param("oserror:ENOSPC", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.exhaustive if way in MORE else ()) for way in WAYS]
+)
 def test_weights_for_others_are_the_old_or_the_new_ones(tmp_path, way, action, every):
     write, before, after, readers = WAYS[way]
     folder, seen = tmp_path / "out", set()

@@ -76,10 +76,23 @@ FEW_SIGNALLED = {
 }
 
 
+MORE = {
+    FaultCell("teardown", "exit 0", 1, launcher="torchrun"),
+    FaultCell("busy peer", "exit 3", 1),
+    FaultCell("peer in C", "SIGKILL", 1, launcher="torchrun"),
+    SignalCell("HUP", "all", 2, "save", launcher="treadle launch"),
+    SignalCell("INT", "all", 1, "save", "fsdp"),
+}
+"""Of the few, those that `make test-all` alone runs: the others show the same of another point or launcher."""
+
+
 def mark(cells, few):
-    """The cells, and the few that the default suite runs; the others are marked."""
+    """The cells, and the few that the default suite and `make test-all` run; the others are marked."""
     others = [cell for cell in cells if cell not in few]
-    return [*sorted(few, key=str), *(pytest.param(cell, marks=pytest.mark.faults) for cell in others)]
+    return [
+        *(pytest.param(cell, marks=pytest.mark.exhaustive) if cell in MORE else cell for cell in sorted(few, key=str)),
+        *(pytest.param(cell, marks=pytest.mark.faults) for cell in others),
+    ]
 
 
 def describe(cell):

@@ -171,6 +171,7 @@ def fit_for(root, steps):
     return weights(fit(root, steps))
 
 
+@pytest.mark.exhaustive
 def test_killed_at_a_request_in_the_middle_of_a_save(bucket):
     kill_at(bucket, lambda total: [total // 2], ["after"])
 

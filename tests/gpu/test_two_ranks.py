@@ -53,11 +53,11 @@ def by_hand():
     ("options", "tolerance"),
     [
         ({}, 1e-5),
-        ({"zero": True}, 1e-5),
-        ({"comm_hook": "fp16"}, 5e-3),
-        ({"comm_hook": "bf16"}, 5e-2),
-        ({"sync_batchnorm": True}, 1e-5),
-        ({"static_graph": True}, 1e-5),
+        pytest.param({"zero": True}, 1e-5, marks=pytest.mark.exhaustive),
+        pytest.param({"comm_hook": "fp16"}, 5e-3, marks=pytest.mark.exhaustive),
+        pytest.param({"comm_hook": "bf16"}, 5e-2, marks=pytest.mark.exhaustive),
+        pytest.param({"sync_batchnorm": True}, 1e-5, marks=pytest.mark.exhaustive),
+        pytest.param({"static_graph": True}, 1e-5, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -84,6 +84,7 @@ def exchanged():
     return found, [str(item["at"].device) for item in objects], [item["at"].tolist() for item in objects]
 
 
+@pytest.mark.exhaustive
 def test_what_ranks_exchange():
     for found, devices, values in run(exchanged, 2, env=PLACES):
         assert found["permuted"][3:].tolist() == [[10, 13], [11, 14], [12, 15]]
@@ -113,6 +114,7 @@ def saved(folder):
     return are_equal(before, weights(net)), used
 
 
+@pytest.mark.exhaustive
 def test_a_save_beside_the_training_over_two_ranks(tmp_path):
     for equal, _ in run(saved, 2, str(tmp_path), env=PLACES):
         assert equal
@@ -138,6 +140,7 @@ def diverging():
     return None
 
 
+@pytest.mark.exhaustive
 def test_a_loss_that_is_not_finite_on_one_rank_ends_both():
     (first, said, whole), (second, _, other_whole) = run(diverging, 2, env=PLACES)
     assert first == second

@@ -32,6 +32,12 @@ DIFFERENT: dict[tuple[str, int], dict[str, str]] = {
 }
 
 
+LONG = (
+    *("autoregressive", "big_trainer", "cross_validation", "early_stopping", "glue", "maskgit_vae", "multi_dataset"),
+    *("tracking", "unconditional"),
+)
+
+
 def executed(name, world, folder):
     if world == 1:  # as a user starts it: with nothing in the environment of what launches processes
         for variable in os.environ.keys() - clean_environment().keys():
@@ -39,7 +45,15 @@ def executed(name, world, folder):
     return swapped.execute_accelerate_program(name, "treadle", Path(folder))
 
 
-@pytest.mark.parametrize(("name", "world"), [(name, n) for name, row in SOURCES.items() for n in row["processes"]])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        # Each on the most processes that it was recorded with by default, but for some that take long.
+        pytest.param(name, n, marks=() if n == max(row["processes"]) and name not in LONG else pytest.mark.exhaustive)
+        for name, row in SOURCES.items()
+        for n in row["processes"]
+    ],
+)
 def test_the_results_are_accelerates(name, world, tmp_path):
     theirs = RECORDED[name][str(world)]
     ours = run(executed, world, name, world, str(tmp_path))

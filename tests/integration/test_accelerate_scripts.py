@@ -305,6 +305,7 @@ def close(found, wanted):
 WORLDS = pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 
 
+@pytest.mark.exhaustive
 @WORLDS
 def test_classification(world, tmp_path):
     close(launched("classify", world, tmp_path), classified(world))

@@ -123,7 +123,7 @@ def experiment(lr):
     return net.weight.flatten().tolist()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_samples_run_and_say_what_a_loop_by_hand_says(world, tmp_path):
     main, *others = run(all_samples, world, str(tmp_path))
     assert all(printed == [] for other in others for printed in other.values())
@@ -430,13 +430,14 @@ class Validated(Task):
         pass
 
 
-ALWAYS = {("train", "raise"), ("save", "raise")}  # each takes seven seconds of both processors
+# Each takes seven seconds of both processors.
+MARKS = {("train", "raise"): (), ("save", "raise"): pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize(
     ("phase", "how"),
     [
-        pytest.param(phase, how, marks=() if (phase, how) in ALWAYS else pytest.mark.slow)
+        pytest.param(phase, how, marks=MARKS.get((phase, how), pytest.mark.slow))
         for phase in ("setup", "train", "eval", "save")
         for how in ("raise", "kill")
     ],

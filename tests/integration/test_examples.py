@@ -58,7 +58,7 @@ def both_doors(world, folder, precision, mixed):
 @pytest.mark.parametrize(
     ("world", "precision", "mixed"),
     [
-        (1, "32-true", "no"),
+        pytest.param(1, "32-true", "no", marks=pytest.mark.exhaustive),
         (2, "32-true", "no"),
         pytest.param(2, "bf16-mixed", "bf16", marks=pytest.mark.slow),
     ],
@@ -72,6 +72,7 @@ def test_own_loop_is_the_trainers_loop(world, precision, mixed, tmp_path):
     assert len(accuracies) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [pytest.param((), marks=pytest.mark.slow), ("--devices", "2", "--batch-size", "32", "--accumulate", "2")],
@@ -86,7 +87,7 @@ def test_digits(options, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--steps", "24", "--accumulate", "2"), id="one"),
+        pytest.param(("--steps", "24", "--accumulate", "2"), id="one", marks=pytest.mark.exhaustive),
         pytest.param(("--steps", "4", "--devices", "2", "--strategy", "fsdp"), id="fsdp", marks=pytest.mark.slow),
     ],
 )
@@ -97,6 +98,7 @@ def test_gpt(options, tmp_path, monkeypatch):
     assert "bits per byte" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_sweep(tmp_path):
     shutil.copytree(EXAMPLES, tmp_path, ignore=shutil.ignore_patterns("runs"), dirs_exist_ok=True)
     quick = ["trials=2", "trainer.max_epochs=1", "trainer.limit_train_batches=4"]
@@ -117,7 +119,7 @@ def test_sweep(tmp_path):
     "options",
     [
         pytest.param((), id="one", marks=pytest.mark.slow),
-        pytest.param(("--devices", "2", "--streaming"), id="two"),
+        pytest.param(("--devices", "2", "--streaming"), id="two", marks=pytest.mark.exhaustive),
     ],
 )
 def test_finetune(options, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 COMPILED = pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "cases",
     [

@@ -19,8 +19,9 @@ SAMPLES, GLOBAL_BATCH, EPOCHS = 45, 8, 2
 PRECISIONS = {"64-true": 1e-12, "32-true": 2e-6, "bf16-mixed": 2e-2}
 SETTINGS = [(precision, accumulate) for precision in PRECISIONS for accumulate in (1, 4)]
 WORLDS = {"1p": 1, "ddp-2p": 2, "fsdp-2p": 2, "hybrid-4p": 4}
+MARKS = {"fsdp-2p": pytest.mark.exhaustive, "hybrid-4p": pytest.mark.exhaustive}
 GRID = [
-    pytest.param(door, place, *setting, id=f"{door}-{place}-{setting[0]}-k{setting[1]}")
+    pytest.param(door, place, *setting, id=f"{door}-{place}-{setting[0]}-k{setting[1]}", marks=MARKS.get(place, ()))
     for door in ("trainer", "own_loop")
     for place in WORLDS
     for setting in SETTINGS
@@ -159,6 +160,6 @@ def test_one_list_of_losses(door, place, precision, accumulate):
         assert rank[precision, accumulate] == pytest.approx(wanted, abs=PRECISIONS[precision])
 
 
-@pytest.mark.parametrize("place", WORLDS)
+@pytest.mark.parametrize("place", [pytest.param(place, marks=MARKS.get(place, ())) for place in WORLDS])
 def test_own_loop_is_bit_equal_to_the_trainer(place):
     assert runs("trainer", place) == runs("own_loop", place)

@@ -14,7 +14,7 @@ A block of code is run by what stands behind its language:
     text says           lines of what the block before it prints, each in this order; `...` stands for anything
 
 `<!-- not run: reason -->` before a block leaves it out. `<!-- make test-all -->` leaves one to `make test-all`: for
-blocks that take more than some three seconds.
+blocks that take more than some three seconds. Before one of the blocks in ranks, it leaves all of the document's.
 """
 
 import difflib
@@ -102,6 +102,7 @@ RUN = [block for block in BLOCKS if block.reason is None]
 SCRIPTS = [block for block in RUN if block.language == "python" and not block.how]
 COMMANDS = [block for block in RUN if block.language == "bash"]
 IN_RANKS = sorted({(block.document, int(block.how[6:])) for block in RUN if block.how.startswith("ranks=")})
+LONG_IN_RANKS = {block.document for block in RUN if block.how.startswith("ranks=") and block.long}
 
 
 def holds(printed, says):
@@ -145,7 +146,13 @@ def in_ranks(document, folder):
         exec(compile(block.text, block.name, "exec"), names)
 
 
-@pytest.mark.parametrize(("document", "world"), IN_RANKS, ids=[document for document, _ in IN_RANKS])
+@pytest.mark.parametrize(
+    ("document", "world"),
+    [
+        pytest.param(document, world, id=document, marks=pytest.mark.exhaustive if document in LONG_IN_RANKS else ())
+        for document, world in IN_RANKS
+    ],
+)
 def test_python_blocks_run_in_ranks(document, world, tmp_path):
     run(in_ranks, world, document, str(tmp_path))
 

@@ -85,12 +85,14 @@ def test_gan(tmp_path):
     assert_same(ours, theirs)
 
 
+@pytest.mark.exhaustive
 def test_autoencoder(tmp_path):
     ours, theirs = both("autoencoder", tmp_path)
     assert len(theirs["losses"]) == 40
     assert_same(ours, theirs)
 
 
+@pytest.mark.exhaustive
 def test_transformer(tmp_path):
     ours, theirs = both("transformer", tmp_path)
     assert len(theirs["losses"]) == 80
@@ -101,6 +103,7 @@ def test_transformer(tmp_path):
     assert_same(ours, theirs)
 
 
+@pytest.mark.exhaustive
 def test_partial_groups(tmp_path):
     """ "Last group of an epoch": ten batches by four leave two, whose gradient Lightning divides by four."""
     ours, theirs = both("transformer, partial groups", tmp_path)
@@ -248,7 +251,13 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("name", swapped.list_programs())
+LONG = ("graph_metrics", "hydra_template", "potentials", "variational")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in LONG else ()) for name in swapped.list_programs()],
+)
 def test_programs_of_public_shapes(name, tmp_path):
     """Small programs of the shapes that public code has; `swap/programs/README.md` lists the sources."""
     (tmp_path / "run").mkdir()

@@ -87,7 +87,13 @@ def test_each_error_of_the_page_is_provoked_here():
     assert [name for name, _ in SHOWN] == list(PROVOKERS)
 
 
-@pytest.mark.parametrize(("name", "text"), SHOWN, ids=[name for name, _ in SHOWN])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        pytest.param(name, text, id=name, marks=pytest.mark.exhaustive if name == "save_on_one_rank" else ())
+        for name, text in SHOWN
+    ],
+)
 def test_the_page_has_the_text_that_comes(name, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wanted = re.escape(re.sub(r"\s+", " ", text)).replace(r"\.\.\.", ".*")

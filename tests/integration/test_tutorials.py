@@ -7,7 +7,8 @@ from processes import script
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/tutorials").glob("*.ipynb"))
-LONG = {"fine_tuning", "gan", "language_model", "reinforcement_learning"}  # of ten seconds and more
+# Those that take long.
+LONG = {"fine_tuning", "gan", "language_model", "reading_a_report", "reinforcement_learning", "scaling"}
 
 
 def test_there_are_tutorials():

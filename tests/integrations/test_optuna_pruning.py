@@ -63,7 +63,7 @@ def threshold(folder, name="study"):
     ("flags", "reported"),
     [
         ({}, {0: 1.0, 1: 2.0, 2: 3.0}),
-        ({"check_val_every_n_epoch": 2, "max_epochs": 4}, {1: 1.0, 3: 2.0}),
+        pytest.param({"check_val_every_n_epoch": 2, "max_epochs": 4}, {1: 1.0, 3: 2.0}, marks=pytest.mark.exhaustive),
         ({"val_check_interval": 0.5, "max_epochs": 2}, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}),
     ],
     ids=["each", "every second", "two in each"],

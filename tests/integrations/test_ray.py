@@ -64,10 +64,12 @@ def cluster(tmp_path_factory):
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_killed_worker_is_restarted_and_resumes_exactly(cluster, tmp_path):
     check_training(cluster, undisturbed(tmp_path / "alone"))
 
 
+@pytest.mark.exhaustive
 def test_the_process_group_that_ray_made_is_used(cluster):
     for rank in range(2):
         facts = json.loads((cluster / f"facts-{rank}").read_text())
@@ -80,6 +82,7 @@ def test_the_process_group_that_ray_made_is_used(cluster):
         assert "TorchTrainer with `ScalingConfig(num_workers=3)`" in facts["refused"]
 
 
+@pytest.mark.exhaustive
 def test_metrics_and_committed_checkpoints_are_reported(cluster):
     result = json.loads((cluster / "result").read_text())
     assert result["metrics"]["step"] == 18
@@ -93,6 +96,7 @@ def test_metrics_and_committed_checkpoints_are_reported(cluster):
         assert CheckpointStore(path).find() == [Path(path) / "checkpoint.ckpt"]
 
 
+@pytest.mark.exhaustive
 def test_a_search_stops_bad_trials(cluster):
     found = json.loads((cluster / "search").read_text())
     assert found["errors"] == []
@@ -109,6 +113,7 @@ def read_steps(folder):
     return (folder / "losses-0").read_text().splitlines()
 
 
+@pytest.mark.exhaustive
 def test_a_trial_starts_no_processes_of_its_own(cluster):
     refused = (cluster / "trial-0.05" / "refused").read_text()
     assert refused.startswith("devices=2 starts 2 processes, but this is a worker of Ray")

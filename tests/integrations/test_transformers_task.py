@@ -76,6 +76,8 @@ KINDS = {
     "classes": (classifier, collate_classes),
     "pairs": (translator, collate_pairs),
 }
+FEW_KINDS = ["causal", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("classes", "pairs"))]
+WORLDS = [("ddp", 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("auto", 1), ("fsdp", 2)))]
 
 
 def whole_gradient_step(kind, lr=0.1):
@@ -101,8 +103,8 @@ def one_step(kind, strategy):
     return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("strategy", "ranks"), WORLDS)
+@pytest.mark.parametrize("kind", FEW_KINDS)
 def test_the_gradient_is_the_mean_over_all_targets(kind, strategy, ranks):
     expected = whole_gradient_step(kind)
     stepped, *_ = run(one_step, ranks, kind, strategy)
@@ -138,8 +140,8 @@ def evaluated(kind, strategy):
     return validated, tested
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.parametrize("kind", FEW_KINDS)
 def test_losses_and_metrics_are_those_of_all_targets_at_once(kind, ranks):
     build, collate = KINDS[kind]
     batch = collate(texts())
@@ -231,7 +233,7 @@ def adapt_and_resume(folder, base, strategy, steps):
     return whole, fit_adapter(folder / "cut", base, 2, strategy, folder / "whole" / f"step={steps}.ckpt")
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), WORLDS)
 def test_adapters_alone_are_saved_and_resume_exactly(tmp_path, strategy, ranks):
     pytest.importorskip("peft")
     causal(dropout=0.1).save_pretrained(tmp_path / "base")
@@ -283,6 +285,7 @@ def train_and_resume(folder):
     return whole, train(2, resume=folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_own_loop_with_adapters_resumes_exactly(tmp_path, ranks):
     pytest.importorskip("peft")

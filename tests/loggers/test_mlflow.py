@@ -238,7 +238,9 @@ def fit(folder):
     return logger.version
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.exhaustive)]
+)
 def test_trainer(world, tmp_path):
     ids = run(fit, world, str(tmp_path), env=ALONE)
     assert len(set(ids)) == 1
@@ -274,6 +276,7 @@ def test_a_store_that_fails_does_not_end_training(tmp_path):
     assert (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().count("\n") == 9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("flask") is None, reason="mlflow-skinny has no server: pip install mlflow")
 def test_a_server(tmp_path):
     import socket

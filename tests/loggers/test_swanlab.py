@@ -19,6 +19,7 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_the_user_began_is_used(tmp_path):
     import swanlab as service
 

@@ -46,7 +46,7 @@ def both(*arguments, **options):
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
-@pytest.mark.parametrize("how", ["script", "-c"])
+@pytest.mark.parametrize("how", ["script", pytest.param("-c", marks=pytest.mark.exhaustive)])
 def test_a_program_ends_as_in_the_interpreter(name, how, tmp_path):
     (tmp_path / "program.py").write_text(OUTCOMES[name])
     arguments = ["program.py"] if how == "script" else ["-c", OUTCOMES[name]]

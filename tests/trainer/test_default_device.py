@@ -47,7 +47,7 @@ def fit(folder, strategy, device):
     return [p.detach().tolist() for p in task.parameters()], {k: float(v) for k, v in own.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("ddp", marks=pytest.mark.exhaustive)])
 @pytest.mark.filterwarnings("ignore")
 def test_the_run_is_the_same_under_any_default_device(tmp_path, strategy):
     if strategy == "ddp":

@@ -33,7 +33,7 @@ def names(folder):
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["now", "beside"])
-@pytest.mark.parametrize("cut", [0, 2])
+@pytest.mark.parametrize("cut", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_the_best_stays_the_bests(tmp_path, monkeypatch, beside, cut):
     """The second's retention would remove it, or the first's record would be of nothing yet on the disk."""
     write = filesystem.write_tensors

@@ -197,7 +197,7 @@ class Screen(io.StringIO):
 LOSSES = {"broken": BrokenPipeError(32, "Broken pipe"), "blocking": BlockingIOError(11, "it is full"), "closed": None}
 
 
-@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("kind", [pytest.param(TQDMProgressBar, marks=pytest.mark.exhaustive), RichProgressBar])
 @pytest.mark.parametrize("loss", [*LOSSES, "none"])
 def test_a_lost_stream_does_not_end_the_run(tmp_path, monkeypatch, loss, kind):
     error = Screen()

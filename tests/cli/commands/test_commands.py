@@ -105,7 +105,7 @@ def test_it_is_the_same_training_as_by_hand():
     assert torch.equal(weights("runs/default/1"), by_hand())
 
 
-@pytest.mark.parametrize("source", ["folder", "checkpoint"])
+@pytest.mark.parametrize("source", ["folder", pytest.param("checkpoint", marks=pytest.mark.exhaustive)])
 def test_a_run_is_repeated(source, here):
     assert main(["fit", "--config", "run.yaml", "model.lr=0.03"]) == 0
     (here / "run.yaml").unlink()
@@ -519,7 +519,13 @@ def examples(folder, arguments):
     return main(["fit", *arguments, "trainer.fast_dev_run=true", "trainer.accelerator=cpu"])
 
 
-@pytest.mark.parametrize("files", [["digits.yaml"], ["digits.yaml", "digits_sgd.yaml"]], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(["digits.yaml"], id="one", marks=pytest.mark.exhaustive),
+        pytest.param(["digits.yaml", "digits_sgd.yaml"], id="two"),
+    ],
+)
 def test_examples(files):
     """In a process of its own: the modules of that folder are imported by bare names."""
     folder = Path(__file__).parents[3] / "examples"

@@ -62,6 +62,7 @@ def test_a_launch_environment_that_is_incomplete() -> None:
     assert "RANK is not set, but WORLD_SIZE=2 is" in " ".join(out.split())
 
 
+@pytest.mark.exhaustive
 def test_a_full_shared_memory() -> None:
     # A new interpreter: `python()` forks from a process outside of the namespace.
     mounted = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh")

@@ -148,6 +148,7 @@ def test_without_libcst(capfd, monkeypatch):
     )
 
 
+@pytest.mark.exhaustive
 def test_two_hundred_files(capfd):
     """In seconds of the processor, whatever else the machine does; 1.5 on a machine of two cores."""
     filler = "".join(

@@ -170,7 +170,8 @@ def steps_of(number):
     return [int(line) for line in Path("runs", "sweep", str(number), "steps").read_text().split()]
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("count", [4, 20])
 def test_killed_and_resumed_none_is_lost_and_none_runs_twice(count, sweep):
     number, cut_short = f"trials={count}", set()
     with started(number, pause=0.1) as process:  # one trial's process, then the command and all trials
@@ -274,6 +275,7 @@ def by_hand(values, epochs):
             yield "COMPLETE"
 
 
+@pytest.mark.exhaustive
 def test_hyperband_prunes_and_a_pruned_trial_keeps_its_checkpoint(sweep, capsys):
     Path("sweep.yaml").write_text(
         SWEEP.replace("random", "grid").replace("trials: 3", "prune: hyperband").replace("processes: 2", "")

@@ -300,7 +300,9 @@ def attempt(folder, text, overrides):
     return check(load(["run.yaml"], overrides))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name == "too deep" else ()) for name in CASES]
+)
 def test_is_said(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text, overrides, words = CASES[name]

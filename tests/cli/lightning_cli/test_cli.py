@@ -75,7 +75,13 @@ RECORDED = {
 }
 
 
-@pytest.mark.parametrize("case", RECORDED)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("optimizer", "callables") else pytest.mark.exhaustive)
+        for case in RECORDED
+    ],
+)
 @pytest.mark.filterwarnings("ignore:Model.configure_optimizers", "ignore:Factories.configure_optimizers")
 def test_metrics_are_the_peers(case):
     cli, model, words, train_loss, val_loss = RECORDED[case]

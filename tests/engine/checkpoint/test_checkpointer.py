@@ -798,7 +798,7 @@ def resuming_at_an_end(folder):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_resume_from_the_last_batch_loses_no_epoch(world, tmp_path):
     for found in run(resuming_at_an_end, world, str(tmp_path)):
         assert found

@@ -56,6 +56,6 @@ def save_on_two(root, strategy):
     return (root / "bad").exists()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_one_rank_is_enough(tmp_path, strategy):
     assert run(save_on_two, 2, tmp_path, strategy) == [False, False]

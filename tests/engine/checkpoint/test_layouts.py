@@ -123,7 +123,8 @@ def checkpoints(tmp_path_factory):
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
-    "layout", ["single", "zero", pytest.param("fsdp3", marks=pytest.mark.exhaustive), "hybrid", "tensor"]
+    "layout",
+    ["single", "zero", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("fsdp3", "hybrid", "tensor"))],
 )
 def test_every_layout_loads_every_other(checkpoints, layout):
     root, after = checkpoints

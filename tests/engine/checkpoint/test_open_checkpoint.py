@@ -59,7 +59,7 @@ def load(root, kind):
 
 
 @pytest.mark.parametrize("kind", ["path", "weights", "newest"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_load_state_reads_each_byte_once(tmp_path, world, kind):
     ranks = run(load, world, tmp_path, kind)
     assert sum((hashed for _, hashed, _ in ranks), start=type(ranks[0][1])()) == once(Path(ranks[0][0]))

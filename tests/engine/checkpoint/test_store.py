@@ -276,6 +276,7 @@ def test_killed_while_overwriting_one_of_both_is_always_loadable(where):
     assert set(seen) == {1, 2}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.guarantee
 def test_killed_while_recovering_from_a_kill(tmp_path):
     target, tried = tmp_path / "run" / "last", 0
@@ -333,6 +334,7 @@ def reset(source, target):
     shutil.copytree(source, target)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.guarantee
 def test_killed_while_saving_a_new_one_the_older_stays(where):
     store, steps = CheckpointStore(where / "run"), set()
@@ -353,6 +355,7 @@ def test_killed_while_saving_a_new_one_the_older_stays(where):
     assert steps == {1, 2}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.guarantee
 def test_killed_while_removing_nothing_half_deleted_counts(tmp_path):
     store, left = CheckpointStore(tmp_path / "run"), set()

@@ -176,8 +176,15 @@ SOURCES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*are read again")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        # Each kind of data, and each mode, once by default.
+        pytest.param(kind, mode, marks=() if mode == MODES[n % len(MODES)] else pytest.mark.exhaustive)
+        for n, kind in enumerate(SOURCES)
+        for mode in MODES
+    ],
+)
 def test_going_on_from_any_step(kind, mode):
     for accumulate in (1, 2, 3):
         run = Ranks(SOURCES[kind], mode, accumulate=accumulate)
@@ -271,7 +278,11 @@ def count(batch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("change", [(1, 2), (2, 1), (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [(1, 2), *(pytest.param(change, marks=pytest.mark.exhaustive) for change in ((2, 1), (2, 2))), (3, 2)],
+    ids=str,
+)
 def test_another_number_of_processes(mode, change):
     """Each loader goes on with the samples that are left of its pass, and each pass has every sample once."""
 

@@ -257,8 +257,14 @@ def test_weights_give_the_mean_over_the_group():
         assert not group  # the epoch's last micro-batch ends its group
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["shuffle", "replacement", "many", *LAZY])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("shuffle", "replacement", "many", "torch", "own"),
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in LAZY if kind not in ("torch", "own")),
+    ],
+)
 def test_the_plain_loops_order(kind, workers):
     """Over three epochs, with a validation between them, whatever else is drawn from the process's generators."""
 
@@ -404,6 +410,13 @@ def sources():
         yield kind, lambda k=kind: DataLoader(range(23), sampler=Lazy(23, k), batch_size=2)
 
 
+LIKE_OTHERS = ["generator", "around", "around-batches", "around-saying", "python", "numpy", "own-torch", "own-python"]
+SOURCES = [
+    pytest.param(*pair, id=pair[0], marks=pytest.mark.exhaustive if pair[0] in LIKE_OTHERS else ())
+    for pair in sources()
+]
+
+
 def follow(ranks, epochs, noise=False):
     """All batches of `epochs` epochs, with the state after each step, through the codec."""
     found = []
@@ -416,7 +429,7 @@ def follow(ranks, epochs, noise=False):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(("name", "make"), [pytest.param(*pair, id=pair[0]) for pair in sources()])
+@pytest.mark.parametrize(("name", "make"), SOURCES)
 def test_resume_at_every_step(name, make):
     for size, k in ((1, 1), (2, 3)):
         whole = follow(Ranks(make, size, k), 2)
@@ -432,8 +445,10 @@ def test_resume_at_every_step(name, make):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("noise", [False, True], ids=["silent", "noisy"])
-@pytest.mark.parametrize(("name", "make"), [pytest.param(*pair, id=pair[0]) for pair in sources()])
+@pytest.mark.parametrize(
+    "noise", [pytest.param(False, id="silent", marks=pytest.mark.exhaustive), pytest.param(True, id="noisy")]
+)
+@pytest.mark.parametrize(("name", "make"), SOURCES)
 def test_resume_of_one_process(name, make, noise):
     """Which draws from its own generators, as its model does."""
     whole = follow(Ranks(make, 1, 2, process=True), 3, noise)
@@ -446,7 +461,7 @@ def test_resume_of_one_process(name, make, noise):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(("name", "make"), [pytest.param(*pair, id=pair[0]) for pair in sources()])
+@pytest.mark.parametrize(("name", "make"), SOURCES)
 def test_resume_in_another_world(name, make):
     for before, after in ((2, 1), (1, 2), (3, 2)):
         steps = [state for _, batch, state in follow(Ranks(make, before), 1) if batch is not None]
@@ -476,7 +491,9 @@ def with_a_length():
 
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:the stream has no state")
-@pytest.mark.parametrize("chain", [(1, 2), (2, 1), (3, 2), (1, 3, 2)])
+@pytest.mark.parametrize(
+    "chain", [(1, 2), (2, 1), *(pytest.param(chain, marks=pytest.mark.exhaustive) for chain in ((3, 2), (1, 3, 2)))]
+)
 def test_the_last_batch_is_known_in_another_world(chain):
     """So that an epoch is closed with it, and not before."""
     for name, make in with_a_length():
@@ -669,7 +686,7 @@ def test_workers_augment_alike_whatever_their_number():
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_resume_with_workers(persistent):
     whole = augmented(1, 2, persistent)
     for stop in (2, 5, 7):
@@ -820,8 +837,12 @@ STREAMS = ["stream", "counting", "subclass", "counting-subclass", "knowing", "wo
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("noise", [False, True], ids=["silent", "noisy"])
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize(
+    "noise", [pytest.param(False, id="silent", marks=pytest.mark.exhaustive), pytest.param(True, id="noisy")]
+)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive if "workers" in kind else ()) for kind in STREAMS]
+)
 @pytest.mark.filterwarnings("ignore:.*read again:UserWarning")
 def test_streams_of_one_process_resume(kind, noise):
     whole = follow(Ranks(lambda: make_stream(kind), 1, process=True), 3, noise)
@@ -832,7 +853,9 @@ def test_streams_of_one_process_resume(kind, noise):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive if "workers" in kind else ()) for kind in STREAMS]
+)
 def test_streams_resume(kind):
     def make():
         return make_stream(kind)
@@ -917,7 +940,14 @@ class Loose(DataLoader):
 
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:the stream has no state")
-@pytest.mark.parametrize("kind", [DataLoader, Loose, Negated], ids=["batches", "samples", "subclass"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(DataLoader, id="batches"),
+        pytest.param(Loose, id="samples", marks=pytest.mark.exhaustive),
+        pytest.param(Negated, id="subclass", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_persistent_workers_of_a_stream_that_draws(kind):
     per_epoch = 8 if kind is Loose else 4
     whole, _ = read_noise(kind, stop=3 * per_epoch)

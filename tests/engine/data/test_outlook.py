@@ -127,7 +127,13 @@ CASES = {
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.exhaustive if case in ("workers", "fsdp", "later", "limited") else ())
+        for case in CASES
+    ],
+)
 def test_the_training_is_that_of_ranks_that_exchange_their_samples(case):
     strategy, accumulate, lengths, workers, depth, expected, flags = CASES[case]
     ranks = run(compare, 2, strategy, accumulate, lengths, workers, depth, flags)
@@ -154,7 +160,7 @@ def widen(lengths):
     return [fit(depth, "ddp", 1, lengths, 0, callbacks=[Widening()], max_epochs=1) for depth in (0, 1, 2)]
 
 
-@pytest.mark.parametrize("short", [9, 11, 13, 15])
+@pytest.mark.parametrize("short", [9, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (11, 13)), 15])
 def test_a_step_may_take_more_micro_batches_than_were_read_ahead(short):
     for exchanging, *voting in run(widen, 2, (24, short)):
         for fitted in voting:

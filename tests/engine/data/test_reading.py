@@ -201,13 +201,16 @@ def large(kind, workers):
 
 AT_ONCE = [
     ("DataLoader, dataset with a length", WORKERS),
-    ("StatefulDataLoader, dataset with a length", WORKERS),
+    pytest.param("StatefulDataLoader, dataset with a length", WORKERS, marks=pytest.mark.exhaustive),
     ("StatefulDataLoader, stream with a state", WORKERS),
-    ("StatefulDataLoader, datasets", WORKERS),
-    ("StatefulDataLoader, datasets", 0),
-    ("DataLoader, datasets", 0),
+    pytest.param("StatefulDataLoader, datasets", WORKERS, marks=pytest.mark.exhaustive),
+    pytest.param("StatefulDataLoader, datasets", 0, marks=pytest.mark.exhaustive),
+    pytest.param("DataLoader, datasets", 0, marks=pytest.mark.exhaustive),
 ]
-AGAIN = [("DataLoader, datasets", WORKERS), ("DataLoader, stream without a state", 0)]
+AGAIN = [
+    pytest.param("DataLoader, datasets", WORKERS, marks=pytest.mark.exhaustive),
+    ("DataLoader, stream without a state", 0),
+]
 
 
 @pytest.mark.parametrize(("kind", "workers"), [*AT_ONCE, *AGAIN])

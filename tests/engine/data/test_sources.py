@@ -192,8 +192,11 @@ def by_hand(accumulate):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("kind", "accumulate"), [("stream", 1), ("stream", 4), ("sized", 4), ("batch sampler", 1)])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("kind", "accumulate"),
+    [pytest.param("stream", 1, marks=pytest.mark.exhaustive), ("stream", 4), ("sized", 4), ("batch sampler", 1)],
+)
 def test_uneven_ranks_train_as_one_process(kind, accumulate, strategy, tmp_path):
     metric, wanted = by_hand(accumulate)
     for steps, value, weights in run(by_trainer, 2, kind, strategy, accumulate, str(tmp_path)):

@@ -43,8 +43,12 @@ def read_and_resume_at_the_last_batch(path, size):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("size", [16, 18])  # as many batches for each rank, and one more for rank zero
-@pytest.mark.parametrize("resume", [read_and_resume_between_epochs, read_and_resume_at_the_last_batch])
+# As many batches for each rank, and one more for rank zero.
+@pytest.mark.parametrize("size", [pytest.param(16, marks=pytest.mark.exhaustive), 18])
+@pytest.mark.parametrize(
+    "resume",
+    [pytest.param(read_and_resume_between_epochs, marks=pytest.mark.exhaustive), read_and_resume_at_the_last_batch],
+)
 def test_a_resume_at_the_end_of_an_epoch_loses_no_batch(tmp_path, size, resume):
     """The ranks compare what they read first, which a resumed stream yields in the epoch that comes."""
     ranks = run(resume, 2, tmp_path / "saved", size)

@@ -182,7 +182,7 @@ def both_policies(strategy):
     return message, loop("skip", strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_all_ranks_decide_alike(strategy):
     first, second = run(both_policies, 2, strategy)
     for rank, (message, (weights, counts, advanced, _)) in enumerate((first, second)):

@@ -138,7 +138,9 @@ def test_with_a_prepared_loader_it_changes_nothing(plugin):
     assert run(with_and_without_join, 2, "ddp", plugin) == [[True] * 3] * 2
 
 
-@pytest.mark.parametrize("strategy", ["zero", "bn", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["zero", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("bn", "fsdp"))]
+)
 def test_what_can_not_do_without_a_rank_says_so_and_trains_on(strategy):
     found = run(warned, 2, strategy)
     assert found[0] == [True] * 3

@@ -139,10 +139,13 @@ def test_off_no_optimizer_is_hooked(monkeypatch):
     assert not optimizer.optimizer._optimizer_step_post_hooks
 
 
-MORE = [pytest.param(dtype, marks=pytest.mark.exhaustive) for dtype in (torch.float64, torch.float16, torch.complex64)]
+MORE = [
+    pytest.param(dtype, marks=pytest.mark.exhaustive)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.complex64, torch.int64)
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, *MORE], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, *MORE], ids=str)
 def test_any_bit_changes_the_digest(dtype):
     torch.manual_seed(1)
     tensor = (torch.randn(3, 5) * 9).to(dtype)

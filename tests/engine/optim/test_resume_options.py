@@ -242,7 +242,7 @@ def two(root, strategy):
     return train(build, LONG, AFTER, f"{root}/s", strategy=strategy, schedule="script") == whole[BEFORE:]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_on_two_processes(tmp_path, strategy):
     assert run(two, 2, str(tmp_path), strategy) == [True, True]
 

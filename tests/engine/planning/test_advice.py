@@ -63,10 +63,12 @@ def test_what_fits_gets_no_advice_to_shrink():
     ("strategy", "mib", "words"),
     [
         (DDP, 3.5, ["shard the model (strategy=fsdp)"]),
-        (FSDP, 2.5, ["activation_checkpointing_policy=True"]),
+        pytest.param(FSDP, 2.5, ["activation_checkpointing_policy=True"], marks=pytest.mark.exhaustive),
         (FSDP, 1.5, ["activation_checkpointing_policy=True", "micro-batches of", "accumulated"]),
-        (FSDP, 0.8, ["nothing simple makes it fit"]),
-        (FSDP, 0.2, ["parameters and optimizer alone are", "Take more processes"]),
+        pytest.param(FSDP, 0.8, ["nothing simple makes it fit"], marks=pytest.mark.exhaustive),
+        pytest.param(
+            FSDP, 0.2, ["parameters and optimizer alone are", "Take more processes"], marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_the_change_that_makes_it_fit_is_named(strategy, mib, words):
@@ -121,7 +123,7 @@ def test_the_screen_holds_one_page():
     assert low < likely < high
 
 
-@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("width", [80, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_the_screen_is_as_wide_as_the_terminal(width):
     plan = planner(FSDP, 2048, 1000)()
     schedule = Schedule(steps=1, samples=100, per_epoch=1, rates=[1e-7, 0.00299])

@@ -108,15 +108,15 @@ def planned(name, world, rank, accumulate=1, clip=None, **more):
 @pytest.mark.parametrize(
     ("name", "world", "accumulate", "clip"),
     [
-        ("flat", 2, 1, None),
+        pytest.param("flat", 2, 1, None, marks=pytest.mark.exhaustive),
         pytest.param("flat", 4, 1, 1.0, marks=pytest.mark.exhaustive),
         pytest.param("hybrid", 4, 1, None, marks=pytest.mark.exhaustive),
         ("hybrid", 4, 2, 1.0),
-        ("checkpointed", 2, 2, None),
-        ("each", 2, 2, None),
-        ("kept", 2, 2, None),
-        ("half", 2, 1, None),
-        ("tensor", 4, 2, 1.0),
+        pytest.param("checkpointed", 2, 2, None, marks=pytest.mark.exhaustive),
+        pytest.param("each", 2, 2, None, marks=pytest.mark.exhaustive),
+        pytest.param("kept", 2, 2, None, marks=pytest.mark.exhaustive),
+        pytest.param("half", 2, 1, None, marks=pytest.mark.exhaustive),
+        pytest.param("tensor", 4, 2, 1.0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_shards_and_traffic_are_those_of_real_processes(name, world, accumulate, clip):
@@ -174,9 +174,9 @@ def replicas(step, cap, precision):
     [
         (None, 0.004, "32-true"),
         ("score", 0.002, "32-true"),
-        ("score", None, "32-true"),
-        ("score", 0.002, "64-true"),
-        ("score", 0.002, "bf16-true"),
+        pytest.param("score", None, "32-true", marks=pytest.mark.exhaustive),
+        pytest.param("score", 0.002, "64-true", marks=pytest.mark.exhaustive),
+        pytest.param("score", 0.002, "bf16-true", marks=pytest.mark.exhaustive),
     ],
 )
 def test_replicas_reduce_in_the_pieces_of_real_ones(step, cap, precision):

@@ -58,7 +58,7 @@ def check(first, second, whole, status=143):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 def test_a_signal_ends_the_loop_after_the_step(accumulate, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     whole, _ = train(tmp_path / "whole", accumulate=accumulate)

@@ -53,6 +53,17 @@ def make(service, tmp_path):
         logger.finish()
 
 
+BY_ONE = pytest.mark.parametrize(
+    "service",
+    [
+        pytest.param(each, id=each.package, marks=() if each.package == "goodseed" else pytest.mark.exhaustive)
+        for each in SERVICES
+    ],
+    indirect=True,
+)
+"""For what one service shows by default, and `make test-all` with all of them."""
+
+
 class Color(enum.Enum):
     RED = 1
 
@@ -81,6 +92,7 @@ def test_numbers_and_hyperparameters_are_kept(service, make, tmp_path):
     assert not service.failed(tmp_path, logger.version)
 
 
+@BY_ONE
 def test_a_value_that_is_not_finite_is_kept_or_left_out(service, make, tmp_path):
     logger = make()
     nan, infinite = (6, float("nan")), (7, float("inf"))
@@ -128,6 +140,7 @@ def test_a_run_is_continued_by_its_id(service, make, tmp_path):
     assert service.failed(tmp_path, first.version) is (service.package == "trackio")  # whose alerts stay
 
 
+@BY_ONE
 def test_runs_of_one_process_are_apart(service, make, tmp_path):
     one, two = make(), make()
     for step in range(2):
@@ -141,6 +154,7 @@ def test_runs_of_one_process_are_apart(service, make, tmp_path):
     assert (service.failed(tmp_path, one.version), service.failed(tmp_path, two.version)) == (True, False)
 
 
+@BY_ONE
 def test_random_states_and_signal_handlers_stay(service, make, tmp_path):
     def state():
         handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -254,6 +268,7 @@ def fit(folder, package):
     return logger.version
 
 
+@BY_ONE
 def test_two_ranks(service, tmp_path):
     service.make(tmp_path)  # Aim's repository
     ids = run(fit, 2, str(tmp_path), service.package, env=service.environment(tmp_path))
@@ -266,6 +281,7 @@ def test_two_ranks(service, tmp_path):
 
 
 @pytest.mark.parametrize("when", [True, pytest.param("all", marks=pytest.mark.exhaustive)], ids=["end", "all"])
+@BY_ONE
 def test_checkpoints(when, service, make, tmp_path):
     logger = make(log_model=when) if service.keeps_files else make()
     own = trainer(tmp_path, [CSVLogger(tmp_path, "csv", 0), logger], callbacks=[Tell()])
@@ -290,6 +306,7 @@ class Breaks(Task):
         return super().training_step(batch, batch_idx)
 
 
+@BY_ONE
 def test_a_run_that_fails_is_marked(service, make, tmp_path):
     logger = make()
     own = trainer(tmp_path, [CSVLogger(tmp_path, "csv", 0), logger], enable_checkpointing=False)
@@ -339,7 +356,15 @@ os.kill(os.getpid(), 9)
 
 
 # Comet and SwanLab write an offline run when it ends; ClearML's and Trackio's need no more than is shown above.
-@pytest.mark.parametrize("service", [s for s in SERVICES if s.package in ("aim", "goodseed")], indirect=True)
+@pytest.mark.parametrize(
+    "service",
+    [
+        pytest.param(each, marks=() if each.package == "goodseed" else pytest.mark.exhaustive)
+        for each in SERVICES
+        if each.package in ("aim", "goodseed")
+    ],
+    indirect=True,
+)
 def test_a_run_whose_process_was_killed_is_continued(service, make, tmp_path):
     make()
     support = Path(__file__).parents[2] / "support"

@@ -120,7 +120,7 @@ except treadle.strategies.DistributedOperationException as error:
 @pytest.mark.parametrize(
     ("leave", "words"),
     [
-        ("sys.exit()", "has ended; its"),
+        pytest.param("sys.exit()", "has ended; its", marks=pytest.mark.exhaustive),
         ("sys.last_value = KeyError('own'); sys.exit()", "has ended with KeyError: 'own'; its"),
     ],
     ids=["normally", "with an error"],  # an exit status would make the launcher end the other one,

@@ -53,8 +53,8 @@ ALONE = (
 )
 
 
-@pytest.mark.parametrize("hook", ["on_step_end", "on_train_epoch_end"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("hook", [pytest.param("on_step_end", marks=pytest.mark.exhaustive), "on_train_epoch_end"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_a_save_on_one_rank_within_fit(tmp_path, strategy, hook):
     with pytest.raises(RuntimeError, match=ALONE.format(0, 1)):
         run(fit, 2, str(tmp_path), strategy, hook, (0,))
@@ -93,10 +93,20 @@ def own_loop(root, strategy, what):
     ("strategy", "what", "text"),
     [
         ("ddp", "step", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has continued"),
-        ("fsdp", "step", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has continued"),
+        pytest.param(
+            "fsdp",
+            "step",
+            "accelerator.save_state needs all processes, but rank 0 .* rank 1 has continued",
+            marks=pytest.mark.exhaustive,
+        ),
         ("ddp", "barrier", "rank 1 has continued, and waits in a later step or exchange. Call it on every rank"),
         ("fsdp", "another call", r"rank 0 .* rank 1 calls accelerator.save_model|rank 1 .* rank 0 calls .*save_state"),
-        ("fsdp", "end", "accelerator.save_model needs all processes, but rank 0 called it and rank 1 has ended"),
+        pytest.param(
+            "fsdp",
+            "end",
+            "accelerator.save_model needs all processes, but rank 0 called it and rank 1 has ended",
+            marks=pytest.mark.exhaustive,
+        ),
         ("auto", "nothing prepared", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has ended"),
     ],
 )

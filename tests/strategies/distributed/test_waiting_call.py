@@ -65,6 +65,7 @@ else:
 """
 
 
+@pytest.mark.exhaustive
 def test_calls_of_torch_that_come_first_of_all_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(FIRST)
@@ -95,7 +96,7 @@ if trainer.global_rank == int(sys.argv[1]):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_call_of_one_rank_after_the_others_have_ended_names_its_line(tmp_path, rank):
     (tmp_path / "train.py").write_text(LONE)
     done = script(tmp_path / "train.py", str(rank))

@@ -127,6 +127,7 @@ def test_by_default_only_those_that_wait_for_others_are_held_to_the_limit():
     assert run(slow_alone, 2) == ["script", "script"]
 
 
+@pytest.mark.exhaustive
 def test_a_stop_of_the_whole_job_is_no_hang(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, time, treadle\n"

@@ -149,12 +149,15 @@ VARIANTS = {
     "offloaded": {"cpu_offload": True},
     "sync each": {"sync_each_batch": True},
 }
+FEW = ("plain", "kept", "recomputed", "offloaded", "sync each")
+MORE = tuple(name for name in VARIANTS if name not in FEW)
+"""The variants that `make test-all` alone runs."""
 
 
 def trained():
     """All that is trained by two processes, in one launch."""
     logging.getLogger("treadle").setLevel(logging.ERROR)
-    return variants(4) | {
+    return variants(4, FEW) | {
         "late": fit({}, late=True),
         "frozen": fit({}, frozen=True),
         "late and frozen": fit({}, late=True, frozen=True),
@@ -165,10 +168,8 @@ def trained():
     }
 
 
-def variants(accumulate):
-    return {
-        f"{name}-{accumulate}": fit(options, accumulate_grad_batches=accumulate) for name, options in VARIANTS.items()
-    }
+def variants(accumulate, names=tuple(VARIANTS)):
+    return {f"{name}-{accumulate}": fit(VARIANTS[name], accumulate_grad_batches=accumulate) for name in names}
 
 
 @functools.cache
@@ -177,9 +178,12 @@ def by_two(work=trained, *args):
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in MORE else ()) for name in VARIANTS]
+)
 def test_every_variant_trains_as_one_process_does(name, accumulate):
-    for rank in by_two() if accumulate == 4 else by_two(variants, 1):
+    others = MORE if accumulate == 4 else tuple(VARIANTS)
+    for rank in by_two(variants, accumulate, others) if name in others else by_two():
         same(rank[f"{name}-{accumulate}"], in_one_process(accumulate=accumulate))
 
 
@@ -338,6 +342,7 @@ def memory_of_construction(width, blocks):
     return [1024 * (point - before) / total for point in (built, after)]
 
 
+@pytest.mark.exhaustive
 def test_a_model_is_never_whole():
     at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system
     for built, after in run(memory_of_construction, 2, 1024, 24, env=at_once):  # 400 MB, 24 blocks of 17

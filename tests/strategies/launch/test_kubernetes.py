@@ -227,15 +227,16 @@ def test_the_files_of_one_kind_differ_in_the_launcher_and_the_policies_alone() -
         assert all(line.startswith(("torchrun", "restartPolicy", "backoffLimit", "maxRestarts")) for line in differing)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "pod"),
     [
         ("pytorchjob.yaml", 1),
-        pytest.param("pytorchjob.yaml", 0, marks=pytest.mark.exhaustive),
-        pytest.param("pytorchjob_exit_codes.yaml", 0, marks=pytest.mark.exhaustive),
-        pytest.param("jobset.yaml", 1, marks=pytest.mark.exhaustive),
+        ("pytorchjob.yaml", 0),
+        ("pytorchjob_exit_codes.yaml", 0),
+        ("jobset.yaml", 1),
         ("jobset_exit_codes.yaml", 1),
-        pytest.param("jobset_exit_codes.yaml", 0, marks=pytest.mark.exhaustive),
+        ("jobset_exit_codes.yaml", 0),
     ],
 )
 def test_a_preempted_pod_ends_all_and_the_restart_resumes_exactly(

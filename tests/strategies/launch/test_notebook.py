@@ -88,7 +88,9 @@ def test_a_function_of_the_session_trains_the_same_in_one_process_and_in_two() -
 @pytest.mark.parametrize(
     ("action", "says"),
     [
-        ("raise ValueError('no such thing')", "rank 1 of 2 failed:\nTraceback"),
+        pytest.param(
+            "raise ValueError('no such thing')", "rank 1 of 2 failed:\nTraceback", marks=pytest.mark.exhaustive
+        ),
         pytest.param("os.kill(os.getpid(), 9)", "rank 1 of 2 was killed by SIGKILL.", marks=pytest.mark.slow),
         pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.slow),
         ("os._exit(4)", "rank 1 of 2 ended with exit status 4."),

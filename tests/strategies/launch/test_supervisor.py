@@ -148,7 +148,9 @@ while "worker" not in open(sys.argv[1]).read():
 FAIL = 'say(f"failed at {time.time()}")\n'
 
 
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=() if how == "killed" else pytest.mark.exhaustive) for how in FAILURES]
+)
 def test_first_failure_ends_the_others_and_gives_the_status(start: Start, tmp_path: Path, how: str) -> None:
     action, status = FAILURES[how]
     peer = IN_COLLECTIVE if how == "raises" else STUCK_WITH_A_WORKER
@@ -176,7 +178,11 @@ def test_first_failure_ends_the_others_and_gives_the_status(start: Start, tmp_pa
 
 @pytest.mark.parametrize(
     ("number", "times", "options"),
-    [(signal.SIGTERM, 2, "{'grace': 1.0}"), (signal.SIGUSR1, 1, "{'grace': 1.0}"), (signal.SIGINT, 2, "{}")],
+    [
+        (signal.SIGTERM, 2, "{'grace': 1.0}"),
+        pytest.param(signal.SIGUSR1, 1, "{'grace': 1.0}", marks=pytest.mark.exhaustive),
+        (signal.SIGINT, 2, "{}"),
+    ],
 )
 def test_signal_goes_to_every_rank_and_sigkill_after_the_grace_or_a_second_ctrl_c(
     start: Start, tmp_path: Path, number: signal.Signals, times: int, options: str

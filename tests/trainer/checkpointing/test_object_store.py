@@ -98,7 +98,9 @@ def command(*arguments):
 # -- one process -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("word", ["last", "auto", "path"])
+@pytest.mark.parametrize(
+    "word", ["auto", *(pytest.param(word, marks=pytest.mark.exhaustive) for word in ("last", "path"))]
+)
 def test_a_run_at_a_url_resumes_bit_for_bit(root, tmp_path, word):
     first, _ = fit(f"{root}/run", 1)
     path = first.checkpoint_callback.last_model_path
@@ -252,10 +254,8 @@ def train_on_ranks(root, strategy, epochs, ckpt_path, async_save):
     return weights if trainer.is_global_zero else None, str(trainer.ckpt_path)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "async_save"),
-    [("ddp", True), pytest.param("fsdp", False, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("strategy", "async_save"), [("ddp", True), ("fsdp", False)])
 def test_two_ranks_save_and_resume_on_s3(s3, tmp_path, strategy, async_save):
     root = f"s3://bucket/{strategy}"
     run(train_on_ranks, 2, root, strategy, 1, None, async_save, env=s3)

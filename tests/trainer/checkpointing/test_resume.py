@@ -209,8 +209,14 @@ SETTINGS = {
 }
 
 
+MORE = ["sgd", "accumulated", "bf16-true", "weighted"]
+"""The settings that `make test-all` alone runs."""
+
+
 @pytest.mark.filterwarnings("ignore:the stream has no state", "ignore:.*nothing is validated", "ignore:.*lr_scheduler")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in MORE else ()) for name in SETTINGS]
+)
 def test_resume_from_any_step(tmp_path, name):
     settings = SETTINGS[name]
     whole = train(settings, seed=1, root=tmp_path)
@@ -245,8 +251,10 @@ class SaveAt(treadle.Callback):
         setattr(self, hook, save)
 
 
-@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
-@pytest.mark.parametrize("name", ["sgd", "plateau"])
+@pytest.mark.parametrize(
+    "hook", [pytest.param("on_train_epoch_end", marks=pytest.mark.exhaustive), "on_validation_end"]
+)
+@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.exhaustive), "plateau"])
 def test_saved_at_an_epochs_end(tmp_path, hook, name):
     """Where ModelCheckpoint saves: what is left of that epoch's end is done by the run that goes on."""
     settings = SETTINGS[name]
@@ -380,6 +388,7 @@ def resume_some(root, world, steps):
     return [train(of_width(world), seed=9, ckpt_path=root / f"step{step}") for step in steps]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_two_processes(tmp_path):
     for whole_and_resumed in zip(*run(two_processes, 2, tmp_path), strict=True):
@@ -432,6 +441,7 @@ def six_at_once(root, world, steps):
     return [train(settings, seed=9, ckpt_path=root / f"step{step}") for step in steps]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_three_processes_then_two(tmp_path):

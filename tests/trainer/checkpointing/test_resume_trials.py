@@ -34,7 +34,9 @@ def report(found):
 
 @quiet
 @pytest.mark.guarantee
-@pytest.mark.parametrize("seed", FEW)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.exhaustive if n % 2 else ()) for n, seed in enumerate(FEW)]
+)
 def test_few(tmp_path, seed):
     own, found, count = trial(seed, tmp_path)
     assert not found, report([(seed, own, found)])
@@ -65,6 +67,7 @@ def trials_here(seeds, root, door):
     return found
 
 
+@pytest.mark.exhaustive
 @quiet
 @pytest.mark.guarantee
 def test_few_on_two_processes(tmp_path):

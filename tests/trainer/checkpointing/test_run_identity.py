@@ -80,7 +80,13 @@ OTHER_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ("nested", "dataclass", "list") else ())
+        for name in OTHER_RUNS
+    ],
+)
 def test_another_runs_checkpoints_are_skipped_and_said_once(tmp_path, name):
     first, second, text = OTHER_RUNS[name]
     fit(tmp_path, first(), saver=ModelCheckpoint(tmp_path / "c", "{step}", every_n_train_steps=1, save_top_k=-1))
@@ -135,13 +141,13 @@ def test_a_model_that_is_built_in_setup_is_no_other_model(tmp_path):
     [
         ({"max_epochs": 1}, {"max_epochs": 2}, {"max_epochs": 2}),
         ({"data_dir": "/a"}, {"data_dir": "/b"}, {}),
-        ({"corpus": "/a/x.txt"}, {"corpus": "s3://b/x.txt"}, {}),
-        ({"opt": {"max_steps": 5}}, {"opt": {"max_steps": 9}}, {}),
+        pytest.param({"corpus": "/a/x.txt"}, {"corpus": "s3://b/x.txt"}, {}, marks=pytest.mark.exhaustive),
+        pytest.param({"opt": {"max_steps": 5}}, {"opt": {"max_steps": 9}}, {}, marks=pytest.mark.exhaustive),
         ({"num_workers": 0, "devices": 1}, {"num_workers": 4, "devices": 8}, {}),
         ({}, {"added_since": 3}, {}),
-        ({"dropped_since": 3}, {}, {}),
+        pytest.param({"dropped_since": 3}, {}, {}, marks=pytest.mark.exhaustive),
         ({"sizes": (1, 2), "rate": 1}, {"sizes": [1, 2], "rate": 1.0}, {}),
-        ({"colour": Colour.RED.name}, {"colour": "RED"}, {}),
+        pytest.param({"colour": Colour.RED.name}, {"colour": "RED"}, {}, marks=pytest.mark.exhaustive),
         ({"nan": float("nan")}, {"nan": float("nan")}, {}),
     ],
 )

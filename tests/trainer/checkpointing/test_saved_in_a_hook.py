@@ -82,7 +82,13 @@ VALIDATION = ["on_validation_start", "on_validation_epoch_start", "on_validation
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
-    ("hook", "step"), [(h, s) for h in AFTER for s in (4, 7, 8)] + [(h, s) for h in VALIDATION for s in (4, 8)]
+    ("hook", "step"),
+    [
+        pytest.param(hook, step, marks=() if step == 8 else pytest.mark.exhaustive)
+        for hooks, steps in ((AFTER, (4, 7, 8)), (VALIDATION, (4, 8)))
+        for hook in hooks
+        for step in steps
+    ],
 )
 def test_a_run_goes_on_from_it(tmp_path, hook, step):
     whole = fit()

@@ -13,7 +13,7 @@ from treadle.engine.weights import load_weights
 import treadle
 
 QUIETLY = {**QUIET, "enable_checkpointing": True}
-WORLDS = [("auto", 1), ("ddp", 2), ("fsdp", 2)]
+WORLDS = [("ddp", 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("auto", 1), ("fsdp", 2)))]
 
 
 class Adapted(treadle.TaskModule):

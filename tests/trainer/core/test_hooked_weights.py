@@ -207,7 +207,7 @@ def distributed_round_trip(folder, strategy):
     return weights, whole(loaded), whole(resumed), whole(straight), names_in(path)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_hooks_edit_the_weights_on_two_processes(tmp_path, strategy):
     for weights, loaded, resumed, straight, names in run(distributed_round_trip, 2, str(tmp_path), strategy):
         assert names == ["head.bias", "head.weight"]

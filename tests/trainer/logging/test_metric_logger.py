@@ -564,6 +564,7 @@ def uneven():
     return results
 
 
+@pytest.mark.exhaustive
 def test_an_empty_share_counts_nothing():
     """Five samples in batches of two on two processes: of the last batch one process has none of its own."""
     (one, *others) = uneven()
@@ -639,6 +640,7 @@ def batches_of_two():
     return recorder.rows
 
 
+@pytest.mark.exhaustive
 def test_batches_of_two_processes():
     rows, nothing = run(batches_of_two, 2)
     # Batches (1 | 2) and (3, 4 | 9), of both processes.

@@ -120,17 +120,17 @@ REFUSED = {
 WAYS = [("ddp", False), ("fsdp", False), ("ddp", True)]
 
 
-def each(cases, always, without=()):
-    """Return every case in every way but those without, of which all but the first way run for some cases only."""
+def each(cases, always, seldom=(), without=()):
+    """Return every case in every way but those without; the default suite runs two ways of some, and none of others."""
     every = [(case, *way) for case in cases for way in WAYS if (case, way[1]) not in without]
     marks = [
-        () if case in always or (strategy, manual) == WAYS[0] else pytest.mark.exhaustive
+        () if case not in seldom and (manual <= (case in always)) and strategy == "ddp" else pytest.mark.exhaustive
         for case, strategy, manual in every
     ]
     return [pytest.param(*one, marks=mark) for one, mark in zip(every, marks, strict=True)]
 
 
-@pytest.mark.parametrize(("case", "strategy", "manual"), each(ACTED_ON, ["stop"]))
+@pytest.mark.parametrize(("case", "strategy", "manual"), each(ACTED_ON, ["stop"], ["max_time", "early stopping"]))
 def test_all_ranks_act_after_the_same_step(tmp_path, case, strategy, manual):
     first, second = run(decide, 2, case, strategy, manual, tmp_path)
     assert first == second
@@ -140,7 +140,9 @@ def test_all_ranks_act_after_the_same_step(tmp_path, case, strategy, manual):
 
 
 # Manual optimization takes no accumulate_grad_batches.
-@pytest.mark.parametrize(("case", "strategy", "manual"), each(REFUSED, ["leave"], without=[("accumulate", True)]))
+@pytest.mark.parametrize(
+    ("case", "strategy", "manual"), each(REFUSED, ["leave"], ["save"], without=[("accumulate", True)])
+)
 def test_all_ranks_refuse_what_they_cannot_agree_on(tmp_path, case, strategy, manual):
     errors = run(refused, 2, case, strategy, manual, tmp_path)
     # Of a save that one rank calls, the other learns by the end of the one that got the error.

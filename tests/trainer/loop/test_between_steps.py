@@ -69,8 +69,8 @@ def trainer(**flags):
 @pytest.mark.parametrize(
     ("batches", "accumulate", "interval", "expected"),
     [
-        (100, 4, 0.5, [52, 100]),
-        (20, 3, 0.25, [6, 12, 15, 20]),
+        pytest.param(100, 4, 0.5, [52, 100], marks=pytest.mark.exhaustive),
+        pytest.param(20, 3, 0.25, [6, 12, 15, 20], marks=pytest.mark.exhaustive),
         (24, 3, 4, [6, 9, 12, 18, 21, 24]),
         (10, 1, 4, [4, 8]),
         (10, 2, 3, [4, 6, 10]),

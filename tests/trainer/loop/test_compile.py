@@ -140,9 +140,9 @@ class Deep(Net):
     ("blocks", "regional", "compiled"),
     [
         (6, None, {"net.stem", *(f"net.blocks.{n}" for n in range(6)), "net.head", "loss"}),
-        (2, None, {"net", "loss"}),  # little would be shared
+        pytest.param(2, None, {"net", "loss"}, marks=pytest.mark.exhaustive),  # little would be shared
         (2, True, {"net.stem", "net.blocks.0", "net.blocks.1", "net.head", "loss"}),
-        (6, False, {"net", "loss"}),
+        pytest.param(6, False, {"net", "loss"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_repeated_blocks_within_a_part_are_compiled_once(tmp_path, blocks, regional, compiled):
@@ -372,7 +372,7 @@ def on_two_processes(root, strategy):
     return len(counting.graphs), counting.breaks, task.seen, plain.seen, list(task.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_on_two_processes(strategy, tmp_path):
     for graphs, breaks, compiled, plain, names in run(on_two_processes, 2, str(tmp_path), strategy):
         assert 6 <= graphs <= 8

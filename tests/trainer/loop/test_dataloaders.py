@@ -130,7 +130,7 @@ class Collects(treadle.Callback):
             trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}")
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_loaders_are_asked_for_anew_and_a_run_goes_on_with_the_ones_it_had(every, tmp_path):
     def fit(path=None, folder=None):
         torch.manual_seed(4)

@@ -137,7 +137,7 @@ def evaluate_all(kind, workers, strategy, world, counts):
 
 
 EVERY = [(kind, workers, *of) for kind in KINDS for workers in (0, 2) for of in (("ddp", 2), ("ddp", 3), ("fsdp", 2))]
-QUICK = [("rows", 0, "ddp", 3), ("stream", 0, "ddp", 2), ("stream", 0, "fsdp", 2)]
+QUICK = [("rows", 0, "ddp", 3)]
 
 
 @pytest.mark.filterwarnings("ignore:The variance of predictions", "ignore:No (positive|negative) samples")

@@ -114,7 +114,7 @@ class Slow(Line):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("batches", [1, 1000])
+@pytest.mark.parametrize("batches", [1, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_max_time(batches):
     for limit in ("00:00:00:01", timedelta(seconds=0.2), {"milliseconds": 200}):
         began = time.monotonic()

@@ -57,10 +57,10 @@ STEP = "on_train_batch_start"
 @pytest.mark.parametrize(
     ("devices", "hook", "number", "to_rank"),
     [
-        (1, STEP, signal.SIGTERM, True),
+        pytest.param(1, STEP, signal.SIGTERM, True, marks=pytest.mark.exhaustive),
         (2, STEP, signal.SIGTERM, True),  # the other rank waits for it, and has got no signal
         pytest.param(2, STEP, signal.SIGINT, False, marks=pytest.mark.exhaustive),
-        (2, "on_save_checkpoint", signal.SIGUSR1, False),
+        pytest.param(2, "on_save_checkpoint", signal.SIGUSR1, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_that_hangs_after_a_signal_ends(devices, hook, number, to_rank, tmp_path):

@@ -103,7 +103,7 @@ def on_two_ranks(strategy, bad):
 
 
 @pytest.mark.parametrize("bad", [2, STEPS - 1])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_two_ranks_leave_it_out(strategy, bad):
     for message, unchanged, _ in run(on_two_ranks, 2, strategy, bad):
         assert unchanged

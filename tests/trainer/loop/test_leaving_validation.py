@@ -136,8 +136,18 @@ def check(first, second, whole, status):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("flags", [{}, {"val_check_interval": 1}, {"max_epochs": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("flags", "number", "status"),
+    [
+        ({}, signal.SIGTERM, 143),
+        pytest.param({}, signal.SIGINT, 130, marks=pytest.mark.exhaustive),
+        pytest.param({"val_check_interval": 1}, signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
+        pytest.param({"val_check_interval": 1}, signal.SIGINT, 130, marks=pytest.mark.exhaustive),
+        pytest.param({"max_epochs": 1}, signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
+        ({"max_epochs": 1}, signal.SIGINT, 130),
+    ],
+    ids=str,
+)
 def test_a_signal_leaves_the_validation_at_the_next_batch(number, status, flags, tmp_path):
     whole = fit(tmp_path / "whole", **flags)
     first = fit(tmp_path / "a", number, **flags)
@@ -159,7 +169,7 @@ def leave_on_two(folder, strategy, rank, number, status):
     [
         ("ddp", 1, signal.SIGTERM, 143),
         pytest.param("ddp", 0, signal.SIGINT, 130, marks=pytest.mark.exhaustive),
-        ("fsdp", 0, signal.SIGUSR1, 143),
+        pytest.param("fsdp", 0, signal.SIGUSR1, 143, marks=pytest.mark.exhaustive),
     ],
 )
 def test_all_ranks_leave_before_the_same_batch(strategy, rank, number, status, tmp_path):
@@ -177,7 +187,9 @@ def leave_stage(stage, rank):
     return caught.value.code, task.seen
 
 
-@pytest.mark.parametrize("stage", ["validate", pytest.param("test", marks=pytest.mark.exhaustive), "predict"])
+@pytest.mark.parametrize(
+    "stage", ["validate", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("test", "predict"))]
+)
 def test_an_evaluation_alone_ends_too(stage, tmp_path):
     (code, seen), other = run(leave_stage, 2, stage, 1)
     assert (code, seen) == other

@@ -130,7 +130,10 @@ def gan_on_two(strategy, kind):
     return trainer.global_step, weights(task)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("ddp", Gan), ("zero", Gan), ("ddp", ToggledByOptimizer)])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [("ddp", Gan), pytest.param("zero", Gan, marks=pytest.mark.exhaustive), ("ddp", ToggledByOptimizer)],
+)
 def test_two_optimizers_on_two_processes(strategy, kind):
     (steps, first), (_, second) = run(gan_on_two, 2, strategy, kind)
     assert steps == 12

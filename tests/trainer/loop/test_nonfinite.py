@@ -178,7 +178,15 @@ def train_all(cases):
 
 
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["spread", "all"])
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (1, "fsdp"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (1, "auto"),
+        pytest.param(1, "fsdp", marks=pytest.mark.exhaustive),
+        (2, "ddp"),
+        pytest.param(2, "fsdp", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_is_not_finite_is_an_error_or_left_out(ranks, strategy, every):
     cases = name_cases(ranks, strategy)[::every]
     assert len({case[5] for case in cases}) == 2

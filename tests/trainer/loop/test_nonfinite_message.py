@@ -154,7 +154,7 @@ def on_two_ranks(strategy, where, bad_input):
     return fail(Net(where), Samples(bad_input), devices=2, strategy=strategy, batch_size=1)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("where", ["loss", "backward"])
 def test_two_ranks(strategy, where):
     # Of the third global batch rank 0 has sample 4, rank 1 sample 5.
@@ -175,7 +175,9 @@ def watched_on_two_ranks(strategy, manual):
     return fail(task, Samples(), NonFiniteWatch(), devices=2, strategy=strategy, batch_size=1)
 
 
-@pytest.mark.parametrize(("strategy", "manual"), [("ddp", False), ("fsdp", False), ("ddp", True)])
+@pytest.mark.parametrize(
+    ("strategy", "manual"), [("ddp", False), pytest.param("fsdp", False, marks=pytest.mark.exhaustive), ("ddp", True)]
+)
 def test_the_watch_names_the_rank(strategy, manual):
     for message in [run_until_failure(strategy, manual)] if manual else run(watched_on_two_ranks, 2, strategy, manual):
         assert message.startswith("the gradient of the output of middle (Linear) is the first to hold NaN or infinity")

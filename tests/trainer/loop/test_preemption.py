@@ -133,11 +133,21 @@ PLACES = [
     ("on_save_checkpoint", 12, 12),
     ("on_validation_batch_start", 24, 24),
 ]
+TWICE = [PLACES[0], PLACES[4]]
+RANKS = [
+    ("ddp", 1),
+    *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("ddp", 0), ("fsdp", 0), ("fsdp", 1))),
+]
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(("place", "step", "saved"), PLACES)
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    ("times", "place", "step", "saved"),
+    [
+        *((1, *place) for place in PLACES),
+        *(pytest.param(2, *place, marks=() if place in TWICE else pytest.mark.exhaustive) for place in PLACES),
+    ],
+)
 @in_own_process
 def test_a_signal_saves_at_the_next_step_boundary(place, step, saved, times, tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
@@ -149,7 +159,14 @@ def test_a_signal_saves_at_the_next_step_boundary(place, step, saved, times, tmp
 
 
 @pytest.mark.parametrize(
-    "more", [{"manual": True}, {"accumulate": 3}, {"saving": {"save_last": True}}, {"val_check_interval": 5}], ids=str
+    "more",
+    [
+        {"manual": True},
+        {"accumulate": 3},
+        pytest.param({"saving": {"save_last": True}}, marks=pytest.mark.exhaustive),
+        pytest.param({"val_check_interval": 5}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
 )
 @in_own_process
 def test_whatever_the_run_is_like(more, tmp_path):
@@ -172,8 +189,7 @@ def on_two(folder, strategy, rank):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "rank"), RANKS)
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(strategy, rank, tmp_path):
     assert run(on_two, 2, str(tmp_path), strategy, rank) == [rank == 0, rank == 1]
 
@@ -282,7 +298,10 @@ class Pairs(treadle.Callback):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(("place", "step", "saved"), PLACES)
+@pytest.mark.parametrize(
+    ("place", "step", "saved"),
+    [pytest.param(*place, marks=() if place in TWICE else pytest.mark.exhaustive) for place in PLACES],
+)
 @in_own_process
 def test_ctrl_c_saves_at_the_next_step_boundary_if_asked_to(place, step, saved, tmp_path):
     before, pairs = signal.getsignal(signal.SIGINT), Pairs()
@@ -382,8 +401,7 @@ def interrupt_two(folder, strategy, rank):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "rank"), RANKS)
 def test_ctrl_c_on_one_rank_saves_on_all_after_the_same_step(strategy, rank, tmp_path):
     run(interrupt_two, 2, str(tmp_path), strategy, rank)
 

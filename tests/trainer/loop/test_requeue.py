@@ -41,7 +41,9 @@ trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 1)), 2))
 """
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0,), (1, 0)], ids=str)
+@pytest.mark.parametrize(
+    "ranks", [*(pytest.param((rank,), marks=pytest.mark.exhaustive) for rank in (1, 0)), (1, 0)], ids=str
+)
 def test_the_job_is_requeued_once(tmp_path, ranks):
     (tmp_path / "train.py").write_text(WAITS)
     tool = tmp_path / "scontrol"

@@ -111,7 +111,10 @@ def test_groups_are_those_of_a_loop_by_hand(mode):
     torch.testing.assert_close(weights(task), weights(by_hand))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=() if mode in ("min_size", "sequential") else pytest.mark.exhaustive) for mode in MODES],
+)
 def test_going_on_from_any_step(mode, tmp_path):
     def fit(path=None, callbacks=()):
         torch.manual_seed(3)
@@ -142,6 +145,7 @@ def every_mode(folder, path=None):
     return found
 
 
+@pytest.mark.exhaustive
 def test_two_processes_and_one_after_them(tmp_path):
     whole = run(every_mode, 2, tmp_path)
     again = run(every_mode, 2, tmp_path, "1")

@@ -244,7 +244,8 @@ treadle.Trainer(devices=2, accelerator="cpu", max_steps=1, logger=False, **flags
 @pytest.mark.parametrize(
     ("place", "striking", "target", "limit"),
     [
-        ("prepare_data", 0, "supervisor", "no limit"),  # rank 1 waits for rank 0 meanwhile
+        # Rank 1 waits for rank 0 meanwhile.
+        pytest.param("prepare_data", 0, "supervisor", "no limit", marks=pytest.mark.exhaustive),
         pytest.param("prepare_data", 0, "rank", "limit", marks=pytest.mark.exhaustive),
         pytest.param("setup", 0, "supervisor", "limit", marks=pytest.mark.exhaustive),
         ("setup", 1, "rank", "limit"),

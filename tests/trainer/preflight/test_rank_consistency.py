@@ -175,7 +175,7 @@ def every_other(strategy):
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_models_optimizers_and_loaders_that_differ(strategy):
     first, second = run(every_other, 2, strategy, timeout=LIMIT)
     assert first == second
@@ -250,6 +250,7 @@ def every_way(world_size):
     }
 
 
+@pytest.mark.exhaustive
 def test_every_rank_leaves_the_epoch_as_one_process_does():
     shares = run(every_way, 2, 2, timeout=2 * LIMIT)
     alone = every_way(1)
@@ -286,6 +287,7 @@ def every_way_alone():
     }
 
 
+@pytest.mark.exhaustive
 def test_one_rank_that_leaves_alone_is_an_error_on_all():
     first, second = run(every_way_alone, 2, timeout=LIMIT)
     assert first == second
