@@ -106,9 +106,7 @@ WITHIN = ["on_train_batch_start", "on_before_backward", "on_before_optimizer_ste
 @pytest.mark.parametrize("hook", WITHIN)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_in_the_middle_of_a_step_none_is_made(tmp_path, hook, accumulate):
-    with pytest.raises(
-        ValueError, match=r"in the middle of optimizer step 3: .* on_step_end, or .*weights with weights_only=True"
-    ):
+    with pytest.raises(ValueError, match=r"middle of optimizer step 3, .* on_step_end, .*weights_only=True"):
         fit(Save(hook, 2, tmp_path / "c"), accumulate_grad_batches=accumulate, max_epochs=1)
     assert not (tmp_path / "c").exists()
 
