@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from ..common.durations import parse_duration
 from ..common.messages import warn
 from .distributed import World
 from .forward_router import Router, routed
@@ -36,6 +38,7 @@ class Strategy(StrategyAliases):
         delays_sync: Whether `set_gradient_sync` has an effect, so that the loop can skip the call otherwise.
         device_mesh: The mesh of processes with named dimensions, if the strategy uses one.
         requested_device: The device that the strategy was created for, if any.
+        group_options: Options of the process group that were passed to the strategy: ``timeout`` and ``backend``.
 
     Example:
         >>> import treadle
@@ -57,6 +60,7 @@ class Strategy(StrategyAliases):
     delays_sync: bool = False
     device_mesh: DeviceMesh | None = None
     requested_device: torch.device | None = None
+    group_options: Mapping[str, Any] = MappingProxyType({})
 
     precision: Precision
 
@@ -581,3 +585,18 @@ def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim:
                 state[name] = value.to(device)
+
+
+def make_group_options(timeout: Any, backend: str | None) -> dict[str, Any]:
+    """Return the options of the process group that were passed to a strategy, for `Strategy.group_options`.
+
+    Args:
+        timeout: Time limit of one collective, as for `parse_duration`, or None.
+        backend: Torch's name of the backend, or None.
+
+    Raises:
+        TypeError: If the timeout is not a duration.
+        ValueError: If the timeout is not positive.
+    """
+    options = {"timeout": None if timeout is None else parse_duration("timeout", timeout), "backend": backend}
+    return {name: value for name, value in options.items() if value is not None}

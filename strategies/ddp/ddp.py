@@ -19,7 +19,7 @@ from ...common.validation import check_positive
 from ..distributed import World
 from ..forward_router import BALLOT_SIZE, Ballot, Router, ballot_dtype
 from ..precision import Precision
-from ..strategy import Strategy
+from ..strategy import Strategy, make_group_options
 from .batch_norm import synchronise
 from .bucket_order import ReadyOrder
 from .coalesced import average_gradients
@@ -132,6 +132,9 @@ class DDP(Strategy):
         local_sgd_steps: After ``local_sgd_start`` steps, do not reduce gradients: each process steps by itself, and
             parameters are averaged after this number of optimizer steps, and before an evaluation or a checkpoint.
         local_sgd_start: Optimizer steps before that.
+        timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
+            torch's, 30 minutes; on CUDA, 10 minutes.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another backend of torch. Default: the one of the device.
         other: Lightning's and Accelerate's names of these: ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``,
             ``comm_state_option``, ``model_averaging_period``.
 
@@ -166,8 +169,11 @@ class DDP(Strategy):
         zero: bool = False,
         local_sgd_steps: int | None = None,
         local_sgd_start: int = 0,
+        timeout: Any = None,
+        process_group_backend: str | None = None,
         **other: Any,
     ) -> None:
+        self.group_options = make_group_options(timeout, process_group_backend)
         arguments = {
             "comm_hook": comm_hook,
             "comm_state": comm_state,

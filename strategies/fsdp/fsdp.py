@@ -20,7 +20,7 @@ from ..distributed import TENSOR, Layout, World, clip_to_norm, cut_like, keep_ra
 from ..forward_router import Router
 from ..model_init import built_in_place
 from ..precision import Precision
-from ..strategy import Strategy
+from ..strategy import Strategy, make_group_options
 from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, self_contained
 from .checks import check_device, check_parallelized, check_parameters, check_unchanged
 from .deferred_init import Tape, get_generator
@@ -62,6 +62,9 @@ class FSDP(Strategy):
             applies torch's ``parallelize_module`` on this one-dimensional mesh.
         sync_each_batch: Reduce gradients in every micro-batch, so that only shards of them are kept: less memory with
             accumulation, more communication.
+        timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
+            torch's, 30 minutes; on CUDA, 10 minutes.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another backend of torch. Default: the one of the device.
 
     Raises:
         ValueError: If sizes do not divide the world size.
@@ -93,7 +96,10 @@ class FSDP(Strategy):
         data_parallel_replicate: int = 1,
         tensor_parallel_size: int = 1,
         sync_each_batch: bool = False,
+        timeout: Any = None,
+        process_group_backend: str | None = None,
     ) -> None:
+        self.group_options = make_group_options(timeout, process_group_backend)
         self.auto_wrap_policy = check_policy(auto_wrap_policy, "auto_wrap_policy")
         Recompute.parse(activation_checkpointing_policy)  # refuses what is none
         self.activation_checkpointing_policy = activation_checkpointing_policy

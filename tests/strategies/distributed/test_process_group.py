@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from processes import run
 from treadle.strategies.distributed import process_group
@@ -113,3 +114,27 @@ def group_of_a_script():
 
 def test_a_group_that_is_up_is_used_with_its_timeout():
     assert run(group_of_a_script, 2) == [([77.0, 99.0], True)] * 2
+
+
+def group_of_a_strategy(kind):
+    """The timeout and the backend that were passed to the strategy, as the group has them."""
+    strategy = getattr(treadle.strategies, kind)(timeout=timedelta(seconds=77), process_group_backend="gloo")
+    treadle.Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False)
+    group = dist.distributed_c10d._get_default_group()
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds(), dist.get_backend()
+
+
+@pytest.mark.parametrize("kind", ["DDPStrategy", "FSDPStrategy"])
+def test_a_strategy_takes_the_options_of_the_group_as_lightnings_do(kind):
+    assert run(group_of_a_strategy, 2, kind) == [(77.0, "gloo")] * 2
+
+
+def test_options_of_a_strategy_that_can_not_be():
+    with pytest.raises(ValueError, match="timeout"):
+        treadle.strategies.DDPStrategy(timeout=timedelta(0))
+    with pytest.raises(TypeError, match="timeout"):
+        treadle.strategies.FSDPStrategy(timeout=object())
+    strategy = treadle.strategies.DDPStrategy(timeout="00:00:01:00")
+    other = treadle.InitProcessGroupKwargs(timeout=timedelta(seconds=99))
+    with pytest.raises(ValueError, match=r"the strategy's timeout=.* contradicts InitProcessGroupKwargs"):
+        treadle.Accelerator(cpu=True, strategy=strategy, kwargs_handlers=[other])
