@@ -204,7 +204,7 @@ def nothing() -> None:
         ({"num_processes": 0}, "num_processes=0 must be"),
         ({"node_rank": 1}, "node_rank=1 must be from 0 to 0"),
         ({"rdzv_backend": "c10d"}, "treadle launch"),
-        ({"use_port": "http"}, "port 'http'"),
+        ({"use_port": "http"}, "127.0.0.1:http"),
         ({"num_nodes": 2, "max_restarts": 1}, "max_restarts=1 is for one machine"),
         ({"log_line_prefix_template": "[${rank}]"}, "log_line_prefix_template="),
     ],
