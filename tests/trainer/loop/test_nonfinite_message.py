@@ -101,7 +101,7 @@ def plain(tensor):
 def test_the_parameter_next_to_the_origin_is_named(strategy):
     message = fail(Net(), Samples(), strategy=strategy)
     assert "the gradient of middle.bias is not, the first of 4 in the order of backward, in optimizer step 3" in message
-    assert "On rank 0: samples 4, 5 of the dataset. Look" in message
+    assert "On rank 0: samples 4, 5 of the dataset. Check" in message
 
 
 @pytest.mark.parametrize("manual", [False, True])
@@ -133,7 +133,7 @@ def test_many_samples_are_cut_short():
 
 def test_a_stream_has_no_numbers():
     message = fail(Net("loss"), Stream())
-    assert "micro-batch 2). Look" in message
+    assert "micro-batch 2). Check" in message
 
 
 @pytest.mark.parametrize("manual", [False, True])
@@ -160,10 +160,10 @@ def test_two_ranks(strategy, where):
     # Of the third global batch rank 0 has sample 4, rank 1 sample 5.
     bad_input, finite_input = (run(on_two_ranks, 2, strategy, where, bad) for bad in (True, False))
     assert bad_input[0] == bad_input[1]
-    assert "On rank 1: sample 5 of the dataset; batch['x'] holds infinity in sample 5. Look" in bad_input[0]
+    assert "On rank 1: sample 5 of the dataset; batch['x'] holds infinity in sample 5. Check" in bad_input[0]
     assert "rank 0" not in bad_input[0]
     if where == "loss":
-        assert "On rank 1: sample 5 of the dataset. Look" in finite_input[0]
+        assert "On rank 1: sample 5 of the dataset. Check" in finite_input[0]
     else:
         assert "the gradient of middle.bias is not, the first of 4 in the order of backward" in finite_input[0]
         samples = "On rank 0: sample 4 of the dataset. On rank 1: sample 5 of the dataset."
