@@ -25,7 +25,7 @@ def describe_target(target: Any, title: str = "") -> str:
         title: The name in the first line. Default: the target's own.
     """
     takes, words = signature(target), described(target)
-    summary = (inspect.getdoc(target) or "").split("\n\n")[0].replace("\n", " ")
+    summary = (inspect.getdoc(target) or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
     home = getattr(target, "__module__", "")
     lines = [f"{title or target.__name__}  ({home}.{getattr(target, '__qualname__', '')})", *_wrap_text(summary, "  ")]
     # What an optimizer and a scheduler get from the run.
@@ -38,7 +38,11 @@ def describe_target(target: Any, title: str = "") -> str:
         default = "required" if argument.default is REQUIRED else f"default {_format_default(argument.default)}"
         kind = "a list" if argument.several else describe_annotation(argument.type)
         lines.append(f"  {name}: {kind}; {default}")
-        lines += _wrap_text(words.get(name, "").replace("``", ""), "      ")
+        description = words.get(name, "").replace("``", "")
+        if argument.default is not REQUIRED:  # the line above states it
+            description = description.removesuffix(f" Default: {argument.default}.")
+            description = description.removesuffix(f' Default: "{argument.default}".')
+        lines += _wrap_text(description, "      ")
     if takes.open and target is not Trainer:
         lines += ["", "  and other arguments, which its signature does not name."]
     return "\n".join(lines)
