@@ -223,10 +223,9 @@ class Accelerator(Process):
         self.precision, self.mixed_precision = configuration.resolve_precision(mixed_precision, handlers["autocast"])
         self.fsdp_plugin, self.parallelism_config, self.on_nonfinite = fsdp_plugin, parallelism_config, on_nonfinite
         self.profile_handler, sources = handlers["profile"], tracker_sources(log_with, self.project_configuration)
-        limit = configuration.resolve_timeout(timeout)
-        group = configuration.resolve_group(handlers["group"], limit, strategy)
+        group = configuration.resolve_group(handlers["group"], limit := configuration.resolve_timeout(timeout))
         kind, devices = resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
-        world = open_world(kind, devices, num_nodes, spread=spread, **group)
+        world = open_world(kind, devices, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
         super().__init__(world, self.strategy.data_world)

@@ -547,28 +547,37 @@ def resolve_timeout(timeout: Any) -> float | None:
     return None if timeout is None else parse_duration("timeout", timeout).total_seconds()
 
 
-def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None, strategy: Any) -> dict[str, Any]:
+def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -> dict[str, Any]:
     """Return the options of `open_world`. The timeout of collectives is longer than the limit of a rank.
 
     Args:
         handler: The user's settings of the process group.
         limit: Seconds that a rank may make no progress.
-        strategy: The strategy, an object or a name. An object may have options of the process group too.
-
-    Raises:
-        ValueError: If the strategy and the settings contradict each other.
     """
     options = (handler or InitProcessGroupKwargs()).options()
-    for name, value in getattr(strategy, "group_options", {}).items():
-        if options[name] not in (None, value):
-            raise ValueError(
-                f"the strategy's {name}={value!r} contradicts InitProcessGroupKwargs({name}={options[name]!r}). "
-                "Set one of them."
-            )
-        options[name] = value
     if options["timeout"] is None and limit is not None and limit + 60 > 1800:  # the default is half an hour
         options["timeout"] = timedelta(seconds=limit + 60)
     return options
+
+
+def merge_group(options: dict[str, Any], strategy: Any) -> dict[str, Any]:
+    """Return the options of `open_world` together with those that were passed to the strategy.
+
+    Args:
+        options: The options from `resolve_group`.
+        strategy: The strategy, an object or a name.
+
+    Raises:
+        ValueError: If both set an option to different values.
+    """
+    of_strategy = getattr(strategy, "group_options", {})
+    for name, value in of_strategy.items():
+        if options[name] not in (None, value):
+            raise ValueError(
+                f"the strategy's {name}={value!r} contradicts {name}={options[name]!r}, from InitProcessGroupKwargs or "
+                "from the Accelerator's timeout. Set one of them."
+            )
+    return {**options, **of_strategy}
 
 
 def resolve_device(accelerator: str, cpu: bool) -> str:

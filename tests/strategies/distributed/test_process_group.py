@@ -136,5 +136,5 @@ def test_options_of_a_strategy_that_can_not_be():
         treadle.strategies.FSDPStrategy(timeout=object())
     strategy = treadle.strategies.DDPStrategy(timeout="00:00:01:00")
     other = treadle.InitProcessGroupKwargs(timeout=timedelta(seconds=99))
-    with pytest.raises(ValueError, match=r"the strategy's timeout=.* contradicts InitProcessGroupKwargs"):
+    with pytest.raises(ValueError, match=r"the strategy's timeout=.* contradicts .*InitProcessGroupKwargs"):
         treadle.Accelerator(cpu=True, strategy=strategy, kwargs_handlers=[other])
