@@ -32,7 +32,7 @@ LAUNCH_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TREADLE_", "S
 READ_LATE = (
     *("GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR"),
     "KMP_",  # of another OpenMP than torch's; scikit-learn sets some
-    *("AWS_", "PYTEST_", "MLFLOW_", "_MLFLOW_", "WANDB_"),  # packages set some themselves
+    *("AWS_", "FSSPEC_", "PYTEST_", "MLFLOW_", "_MLFLOW_", "WANDB_"),  # packages set some themselves
     *("AIM_", "CLEARML_", "COMET_", "GOODSEED_", "RAY_", "SWANLAB_", "TRACKIO_"),
 )
 # What matters to processes that are started from the one with torch, or where there are GPUs, alone.
