@@ -222,7 +222,7 @@ class Chart:
             marks.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             marks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_number(value)}</text>')
         for step in choose_ticks(self.first, self.last, False):
-            if step == int(step):
+            if step >= 0 and step == int(step):
                 text = f"{int(step):,}"
                 marks.append(f'<text x="{self.x(step):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{text}</text>')
         drawn, keys = [], []
@@ -476,7 +476,7 @@ polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 table { border-collapse: collapse; font-size: 14px; } th { text-align: left; font-weight: 400; color: var(--soft); }
 td, th { padding: 3px 18px 3px 0; vertical-align: top; overflow-wrap: anywhere; }
 td:first-child { white-space: nowrap; } table:not(.numbers) td:first-child { color: var(--soft); }
-.numbers td:not(:first-child) { font-variant-numeric: tabular-nums; }
+.numbers td:not(:first-child) { font-variant-numeric: tabular-nums; white-space: nowrap; }
 pre { background: var(--card); border-radius: 8px; padding: 12px; font-size: 13px; margin: 8px 0; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 .error { color: var(--bad); font-weight: 600; white-space: pre-wrap; overflow-wrap: anywhere; }

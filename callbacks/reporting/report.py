@@ -179,7 +179,7 @@ class RunReport(BestEffortCallback):
                 "Settings": changed,
                 "Environment": environment(),
             },
-            folded={"Settings": (f"{len(defaults)} as they are by default", defaults)},
+            folded={"Settings": (f"{len(defaults)} defaults", defaults)},
             failures=self._failures,
             texts=texts,
         )
@@ -207,7 +207,7 @@ def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str
         "optimizer steps": f"{progress.step:,}",
         "epochs": f"{progress.epoch:,}",
         "samples": f"{progress.samples:,}",
-        "since it was resumed" if samples and not seconds else "in all": format_duration(sum(history.spent.values())),
+        "since the resume" if samples and not seconds else "total time": format_duration(sum(history.spent.values())),
     }
     if progress.samples > samples and (spent := history.spent.get("training", 0.0) - seconds) > 0:
         tiles["samples per second of training"] = format_number((progress.samples - samples) / spent)
@@ -283,7 +283,7 @@ def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
     """Return the paths of the checkpoints by role."""
     rows = {} if trainer.ckpt_path is None else {"resumed from": str(trainer.ckpt_path)}
     for saved in trainer.checkpoint_callbacks:
-        best = f"best {saved.monitor}" if saved.monitor else "newest"
+        best = f"best {saved.monitor}" if saved.monitor else "latest"
         for name, path in ((best, saved.best_model_path), ("last", saved.last_model_path)):
             if path:
                 rows[name if rows.get(name, path) == path else f"{name}, of {type(saved).__name__}"] = path

@@ -20,7 +20,7 @@ from .comparison import Comparison, Rows
 
 _MARK = "<!-- written by treadle runs compare -->"
 _STYLE = """
-.compared { overflow-x: auto; } .compared td, .compared th { white-space: pre-wrap; }
+.compared { overflow-x: auto; } .compared .numbers td, .compared th { white-space: pre-wrap; }
 .compared th { font-weight: 600; color: var(--ink); } .compared .key { margin-left: 6px; }
 """
 

@@ -120,7 +120,7 @@ def test_hyperparameters_of_what_was_trained_and_where_the_checkpoints_are(tmp_p
     again.fit(Task(), datamodule=Data(4), ckpt_path=saves.last_model_path)
     assert rows(section(page_of(again), "Checkpoints")[0]) == {
         "resumed from": saves.last_model_path,
-        "newest": again.checkpoint_callback.best_model_path,
+        "latest": again.checkpoint_callback.best_model_path,
     }
 
 
@@ -133,7 +133,7 @@ def test_settings_that_were_given_stand_before_the_defaults(tmp_path):
     assert rows(given) == found
     assert rows(folded).keys() > {"min_epochs", "precision", "on_nonfinite"}
     assert not rows(folded).keys() & found.keys()
-    assert f"{len(rows(folded))} as they are by default" in folded
+    assert f"{len(rows(folded))} defaults" in folded
 
 
 def test_curves_that_are_the_same_are_one_with_all_names():
