@@ -92,7 +92,7 @@ class ProgressBar(BestEffortCallback):
     def get_metrics(self, trainer: Trainer, pl_module: TaskModule) -> dict[str, Any]:
         """Return the values beside the bar.
 
-        These are the first logger's version as ``v_num``, and the values logged with ``prog_bar=True``. Between two
+        These are the values logged with ``prog_bar=True``, then the first logger's version as ``v_num``. Between two
         steps on a GPU they are slightly older than the latest, which would need a synchronization.
 
         Args:
@@ -100,8 +100,8 @@ class ProgressBar(BestEffortCallback):
             pl_module: The task.
         """
         if trainer.training and not trainer.progress.epoch_is_trained:
-            return get_standard_metrics(trainer) | self._late_numbers.read(trainer.collect_bar_values())
-        return get_standard_metrics(trainer) | trainer.progress_bar_metrics
+            return {**self._late_numbers.read(trainer.collect_bar_values()), **get_standard_metrics(trainer)}
+        return {**trainer.progress_bar_metrics, **get_standard_metrics(trainer)}
 
     @property
     def sanity_check_description(self) -> str:

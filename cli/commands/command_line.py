@@ -6,13 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ...common.messages import nearest
 from ...common.mirror import local_folder
 from ...common.remote_path import AnyPath, RemotePath, as_path
+from ...trainer import TrainerSettings
 from ...trainer.runs import CONFIG
 from ..config import COMMAND_LINE, SECTIONS, Config, ConfigError, load, make_printable, read_text
 
@@ -112,7 +113,10 @@ def parse_options(arguments: Sequence[str]) -> Options:
                 "--help",
                 *(f"--{section}" for section in SECTIONS),
             ]
-            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{nearest(name, valid_options)}")
+            flag = name.lstrip("-").replace("-", "_")
+            is_flag = flag in {entry.name for entry in fields(TrainerSettings)}
+            advice = f" Did you mean trainer.{flag}=...?" if is_flag else nearest(name, valid_options)
+            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{advice}")
         elif equals or word.startswith("~"):
             options.overrides.append(word)
         elif word.endswith((".yaml", ".yml")):

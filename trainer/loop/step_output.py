@@ -34,8 +34,9 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
         )
     if output is None and may_skip:
         warn(
-            "training_step returned None: the batch adds no gradient, but still counts in the mean of its group. "
-            "Return {'loss': loss, 'weight': number of samples} to weight batches, with weight 0.0 to skip one."
+            "training_step returned None: the batch trains nothing, but still counts in the mean of its group. If this "
+            "is a forgotten return, return the loss. To skip a batch, return {'loss': loss, 'weight': 0.0}, and the "
+            "number of samples as the weight of the others."
         )
         return torch.zeros((), requires_grad=True), None
     if output is None:

@@ -231,7 +231,8 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
         return Path(str(reference))
     if not runs:
         raise ValueError(f"there are no runs in {directory}.")
-    raise ValueError(f"there is no run {reference} in {directory}. `treadle runs {directory}` lists the runs.")
+    command = "treadle runs" if str(directory) == "runs" else f"treadle runs {directory}"
+    raise ValueError(f"there is no run {reference} in {directory}. `{command}` lists the runs.")
 
 
 def holding(path: AnyPath) -> AnyPath:
