@@ -238,7 +238,7 @@ def _show(options: argparse.Namespace) -> str:
 
 def _drop_defaults(lines: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a configuration that do not come from defaults, with the sections that contain them."""
-    written = [line for line in lines if f"  # {DEFAULT}" not in line]
+    written = [line for line in lines if f"  # {DEFAULT}" not in line and not line.startswith("#")]
     for line, after in pairwise([*written, ""]):
         if not line.endswith(":") or _count_indent(after) > _count_indent(line):
             yield line
