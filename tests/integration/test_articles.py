@@ -364,7 +364,7 @@ def with_another_torch():
 
 
 def test_all_processes_run_the_same_versions():
-    with pytest.raises(ValueError, match=r"rank 1 runs torch 1\.0\.0, treadle .* but rank 0 torch 2\."):
+    with pytest.raises(ValueError, match=r"rank 1 runs torch 1\.0\.0, treadle .* but rank 0 runs torch 2\."):
         run(with_another_torch, 2)
 
 

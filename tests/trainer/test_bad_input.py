@@ -327,7 +327,7 @@ def test_missing_steps():
         warnings.simplefilter("error")
         trainer(limit_val_batches=0).fit(Validated(), loader())
         trainer().fit(Validated(), loader(), loader())
-    with says(ValueError, "2 loaders", "dataloader_idx"):
+    with says(ValueError, "2 dataloaders", "dataloader_idx"):
         trainer().fit(Validated(), loader(), [loader(), loader()])
 
 

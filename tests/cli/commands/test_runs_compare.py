@@ -123,7 +123,7 @@ def test_damaged_files_are_named_and_the_rest_is_compared(runs, capsys):
     (runs / "runs/base/1/curves.json").write_text("{")
     (runs / "runs/base/2/config.yaml").write_text("a: !!python/object:os.system {}\n")
     printed = compare(capsys, 1, 2)
-    assert "can't be compared: base/1: curves.json can't be read" in printed
+    assert "can't be compared: base/1: curves.json cannot be read" in printed
     assert "can't be compared: base/2: config.yaml:1: the tag" in printed
     assert rows_of(printed)["acc"] == ["0.5", "0.75"]
 

@@ -125,7 +125,7 @@ def test_hyperparameters_that_are_no_dict_are_refused(tmp_path, cls, part):
     accelerator = treadle.Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 1))
     path = accelerator.save_state(tmp_path / "saved", parts={part: []}, weights_only=True)
-    with pytest.raises(ValueError, match=f"part '{part}' is damaged: it is a list, not a dict"):
+    with pytest.raises(ValueError, match=f"part '{part}' is damaged: it is a list, but must be a dict"):
         cls.load_from_checkpoint(path)
 
 
