@@ -119,7 +119,7 @@ class RandomStream:
             set_host_state(before)
 
     def get_state(self) -> State:
-        """Return the current state of the stream, inside `drawing` or outside."""
+        """Return the current state of the stream. May be called inside or outside `drawing`."""
         return host_state() if self._lent else dict(self.state)
 
     def go_to(self, state: State) -> None:

@@ -259,8 +259,8 @@ def _open_run_folder(
     file = as_path(earlier) / CONFIG
     if not file.is_file():
         raise ConfigError(
-            f"--from-run {earlier} is not the folder of a run, which ckpt_path={word} needs. Name the run's folder to "
-            "resume it, or set ckpt_path=CHECKPOINT to start a new run."
+            f"--from-run {earlier} is not a run folder (it has no {CONFIG}), but ckpt_path={word} requires one. Name "
+            "the run's folder to resume it, or set ckpt_path=CHECKPOINT to start a new run."
         )
     for key in ("run.name", "run.dir"):
         source = checked.config.find_source(key)

@@ -224,8 +224,9 @@ def _append_value(value: Value | None, path: Path, new: Value) -> Value:
     if value is None or value.data is None:
         return Value([new], new.source)
     if not isinstance(value.data, list):
+        name, current = format_path(path), "a mapping" if isinstance(value.data, dict) else repr(value.data)
         raise ConfigError(
-            f"'{format_path(path)}+=' adds to a list, but {format_path(path)!r} is not a list ({value.source})."
+            f"'{name}+=' appends to a list, but {name} is {current} ({value.source}). Use '{name}=' to replace it."
         )
     return replace(value, data=[*value.data, new])
 

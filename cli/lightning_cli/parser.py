@@ -1,4 +1,4 @@
-"""Parser of settings: command lines, files and environment variables, in LightningCLI's forms."""
+"""Parser of settings from the command line, files and environment variables, in LightningCLI's syntax."""
 
 from __future__ import annotations
 

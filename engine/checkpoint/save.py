@@ -47,7 +47,9 @@ _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|
 
 
 class Counts:
-    """State of a metric object on each process; its own ``state_dict`` contains it only if the metric is configured so.
+    """State of a metric object on each process.
+
+    The metric's ``state_dict`` contains this state only if the metric is configured to save it.
 
     Args:
         metric: The metric object.

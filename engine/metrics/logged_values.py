@@ -444,7 +444,8 @@ def _compute_number(entry: Entry) -> float:
         )
         raise TypeError(
             f"{entry.name!r} was logged as a {type(entry.metric).__name__}, whose compute() returned {returned}, but "
-            "log needs one number. Call compute() in the epoch's last hook and log its items."
+            "log needs one number. Call compute() in on_train_epoch_end or on_validation_epoch_end, and log each of "
+            "the returned values."
         ) from None
 
 

@@ -175,8 +175,9 @@ def _get_storage() -> Any:
         ) from error
     except (RuntimeError, DeprecationWarning) as error:  # DeprecationWarning in a trial of Ray Tune
         raise RuntimeError(
-            "RayTrainReportCallback was created outside of a Ray Train worker. Create it in the function of "
-            "ray.train.torch.TorchTrainer. In a trial of Ray Tune, use TuneReportCheckpointCallback."
+            "RayTrainReportCallback was created outside of a Ray Train worker. Create it in the function passed "
+            "to ray.train.torch.TorchTrainer as train_loop_per_worker. In a trial of Ray Tune, use "
+            "TuneReportCheckpointCallback."
         ) from error
 
 

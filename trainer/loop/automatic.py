@@ -173,10 +173,11 @@ class Steps:
                 self.schedules.after_step()
 
     def _leave_together(self, batches: Iterable[Any], index: int) -> None:
-        """Check that every rank leaves the epoch with this group, whose gradients are then dropped.
+        """Check that every rank ends the epoch at this accumulation group.
 
-        A rank that does not leave is already in the group's collectives, so this one participates in them, with weight
-        zero. Its vote travels in these collectives, which has no overhead in other steps.
+        The caller then discards the group's gradients. A rank that does not leave is already in the group's
+        collectives, so this one participates in them, with weight zero. Its vote travels in these
+        collectives, which has no overhead in other steps.
 
         Args:
             batches: The remaining batches of the group.
