@@ -1331,7 +1331,7 @@ class Accelerator(Process):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Gradient scaler of torch if the precision is float16, else None. It may be replaced between steps."""
+        """PyTorch gradient scaler if the precision is float16, else None. It may be replaced between steps."""
         return self.accumulation.scaler
 
     @scaler.setter

@@ -189,7 +189,8 @@ class Process:
         rows as the batch has samples on this rank.
 
         Args:
-            input_data: Tensors with any number of rows (samples, tokens) or 0-d, nested as you like; or other objects.
+            input_data: A nested structure of tensors with any number of rows (samples, tokens) or 0-d; or other
+                objects.
             use_gather_object: Treat the value as objects even if it holds tensors.
 
         Returns:

@@ -12,7 +12,7 @@ from ..common.validation import check_bool
 from ._services import ServiceLogger, check_options
 
 OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
-"""Arguments of older versions of Lightning's logger, and of Comet, by what they are called now."""
+"""Arguments of older versions of Lightning's and Comet's loggers, by their current names."""
 
 
 class CometLogger(ServiceLogger):

@@ -230,7 +230,7 @@ _ABSENT = {
     "move_metrics_to_cpu": "logged values cost no device memory",
     "multiple_trainloader_mode": "pass a CombinedLoader(loaders, mode)",
 }
-"""Current and former flags of Lightning that are deliberately absent, with their replacements."""
+"""Current and former Lightning flags that are deliberately absent, with their replacements."""
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:

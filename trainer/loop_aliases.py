@@ -20,7 +20,7 @@ class LoopView:
         trainer: The Trainer whose loop it shows.
 
     Raises:
-        AttributeError: If another attribute of Lightning's loop is used.
+        AttributeError: If any other attribute of Lightning's loop is used.
     """
 
     _place = "trainer.fit_loop"

@@ -32,7 +32,7 @@ _QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving t
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model is one of peft, also inside ``torch.compile`` or a wrapper with ``module``.
+    """Return whether a model is a peft model, even inside ``torch.compile`` or a wrapper with ``module``.
 
     Args:
         model: The model.

@@ -303,7 +303,7 @@ def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
     """Move the tensors in ``data`` to a device, except the entries of a mapping that are named in ``skip``.
 
     Args:
-        data: Tensors, nested.
+        data: A tensor or a nested structure (dict, list, tuple) of tensors.
         device: The device.
         skip: Names of entries.
     """

@@ -187,7 +187,7 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file's content, or a directory's entries, are on the disk itself.
+    """Wait until a file's content, or a directory's entries, are on the storage device itself.
 
     Args:
         path: The file or directory.

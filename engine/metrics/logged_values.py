@@ -117,7 +117,7 @@ class Metrics:
             logger: Send it to loggers. Default: True.
             on_step: Log the value of each step. Default: in training steps.
             on_epoch: Log the value over the epoch. Default: outside of training steps.
-            reduce_fx: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a function of torch with one of these names.
+            reduce_fx: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch function with one of these names.
             batch_size: The weight of the value in a mean. Default: the samples of the batch.
             add_suffix: Add the suffix of the evaluation loader.
 

@@ -1,4 +1,4 @@
-"""Data types for the names in other programs' files: those of torch, numpy, paths, Lightning's containers.
+"""Data types for the names in other programs' files: torch, numpy and path types, and Lightning's containers.
 
 Names that are not in the table raise `Unknown`. No name leads to another program's code; the values are Treadle's.
 """

@@ -41,7 +41,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
     Raises:
         ModuleNotFoundError: If Ray is not installed.
-        RuntimeError: If the process is not a worker of Ray Train.
+        RuntimeError: If the process is not a Ray Train worker.
 
     Example:
         >>> from treadle.integrations import RayTrainReportCallback
@@ -163,7 +163,7 @@ def _get_storage() -> Any:
     """Return Ray's description of the storage of the run's checkpoints.
 
     Raises:
-        RuntimeError: This is not a worker of Ray Train.
+        RuntimeError: This is not a Ray Train worker.
     """
     import ray.train
 

@@ -98,7 +98,7 @@ class _Replica(DistributedDataParallel):
             raise (self.explain(error) or error) from error
 
     def explain(self, error: BaseException) -> ValueError | None:
-        """Return the error to raise in place of an error of torch's reducer; None for any other error.
+        """Return the error to raise instead of an error in torch's reducer; None for any other error.
 
         Args:
             error: The error.
@@ -134,7 +134,7 @@ class DDP(Strategy):
         local_sgd_start: Optimizer steps before that.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
             torch's, 30 minutes; on CUDA, 10 minutes.
-        process_group_backend: ``"nccl"``, ``"gloo"`` or another backend of torch. Default: the one of the device.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one of the device.
         other: Lightning's and Accelerate's names of these: ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``,
             ``comm_state_option``, ``model_averaging_period``.
 
@@ -313,7 +313,7 @@ class DDP(Strategy):
             self.set_gradient_sync(replica, True)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return an error of torch's reducer, raised in a backward, with a better explanation; any other as it is.
+        """Return a better explained error for one that torch's reducer raised in a backward; other errors unchanged.
 
         Args:
             error: The error.

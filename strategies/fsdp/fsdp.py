@@ -64,7 +64,7 @@ class FSDP(Strategy):
             accumulation, more communication.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
             torch's, 30 minutes; on CUDA, 10 minutes.
-        process_group_backend: ``"nccl"``, ``"gloo"`` or another backend of torch. Default: the one of the device.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one of the device.
 
     Raises:
         ValueError: If sizes do not divide the world size.

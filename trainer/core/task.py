@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Module):
     """Module with steps: write ``training_step`` and ``configure_optimizers``, then call ``Trainer.fit``.
 
-    The names are those of Lightning. A task needs no code for processes or devices.
+    The names are Lightning's. A task needs no code for processes or devices.
 
     Attributes:
         automatic_optimization: Whether the Trainer runs the backward pass and the optimizer. Default: True.

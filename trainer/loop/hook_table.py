@@ -103,7 +103,7 @@ _LOST = {
     **{f"{kind}_epoch_end": f"use on_{kind}_epoch_end" for kind in ("validation", "test")},
     "training_epoch_end": "use on_train_epoch_end",
 }
-# Hooks of Lightning before version 2, which are never called any more. Public code still has them.
+# Hooks from Lightning 1, which are never called. Public code still defines them.
 _FORMER = {
     "predict_epoch_end": "use on_predict_epoch_end",
     **{f"{kind}_step_end": "do it at the end of the step itself" for kind in ("training", *_KINDS)},
