@@ -18,7 +18,7 @@ TABLES = {
     "accelerate": ("", "accelerate"),
     "fabric": ("fabric", "lightning"),
 }
-# Accelerate's modules that are imported most are at ``treadle.`` too, beside `treadle.utils`.
+# Accelerate's modules that are imported most are at ``treadle.`` too, next to `treadle.utils`.
 DIRECT = ("data_loader", "logging", "state", "tracking", "utils")
 
 

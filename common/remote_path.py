@@ -230,7 +230,7 @@ class RemotePath:
         return tuple(str(entry.get(name)) for name in ("ETag", "etag", "LastModified", "created", "mtime", "size"))
 
     def age(self) -> float:
-        """Return how many seconds ago the object was written, by the store's clock and this machine's.
+        """Return the object's age in seconds, by the store's clock and this machine's.
 
         Raises:
             FileNotFoundError: The object does not exist.

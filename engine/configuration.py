@@ -292,7 +292,7 @@ class TorchDynamoPlugin(KwargsHandler):
         dynamic: Compile for varying shapes. Default: torch decides.
         options: Options of the backend.
         disable: Disable compilation, for testing.
-        use_regional_compilation: Compile each repeated block of the model by itself, which takes less time if the
+        use_regional_compilation: Compile each repeated block of the model separately, which takes less time if the
             blocks are alike. By default the Trainer does so if most of them are, and an Accelerator does not.
 
     Example:

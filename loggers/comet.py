@@ -155,7 +155,7 @@ class CometLogger(ServiceLogger):
 def _set_up_import(offline: bool) -> None:
     """Say what ``comet_ml`` does when it is imported, unless it was already or the environment says otherwise.
 
-    It would patch other packages, to log by itself what this logger is given, such as TensorBoard's scalars. And it
+    It would patch other packages, to log automatically what this logger is given, such as TensorBoard's scalars. And it
     would report its errors to its makers, offline too.
     """
     if "comet_ml" not in sys.modules:

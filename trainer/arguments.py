@@ -39,7 +39,7 @@ def check_limit(name: str, value: Limit) -> int | float:
 
 
 def limited(name: str, limit: int | float, total: int | None) -> int | None:
-    """Return how many of ``total`` batches a checked limit allows; None for all of them.
+    """Return the number of batches of ``total`` that a checked limit allows; None for all of them.
 
     Args:
         name: Name of the flag, for messages.

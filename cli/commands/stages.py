@@ -74,7 +74,7 @@ def run(
     """
     follow_scheduler()
     if (current_directory := os.getcwd()) not in sys.path:
-        sys.path.insert(0, current_directory)  # as for python -m: modules beside the configuration can be named in it
+        sys.path.insert(0, current_directory)  # as for python -m: modules next to the configuration can be named in it
     options = parse_options(arguments)
     if options.help == "":
         say(format_usage(stage, program))

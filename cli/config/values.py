@@ -60,7 +60,7 @@ def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """Return a message with each secret, also in the form of its ``repr``, replaced by its reference.
+    """Return a message with each secret, including in the form of its ``repr``, replaced by its reference.
 
     Args:
         text: The message.

@@ -118,7 +118,7 @@ def named_module_tensors(
         module: The module.
         include_buffers: Whether to yield buffers.
         recurse: Whether to include submodules.
-        remove_non_persistent: Whether to leave out buffers that are in no state dict.
+        remove_non_persistent: Whether to exclude buffers that are in no state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:

@@ -642,7 +642,7 @@ class Fabric:
         Args:
             name: The name of the value.
             value: A number, or a one-element tensor.
-            step: The step of the value. Default: None, loggers count by themselves.
+            step: The step of the value. Default: None, loggers count automatically.
         """
         self.log_dict({name: value}, step)
 

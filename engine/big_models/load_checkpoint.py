@@ -72,7 +72,7 @@ def load_checkpoint_and_dispatch(
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
         strict: Raise if only one side has a tensor. Default: warn, and raise if the model would have no values for it.
-        full_state_dict: Only True is supported: each process reads a whole checkpoint by itself.
+        full_state_dict: Only True is supported: each process reads a whole checkpoint separately.
         broadcast_from_rank0: Only False is supported.
         quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
 
@@ -142,7 +142,7 @@ def load_checkpoint_in_model(
         dtype: The dtype of floating point weights after the load. Default: that of the model.
         offload_state_dict: Accepted, not needed.
         offload_buffers: Leave buffers that the map places on disk there too.
-        keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 whatever ``dtype`` is.
+        keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 regardless of ``dtype``.
         strict: See `load_checkpoint_and_dispatch`.
         full_state_dict: See `load_checkpoint_and_dispatch`.
         broadcast_from_rank0: See `load_checkpoint_and_dispatch`.
@@ -166,7 +166,7 @@ def load_weights(
     in_fp32: set[str] = frozenset(),  # type: ignore[assignment]
     quantizer: WeightQuantizer | None = None,
 ) -> None:
-    """Load an opened checkpoint into a model. Nothing is changed before all of it is checked.
+    """Load an opened checkpoint into a model. The model is changed only after the whole checkpoint is checked.
 
     Args:
         model: The model.

@@ -197,8 +197,8 @@ def collect(
         accelerator: The Accelerator.
         target: The checkpoint.
         parts: Further states, by name.
-        weights_only: Leave out what is needed only to resume.
-        frozen: For each model, the weights to leave out; see `Checkpointer.find_frozen`.
+        weights_only: Omit what is needed only to resume.
+        frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
 
     Raises:
         ValueError: Inside a group of micro-batches.

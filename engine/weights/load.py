@@ -25,7 +25,7 @@ _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # what FSDP1
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """Weight that the source left out, since it was not trained."""
+    """Weight that the source omits, since it was not trained."""
 
     digest: str
 
@@ -56,7 +56,7 @@ def load_weights(
     rename: Rename | None = None,
     sha256: str | None = None,
 ) -> Loaded:
-    """Load weights that any program wrote into a model, by name. No code in the file is run, whatever it contains.
+    """Load weights that any program wrote into a model, by name. No code in the file is run, regardless of its content.
 
     Args:
         model: The model, prepared or not: under any strategy each process loads its shards.
@@ -67,7 +67,7 @@ def load_weights(
             itself.
         strict: Require exactly the model's names. With False, what fits is loaded, and a warning lists the rest.
         prefix: Load only names with this prefix, without it. Prefixes of common wrappers are removed automatically.
-        rename: A function from the source's name to the model's, or to None to leave a weight out; or a mapping of
+        rename: A function from the source's name to the model's, or to None to skip a weight; or a mapping of
             names, in which a name that ends with ``"."`` or is empty stands for all names with this prefix.
         sha256: The digest of the file, which is compared before anything in it is read. Required for a URL.
 

@@ -45,7 +45,7 @@ class Reader:
         self._open: set[int] = set()
 
     def mapping(self, value: Any, place: str) -> dict[Any, Any]:
-        """Return the items of a dict that are data; the names of others are added to `dropped`, by place.
+        """Return the items of a dict that are plain data; the names of others are added to `dropped`, by place.
 
         Args:
             value: The dict, of any class in the file.

@@ -46,7 +46,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class World:
-    """Processes of a run, seen from one of them. With a world size of one, every call returns at once.
+    """Processes of a run, seen from one of them. With a world size of one, every call returns immediately.
 
     Args:
         rank: Rank of this process, from 0.

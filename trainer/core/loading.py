@@ -280,7 +280,7 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
 
 
 def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
-    """Return what Lightning would pass to ``on_load_checkpoint``: all data of the file, with tensors mapped onto it."""
+    """Return the dict that Lightning passes to ``on_load_checkpoint``: all data of the file, with mapped tensors."""
     try:
         parts, dropped = _read_parts(file)
     except (ValueError, RecursionError) as error:

@@ -337,7 +337,7 @@ class Steps:
             self.optimizer.optimizer.zero_grad()
 
     def describe_not_finite(self, last: int, batch: Any) -> nonfinite.Findings:
-        """Return what is not finite, and reset it. Call it on all ranks.
+        """Return the findings about non-finite values, and reset them. Call it on all ranks.
 
         Args:
             last: Index of the step's last micro-batch.

@@ -1,4 +1,4 @@
-"""Lock of a run folder for one job, which ends when the job ends, in whatever way."""
+"""Lock of a run folder for one job, which ends when the job ends for any reason."""
 
 from __future__ import annotations
 
