@@ -928,8 +928,8 @@ class Accelerator(Process):
 
         Args:
             output_dir: The checkpoint directory, which is put in place in one rename once it is complete, or a URL such
-                as ``s3://bucket/run/last``, which one request replaces once all its files are uploaded. It may be left
-                out with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
+                as ``s3://bucket/run/last``, which one request replaces once all its files are uploaded. It may be
+                omitted with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
             safe_serialization: Only True is accepted; there is no other format.
             info: Numbers and names for the manifest (``step``, ``epoch``, ...).
             parts: Further states by name, each saved in its own files.

@@ -77,7 +77,7 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
 
 
 def check_target(target: AnyPath) -> None:
-    """Check that a checkpoint may be written here, without changing it.
+    """Check that a checkpoint may be written here, without changing any file.
 
     Args:
         target: The checkpoint.

@@ -138,9 +138,8 @@ class LiveWithRank:
     is sent to each process individually is ignored.
 
     When the rank ends they end immediately: torch's own check for their parent runs every 5 s. A thread that waits for
-        the
-    parent's end takes no time and works on every system. Unlike Linux's death signal, it does not fire when only the
-    thread that started the worker has ended.
+    the parent's end takes no time and works on every system. Unlike Linux's death signal, it does not fire when only
+    the thread that started the worker has ended.
 
     Args:
         init: The user's ``worker_init_fn``, or None.

@@ -63,8 +63,8 @@ def load_weights(
         source: A checkpoint of Treadle; a folder in Hugging Face's form, with ``model.safetensors`` or
             ``pytorch_model.bin``, in one file or several with an index; a safetensors file; a file of ``torch.save``
             with a state dict, or with one under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``, such as
-            Lightning's ``.ckpt``; or the URL of such a file, with ``sha256``. Each process reads (and downloads) by
-            itself.
+            Lightning's ``.ckpt``; or the URL of such a file, with ``sha256``. Each process reads (and downloads)
+            separately.
         strict: Require exactly the model's names. With False, what fits is loaded, and a warning lists the rest.
         prefix: Load only names with this prefix, without it. Prefixes of common wrappers are removed automatically.
         rename: A function from the source's name to the model's, or to None to skip a weight; or a mapping of

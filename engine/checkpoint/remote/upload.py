@@ -17,7 +17,7 @@ from ..manifest import MANIFEST, Manifest, read_source
 from ..parts import Files, serialize, write_file
 from .folder import check_target, compare_sizes, delete, delete_superseded, find_next_sequence
 
-_AT_ONCE = 4  # files that are uploaded; a large one already takes several concurrent requests
+_AT_ONCE = 4  # files uploaded concurrently; a large one already takes several requests
 
 
 class Upload:
