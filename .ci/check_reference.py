@@ -3,7 +3,7 @@
     python .ci/check_reference.py
 
 Public names are those in `__all__` of `treadle` and of its public modules, without a leading underscore. The names of
-`treadle.compat` are left out: they exist for the imports of other libraries, and docs/migrating lists them. Classes and
+`treadle.compat` are excluded: they exist for the imports of other libraries, and docs/migrating lists them. Classes and
 functions are written in the reference as ``::: treadle.Trainer``; a constant may be named in a code span instead.
 """
 

@@ -54,7 +54,7 @@ def _entries(nav):
 def expand_nav(nav, pages):
     """Replace each pattern by the pages that match it, and drop sections without pages.
 
-    Pages that the nav names are left out. If several patterns match, the longest one gets the page.
+    Pages that the nav names are excluded. If several patterns match, the longest one gets the page.
     """
     entries = list(_entries(nav))
     taken = {}

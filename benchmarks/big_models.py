@@ -1,4 +1,4 @@
-"""Measure memory and time of loading a large model and of running it from the disk.
+"""Measure memory and time of loading a large model and of running it from disk.
 
 Each line is a separate process: it builds the model empty, loads a safetensors checkpoint with a device map, and runs
 it on one row. Peak memory is the kernel's count for the process, less its memory before, as a multiple of the model's

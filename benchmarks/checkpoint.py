@@ -79,7 +79,7 @@ class Peak:
 
 
 def plainly(path: Path, data: memoryview) -> float:
-    """Return the seconds to write a number of bytes to the disk."""
+    """Return the seconds to write a number of bytes to disk."""
     clock = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(data), 2**22):
@@ -91,7 +91,7 @@ def plainly(path: Path, data: memoryview) -> float:
 
 
 def synced(path: Path) -> None:
-    """Flush to the disk the files that a library leaves in the system's cache, as the other libraries do."""
+    """Flush to disk the files that a library leaves in the system's cache, as the other libraries do."""
     for file in [path] if path.is_file() else path.rglob("*"):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)

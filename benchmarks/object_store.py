@@ -56,7 +56,7 @@ def s3_server():
 
 
 def boto3_transfer(files: list[Path], download: bool, folder: Path) -> None:
-    """Transfer files with boto3's defaults: parts of 8 MiB, ten at once for each file; four files at once."""
+    """Transfer files with boto3's defaults: parts of 8 MiB, ten concurrently for each of four concurrent files."""
     client = boto3.client("s3")
 
     def move(file: Path) -> None:

@@ -2,7 +2,7 @@
 
     .venv-bench/bin/python benchmarks/swap.py                   the table: do they produce the same numbers?
     .venv-bench/bin/python benchmarks/swap.py --record          and keep Lightning's, for tests/integration/test_swap.py
-    .venv-bench/bin/python benchmarks/swap.py --processes 2     on so many processes (DDP on the CPU), losses left out
+    .venv-bench/bin/python benchmarks/swap.py --processes 2     on so many processes (DDP on the CPU), without losses
 
 It needs an environment with both libraries. Each script runs in its own interpreter; its seconds include the imports.
 ``same`` counts the numbers that agree to ``--tolerance``; the others are listed below, and

@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, list[str]] = {"plain": [], "set_epoch": ["--set_epoch"], "d
 
 
 def run(arguments: list[str], processes: int) -> dict[str, Any]:
-    """Return what the loop prints on rank zero."""
+    """Return the values that the loop prints on rank zero."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launch if processes > 1 else []), str(FOLDER / "decay.py"), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}

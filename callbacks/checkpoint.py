@@ -9,8 +9,8 @@ class Checkpoint(Callback):
     """Base class of a user-defined checkpoint callback. With one of them, the Trainer adds no `ModelCheckpoint`.
 
     Attributes:
-        keeper: Name of the system that stores its checkpoints, if that is not a folder that the Trainer searches by
-            itself. Default: "".
+        keeper: Name of the system that stores its checkpoints, if that is not a folder that the Trainer searches
+            automatically. Default: "".
 
     Example:
         >>> import tempfile

@@ -34,7 +34,7 @@ class _LRFinder:
         results: ``"lr"``, the rates that were tried, and ``"loss"``, the smoothed loss at each: the running mean ``m[k]
             = 0.98 * m[k-1] + 0.02 * loss[k]`` divided by ``1 - 0.98 ** (k + 1)``, so that the first is the loss itself.
             A loss is that of the whole step, over all micro-batches and processes, before the step is taken. A loss
-            that is not finite becomes NaN and is left out of the mean.
+            that is not finite becomes NaN and is excluded from the mean.
 
     Example:
         >>> from treadle.callbacks import _LRFinder

@@ -43,7 +43,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
     A checkpoint is a directory that appears in one rename once it is complete; an older one is removed only after that.
-    Several ModelCheckpoints may be used at once, for example one for the best checkpoint and one for regular intervals.
+    Several ModelCheckpoints may be used at the same time, for example one for the best checkpoint and one for regular
+    intervals.
 
     A checkpoint is saved when everything that belongs to its step is done: after the step's validation and the
     schedulers, and for the last step of an epoch after the epoch has ended. It is ranked by a value that was measured
@@ -66,13 +67,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         save_on_exception: Save the run when an error or Ctrl-C ends ``fit``; a run that resumes from there equals an
             uninterrupted one. Ctrl-C ends the run after the current step, and all ranks save. After an error, rank zero
             saves the run as of the last completed step. With several processes the other ranks' state is missing, so
-            their RNG state is initialized anew; nothing is saved if they hold shards of the model. Nothing is saved
-            either if the error occurs in the optimizer's step or in ``on_step_end``, or, with several processes,
+            their RNG state is initialized anew; no checkpoint is saved if they hold shards of the model. Nothing is
+            saved either if the error occurs in the optimizer's step or in ``on_step_end``, or, with several processes,
             between the two, except in a validation, which is then repeated. The overhead is 0.1 ms per step, a copy of
             the model's buffers and of the callbacks' states, and on a GPU a synchronization if the mean of an epoch is
             logged. Default: False.
-        save_weights_only: Leave out what only a resume needs. Default: False.
-        save_trainable_only: Leave out frozen weights (``requires_grad=False``), such as those of a pretrained model
+        save_weights_only: Omit what only a resume needs. Default: False.
+        save_trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model
             with adapters. To load such a checkpoint, build the task with the same frozen weights; their digests are
             compared. Weights that were trained at any time of the run are saved. Default: False.
         mode: ``"min"`` or ``"max"``, whichever is best. NaN is worse than any number. Default: ``"min"``.

@@ -35,7 +35,7 @@ class StochasticWeightAveraging(Averaging):
     Args:
         swa_lrs: The learning rate, or one for each of the optimizer's groups.
         swa_epoch_start: The first epoch, counted from 1, or a fraction of ``max_epochs``. Default: 0.8.
-        annealing_epochs: Epochs until the rates are reached; 0 sets them at once. Default: 10.
+        annealing_epochs: Epochs until the rates are reached; 0 sets them immediately. Default: 10.
         annealing_strategy: ``"cos"`` or ``"linear"``. Default: ``"cos"``.
         avg_fn: ``avg_fn(averaged, current, num_averaged)``. Default: all weights count the same.
         device: Device of the averages; None uses the device of the weights, which a sharded model always does. Default:

@@ -21,7 +21,7 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 class WeightAveraging(Averaging):
     """Callback that averages the weights, validates with the averages, and leaves them in the model after training.
 
-    Each process averages the tensors it holds after optimizer steps, without communication, also if the model is
+    Each process averages the tensors it holds after optimizer steps, without communication, even if the model is
     sharded. Before the first update there are no averages, and validation uses the trained weights.
 
     A checkpoint's model has the trained weights. The averages are also in the checkpoint: a resumed run restores them,

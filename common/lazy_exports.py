@@ -41,7 +41,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         else:
             module = importlib.import_module(home, package)
             value = getattr(module, inner)
-            # All names of that file at once: the import has bound its last part to the file, `main` in
+            # All names of that file in one go: the import has bound its last part to the file, `main` in
             # `from .main import COMMANDS, main`, and no look-up of that name would come here any more.
             for other, (its_home, its_inner) in homes.items():
                 if its_home == home:

@@ -72,7 +72,7 @@ class RemotePath:
         if self.scheme in _READ_ONLY:
             raise ValueError(f"{url}: {self.scheme}:// can't be written. Use a local folder, or s3://bucket/path.")
         if not parts or ".." in parts or any(c in match[2] for c in "?#*[\n\0"):
-            raise ValueError(f"{url!r} must be scheme://bucket/path, without '..' and any of ? # * [.")
+            raise ValueError(f"{url!r} must be scheme://bucket/path, without '..' or any of ? # * [.")
         self._parts = tuple(parts)
 
     def __str__(self) -> str:
@@ -230,7 +230,7 @@ class RemotePath:
         return tuple(str(entry.get(name)) for name in ("ETag", "etag", "LastModified", "created", "mtime", "size"))
 
     def age(self) -> float:
-        """Return how many seconds ago the object was written, by the store's clock and this machine's.
+        """Return the object's age in seconds, by the store's clock and this machine's.
 
         Raises:
             FileNotFoundError: The object does not exist.

@@ -1,6 +1,7 @@
 """Names for the imports of other libraries: ``import treadle.compat as pl`` replaces Lightning's own.
 
-``import treadle.compat as accelerate`` has the names of Accelerate's root, as ``import treadle as accelerate`` does.
+``import treadle.compat as accelerate`` has the names in Accelerate's root module, as ``import treadle as accelerate``
+does.
 """
 
 from __future__ import annotations

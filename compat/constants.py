@@ -1,4 +1,4 @@
-"""Constants of Accelerate that public code imports, among them the names of the files of its checkpoints."""
+"""Accelerate constants that public code imports, including the file names of its checkpoints."""
 
 from __future__ import annotations
 

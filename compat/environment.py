@@ -24,7 +24,7 @@ from ..strategies.distributed import current_place, variables_set
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set environment variables within a ``with`` block, and restore them afterwards, also after an error.
+    """Set environment variables within a ``with`` block, and restore them afterwards, even after an error.
 
     Args:
         **kwargs: Values by name. The names are converted to capitals, the values to text.
@@ -41,7 +41,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment within a ``with`` block, and restore it afterwards, also after an error."""
+    """Empty the environment within a ``with`` block, and restore it afterwards, even after an error."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -182,7 +182,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     r"""Return ``"KEY=value\n"`` for each variable.
 
-    Variables that are empty or contain one of ``;<>``, a space or a line break are left out, with a warning.
+    Variables that are empty or contain one of ``;<>``, a space or a line break are skipped, with a warning.
     """
     lines = []
     for key, value in current_env.items():

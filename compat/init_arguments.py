@@ -93,7 +93,7 @@ def save_hyperparameters(
     Args:
         obj: A task, a data module, or another object with that method.
         *args: Names, or one object that holds all hyperparameters.
-        ignore: Names to leave out.
+        ignore: Names to omit.
         frame: The frame whose arguments are saved. Default: the caller's.
         given_hparams: Values to save instead of a frame's.
     """

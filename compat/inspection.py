@@ -69,7 +69,7 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
 
     Args:
         module: The module, which is changed in place.
-        shared_params: Lists of names. The parameter of each list's first name is used for all its names.
+        shared_params: Lists of names. All names in a list share the parameter of the first name.
 
     Returns:
         The module.

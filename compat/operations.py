@@ -20,7 +20,7 @@ def gather(tensor: Any) -> Any:
             numbers of rows may differ.
 
     Returns:
-        The tensors, nested as the input.
+        The tensors, with the same structure as the input.
     """
     world = current_world()
     collectives.check_equal_shapes("gather", tensor, world)
@@ -37,7 +37,7 @@ def gather_object(object: Any) -> list[Any]:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Return the tensors of rank ``from_process``, nested as they are. The input is not changed.
+    """Return the tensors of rank ``from_process``, with their structure. The input is not changed.
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors.
@@ -74,7 +74,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         scale: Factor of the result.
 
     Returns:
-        The reduced tensors, nested as the input.
+        The reduced tensors, with the same structure as the input.
     """
     return collectives.reduce(tensor, current_world(), reduction, scale)
 
@@ -89,7 +89,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         pad_first: Whether to pad at the beginning instead of the end.
 
     Returns:
-        The padded tensors, nested as the input.
+        The padded tensors, with the same structure as the input.
     """
     return collectives.pad_across_processes(tensor, current_world(), dim, pad_index, pad_first)
 

@@ -27,7 +27,7 @@ def RayLightningEnvironment() -> LaunchEnvironment:
     A Trainer without it reads the same ranks itself.
 
     Raises:
-        RuntimeError: This is not a worker of Ray Train.
+        RuntimeError: This is not a Ray Train worker.
     """
     launched = LaunchEnvironment.read()
     if launched is None or launched.launcher != "ray":

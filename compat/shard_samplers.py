@@ -160,7 +160,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
     Args:
         dataset: The stream. A stream with a ``generator`` and no ``set_epoch`` is seeded with the epoch.
         batch_size: The batch size per rank; with ``split_batches`` the global batch size.
-        drop_last: Whether to leave out the samples after the last complete global batch. Otherwise it is filled with
+        drop_last: Whether to skip the samples after the last complete global batch. Otherwise it is filled with
             samples from the beginning.
         num_processes: Number of ranks that share the stream.
         process_index: The rank.
@@ -193,7 +193,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, also of the dataset.
+        """Set the epoch of the sampler and of the dataset.
 
         Args:
             epoch: The epoch.

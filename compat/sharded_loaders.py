@@ -269,7 +269,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also of the samplers or else of the dataset.
+        """Set the epoch of the next iteration, including for the samplers or else the dataset.
 
         Args:
             epoch: The epoch.
@@ -397,7 +397,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also of the samplers or else of the dataset.
+        """Set the epoch of the next iteration, including for the samplers or else the dataset.
 
         Args:
             epoch: The epoch.

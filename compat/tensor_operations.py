@@ -1,4 +1,4 @@
-"""Less common operations of Accelerate on nested tensors."""
+"""Less common Accelerate operations on nested tensors."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Return those of Accelerate's trackers that Treadle supports and whose packages are installed."""
+    """Return the Accelerate trackers that Treadle supports and whose packages are installed."""
     return [LoggerType(name) for name in list_installed_trackers() if name in LoggerType]
 
 

@@ -217,7 +217,8 @@ def _read_steps(args: Any, name: str) -> int:
     value = getattr(args, name)
     if not 0 < value < math.inf or value != int(value):
         raise ValueError(
-            f"{name}={value!r}: give a whole number of optimizer steps; shares of a run are not translated."
+            f"{name}={value!r} must be a whole number of optimizer steps; fractions of a run are not supported. Pass "
+            "the number of steps."
         )
     return int(value)
 

@@ -824,7 +824,7 @@ class Accelerator(Process):
         self.accumulation.agree_on_steps(finite=finite, at_once=at_once)
 
     def agree(self) -> Agreement:
-        """Return what all processes agreed on in the last backward pass, for loops that call `agree_on_steps`."""
+        """Return the agreement of all processes in the last backward pass, for loops that call `agree_on_steps`."""
         return self.accumulation.agree()
 
     def not_finite_on(self) -> list[int]:
@@ -842,10 +842,10 @@ class Accelerator(Process):
         ends the process at the end of the block.
 
         Args:
-            grace: Time from the signal to the end of all ranks, in whatever state they are: ``"DD:HH:MM:SS"``, a
+            grace: Time from the signal to the end of all ranks, regardless of their state: ``"DD:HH:MM:SS"``, a
                 timedelta or a dict of its arguments. Default: no limit.
             interrupts: Handle Ctrl-C in the same way; `Preemption.leave` then raises KeyboardInterrupt. A second
-                Ctrl-C, and one after the last step, raise it at once. Default: Ctrl-C raises it at once.
+                Ctrl-C, and one after the last step, raise it immediately. Default: Ctrl-C raises it immediately.
 
         Raises:
             ValueError: For several processes with a torch older than 2.8, or if ``grace`` is not positive.
@@ -928,13 +928,13 @@ class Accelerator(Process):
 
         Args:
             output_dir: The checkpoint directory, which is put in place in one rename once it is complete, or a URL such
-                as ``s3://bucket/run/last``, which one request replaces once all its files are uploaded. It may be left
-                out with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
+                as ``s3://bucket/run/last``, which one request replaces once all its files are uploaded. It may be
+                omitted with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
             safe_serialization: Only True is accepted; there is no other format.
             info: Numbers and names for the manifest (``step``, ``epoch``, ...).
             parts: Further states by name, each saved in its own files.
             weights_only: Save only the models and ``parts``.
-            trainable_only: Leave out frozen weights (``requires_grad=False``), such as those of a pretrained model
+            trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model
                 under adapters. The checkpoint has their digests, and loads into a model with the same frozen weights.
             blocking: False returns once the state is copied to host memory and writes it in the background. Only one
                 save runs at a time: the next waits for it. `poll_saving` and `finish_saving` report its end.
@@ -993,7 +993,7 @@ class Accelerator(Process):
         in the same way as the object's current ``state_dict``.
 
         Args:
-            input_dir: A checkpoint directory, or a checkpoint that is already open. It may be left out with
+            input_dir: A checkpoint directory, or a checkpoint that is already open. It may be omitted with
                 ``automatic_checkpoint_naming``: then the latest intact checkpoint is loaded, and a warning names each
                 one that was skipped.
             load_kwargs: Accepted if empty; loading has no options.
@@ -1014,7 +1014,7 @@ class Accelerator(Process):
 
         Raises:
             ValueError: If the path is not a checkpoint, or if the checkpoint is damaged, belongs to another model or
-                optimizer, or was replaced during the read. Nothing is changed then on any process. An error in the
+                optimizer, or was replaced during the read. No object is changed then on any process. An error in the
                 ``load_state_dict`` of a scheduler or a registered object is raised later, after models and optimizers
                 are loaded.
         """
@@ -1331,7 +1331,7 @@ class Accelerator(Process):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Gradient scaler of torch if the precision is float16, else None. It may be replaced between steps."""
+        """PyTorch gradient scaler if the precision is float16, else None. It may be replaced between steps."""
         return self.accumulation.scaler
 
     @scaler.setter

@@ -110,7 +110,8 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
     short last batch. Rows that differ are unchanged: a batch may have that many tokens.
 
     Args:
-        value: Tensors, nested; one-dimensional floating-point ones of ``batch_size`` equal rows are resized.
+        value: A tensor or a nested structure (dict, list, tuple) of tensors; one-dimensional floating-point ones of
+            ``batch_size`` equal rows are resized.
         batch_size: This rank's samples in a full batch.
         samples: This rank's samples in the current batch.
     """

@@ -212,7 +212,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Settings of the process group.
 
     Args:
-        backend: ``"nccl"``, ``"gloo"`` or another backend of torch. Default: the one that the device needs.
+        backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one that the device needs.
         init_method: Only ``"env://"``: processes connect through the launcher's environment variables.
         timeout: How long a process waits for the others before it fails: a timedelta, a dict of its arguments, or
             ``"DD:HH:MM:SS"``. Default: torch's default.
@@ -292,7 +292,7 @@ class TorchDynamoPlugin(KwargsHandler):
         dynamic: Compile for varying shapes. Default: torch decides.
         options: Options of the backend.
         disable: Disable compilation, for testing.
-        use_regional_compilation: Compile each repeated block of the model by itself, which takes less time if the
+        use_regional_compilation: Compile each repeated block of the model separately, which takes less time if the
             blocks are alike. By default the Trainer does so if most of them are, and an Accelerator does not.
 
     Example:
@@ -380,7 +380,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 class _Refused:
-    """Base of names of Accelerate that can be imported, but raise an error when they are used."""
+    """Base of Accelerate names that can be imported, but raise an error when they are used."""
 
     instead: ClassVar[str]
 
@@ -514,7 +514,7 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
     Args:
         unknown: Keyword arguments that are not in the Accelerator's signature.
         valid: The names of its arguments.
-        plugins: Arguments of Accelerate for which only None is accepted, by name.
+        plugins: Accelerate arguments for which only None is accepted, by name.
 
     Raises:
         TypeError: If an argument does not exist.

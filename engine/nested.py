@@ -113,7 +113,7 @@ def find_batch_size(data: Any) -> int | None:
     """Return the size of dimension 0 of the first tensor that has one; None if all tensors are 0-d.
 
     Args:
-        data: Tensors, nested.
+        data: A tensor or a nested structure (dict, list, tuple) of tensors.
 
     Raises:
         TypeError: If ``data`` contains no tensor.
@@ -128,7 +128,7 @@ def find_device(data: Any) -> torch.device | None:
     """Return the device of the first tensor; None if there is no tensor.
 
     Args:
-        data: Tensors, nested.
+        data: A tensor or a nested structure (dict, list, tuple) of tensors.
     """
     return next((tensor.device for tensor in _list_tensors(data)), None)
 
@@ -139,7 +139,7 @@ def slice_tensors(
     """Return ``tensor[tensor_slice]`` of every tensor.
 
     Args:
-        data: Tensors, nested.
+        data: A tensor or a nested structure (dict, list, tuple) of tensors.
         tensor_slice: A slice or an index.
         process_index: Accepted for Accelerate's signature.
         num_processes: Accepted for Accelerate's signature.
@@ -176,7 +176,7 @@ def listify(data: Any) -> Any:
     """Convert every tensor to a list of numbers (0-d tensors to a number).
 
     Args:
-        data: Tensors, nested.
+        data: A tensor or a nested structure (dict, list, tuple) of tensors.
     """
     return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
 
@@ -185,7 +185,7 @@ def convert_to_fp32(tensor: Any) -> Any:
     """Convert every float16 and bfloat16 tensor to float32.
 
     Args:
-        tensor: Tensors, nested.
+        tensor: A tensor or a nested structure (dict, list, tuple) of tensors.
     """
     half = (torch.float16, torch.bfloat16)
     return recursively_apply(lambda t: t.float(), tensor, test_type=lambda t: isinstance(t, Tensor) and t.dtype in half)

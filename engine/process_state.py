@@ -156,7 +156,7 @@ class Process:
         Args:
             tensor: A tensor, or tensors nested in dicts, lists or tuples; the numbers of rows may differ.
             sync_grads: Let gradients flow back. All processes must then use the result in their loss. If the last batch
-                has fewer samples than there are processes, the repeated samples of ranks without a share are left out.
+                has fewer samples than there are processes, the repeated samples of ranks without a share are excluded.
 
         Raises:
             TypeError: If the value holds no tensor.
@@ -189,7 +189,8 @@ class Process:
         rows as the batch has samples on this rank.
 
         Args:
-            input_data: Tensors with any number of rows (samples, tokens) or 0-d, nested as you like; or other objects.
+            input_data: A nested structure of tensors with any number of rows (samples, tokens) or 0-d; or other
+                objects.
             use_gather_object: Treat the value as objects even if it holds tensors.
 
         Returns:

@@ -55,7 +55,7 @@ class WeightQuantizer:
         return value if value is None or isinstance(value, WeightQuantizer) else cls(value)
 
     def select(self, model: nn.Module) -> dict[str, nn.Linear]:
-        """Return the layers to round, by name. Layers whose weight is shared with another module are left out.
+        """Return the layers to round, by name. Layers whose weight is shared with another module are excluded.
 
         Args:
             model: The model.

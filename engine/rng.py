@@ -80,8 +80,8 @@ class Draw(NamedTuple):
 class RandomStream:
     """Copy of a process's RNG state that only the order of data is drawn from.
 
-    All ranks of a run start from rank zero's state, so all draw the same order of samples, whatever their models draw.
-    Generators of devices are not included: swapping them would wait for the device.
+    All ranks of a run start from rank zero's state, so all draw the same order of samples, regardless of what their
+    models draw. Generators of devices are not included: swapping them would wait for the device.
 
     Args:
         state: A state that `random_state` returned.
@@ -119,7 +119,7 @@ class RandomStream:
             set_host_state(before)
 
     def get_state(self) -> State:
-        """Return the current state of the stream, inside `drawing` or outside."""
+        """Return the current state of the stream. May be called inside or outside `drawing`."""
         return host_state() if self._lent else dict(self.state)
 
     def go_to(self, state: State) -> None:

@@ -34,7 +34,7 @@ from treadle.integrations import TransformersTask
 import treadle as tl
 
 CONTEXT, VOCABULARY, SHARDS = 128, 2000, 8
-IGNORED = -100  # a label that the loss leaves out
+IGNORED = -100  # a label that the loss ignores
 PROMPTS = (
     'def read_csv(path, encoding="utf-8"):\n    """',
     'def close(self):\n    """',
@@ -86,7 +86,7 @@ def cut_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> datasets
 
 
 def tokenize_pair(row: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Return the tokens of a function; the labels leave out the prompt."""
+    """Return the tokens of a function; the labels exclude the prompt."""
     prompt = tokenizer(row["prompt"])["input_ids"]
     docstring = [*tokenizer(row["docstring"])["input_ids"], tokenizer.eos_token_id]
     return {
@@ -165,7 +165,7 @@ def finetune(args: argparse.Namespace, model: Path | str, texts: list[str]) -> N
         args.steps,
         callbacks=[saving],
         val_check_interval=max(1, args.steps // 4),
-        check_val_every_n_epoch=None,  # by steps, whatever the length of an epoch
+        check_val_every_n_epoch=None,  # by steps, regardless of the length of an epoch
         limit_val_batches=20,
     )
 

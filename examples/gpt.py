@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 8 examples/gpt.py --size gpt2 --batch-size 32 --accumulate 4
     treadle fit --config gpt.yaml model.size=small            the same from a file, in this folder
 
-Nothing is downloaded: the text is installed with the interpreter. Losses are in bits per byte; 8 is a uniform guess.
+No data is downloaded: the text is installed with the interpreter. Losses are in bits per byte; 8 is a uniform guess.
 """
 
 import argparse
@@ -209,7 +209,7 @@ def main() -> None:
         accumulate_grad_batches=args.accumulate,
         gradient_clip_val=1.0,
         val_check_interval=max(1, args.steps // 4) * args.accumulate,
-        check_val_every_n_epoch=None,  # by steps, whatever the length of an epoch
+        check_val_every_n_epoch=None,  # by steps, regardless of the length of an epoch
         limit_val_batches=20,
         log_every_n_steps=10,
         logger=tl.loggers.TensorBoardLogger("runs", name="gpt"),

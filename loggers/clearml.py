@@ -26,7 +26,7 @@ class ClearMLLogger(ServiceLogger):
 
     ``train_loss`` becomes the series ``train`` of the plot ``loss``; ``val_``, ``test_`` and ``eval_`` are treated the
     same way. For other names, plot and series have the same name. ClearML would report a value that is not finite as 0:
-    it is left out, with a warning.
+    it is skipped, with a warning.
 
     Unlike ``Task.init`` alone, this does not seed RNGs, keeps the signal handlers, creates a new task each time, and
     reports from a thread instead of a fork of the training process.
@@ -98,7 +98,7 @@ class ClearMLLogger(ServiceLogger):
                 return task
             task.close()  # ClearML has one task at a time, and it can be continued by its ID
         _make_gentle(Task)
-        # Steps are counted from the start of training, also in a continued task.
+        # Steps are counted from the start of training, including in a continued task.
         again = {"continue_last_task": 0} if self._version is not None else {}
         reused = {"reuse_last_task_id": self._version or False, **again}
         task = Task.init(project_name=self._name, **{**reused, **self._options})

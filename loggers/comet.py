@@ -12,7 +12,7 @@ from ..common.validation import check_bool
 from ._services import ServiceLogger, check_options
 
 OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
-"""Arguments of older versions of Lightning's logger, and of Comet, by what they are called now."""
+"""Arguments of older versions of Lightning's and Comet's loggers, by their current names."""
 
 
 class CometLogger(ServiceLogger):
@@ -155,7 +155,7 @@ class CometLogger(ServiceLogger):
 def _set_up_import(offline: bool) -> None:
     """Say what ``comet_ml`` does when it is imported, unless it was already or the environment says otherwise.
 
-    It would patch other packages, to log by itself what this logger is given, such as TensorBoard's scalars. And it
+    It would patch other packages, to log automatically what this logger is given, such as TensorBoard's scalars. And it
     would report its errors to its makers, offline too.
     """
     if "comet_ml" not in sys.modules:

@@ -19,7 +19,7 @@ class DirectoryLogger(Logger):
     r"""Base class of loggers that write files to ``save_dir/name/version_N``.
 
     Without a version, rank zero takes the next free number when the version is first needed. It claims the number by
-    creating its directory, so two jobs started at once never share one.
+    creating its directory, so two jobs started at the same time never share one.
 
     Args:
         save_dir: Directory above all experiments, or a URL such as ``s3://bucket/logs``, to which files are uploaded as
@@ -128,7 +128,7 @@ class DirectoryLogger(Logger):
     def save_hyperparams(self, params: Params) -> None:
         """Add hyperparameters to ``hparams.yaml`` in `log_dir`.
 
-        The file is written at once, so a crash does not lose them.
+        The file is written immediately, so a crash does not lose them.
 
         Args:
             params: Settings by name, nested or not. A value of a type that YAML does not have is written as its

@@ -305,7 +305,7 @@ class MLFlowLogger(Logger):
 
 
 def _check_store(uri: str) -> None:
-    """Raise an error if the installed MLflow cannot write to the address. Nothing is written."""
+    """Raise an error if the installed MLflow cannot write to the address, without writing to it."""
     if uri.startswith(FILES) or ("://" not in uri and not uri.startswith(("databricks", "uc"))):
         from mlflow import environment_variables
 

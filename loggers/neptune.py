@@ -21,12 +21,12 @@ STORAGES = {"async": "cloud", "sync": "cloud", "offline": "local", "debug": "dis
 class NeptuneLogger(ServiceLogger):
     """Logger with Neptune's interface that writes to GoodSeed (``pip install goodseed``).
 
-    Neptune's service ended on 5 March 2026, so its clients cannot send anything. The arguments are those of Lightning's
-    ``NeptuneLogger``, and ``logger.experiment[path]`` has ``append``, ``log``, ``assign`` and ``extend``.
+    Neptune's service ended on 5 March 2026, so its clients cannot send anything. This class takes the arguments of
+    Lightning's ``NeptuneLogger``, and ``logger.experiment[path]`` has ``append``, ``log``, ``assign`` and ``extend``.
 
     It has one run on rank zero, which begins with the first log. The run is closed after each fit, validation or test,
     as ``finished`` or ``failed``, and continued by later logs. A second value for the same step replaces the first.
-    GoodSeed stores neither NaN, which is left out with a warning, nor files: it gets the paths of checkpoints.
+    GoodSeed stores neither NaN, which is skipped with a warning, nor files: it gets the paths of checkpoints.
 
     Args:
         api_key: API key of GoodSeed. With one, runs are sent as well as written to a local file. Default:

@@ -23,7 +23,7 @@ class SwanLabLogger(ServiceLogger):
     failed fit. A run that you have started is used, unless an ``id`` selects another.
 
     SwanLab keeps the first value of a metric and step and ignores later ones. Offline, each start creates a folder
-    ``run-TIME-ID``, also for a continued run; ``swanlab sync --id ID FOLDER`` sends one into the same run.
+    ``run-TIME-ID``, even for a continued run; ``swanlab sync --id ID FOLDER`` sends one into the same run.
 
     Args:
         project: Project of the run. Default: ``SWANLAB_PROJECT_NAME``, or ``"treadle_logs"``.

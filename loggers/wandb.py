@@ -111,7 +111,7 @@ class WandbLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Name of the project, as in the paths of W&B. The run's own name is ``experiment.name``."""
+        """Name of the project, as in W&B's paths. The run's own name is ``experiment.name``."""
         return self._project
 
     @property

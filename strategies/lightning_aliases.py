@@ -88,7 +88,7 @@ class StrategyAliases:
 
         Args:
             tensor: The tensor; any other object is returned as it is.
-            group: A process group of torch. Default: all processes.
+            group: A torch process group. Default: all processes.
             reduce_op: ``"mean"``, ``"avg"`` or ``"sum"``, or torch's ``ReduceOp`` of that name.
 
         Raises:
@@ -107,7 +107,7 @@ class StrategyAliases:
 
         Args:
             tensor: The tensor, of one shape on all processes.
-            group: A process group of torch. Default: all processes.
+            group: A torch process group. Default: all processes.
             sync_grads: Only False; for gradients call the task's ``all_gather``.
 
         Raises:

@@ -98,7 +98,7 @@ class Precision:
         """Return ``batch`` with its floating-point tensors in the storage dtype.
 
         Args:
-            batch: Tensors, nested.
+            batch: A tensor or a nested structure (dict, list, tuple) of tensors.
         """
         if self.storage is None:
             return batch

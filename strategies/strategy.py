@@ -161,7 +161,7 @@ class Strategy(StrategyAliases):
         return module.to(device=self.world.device, dtype=self.precision.storage)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
-        """Return the submodules to compile, each by itself, of a module whose methods are called.
+        """Return the submodules to compile, each separately, of a module whose methods are called.
 
         Call it before `wrap`.
 
@@ -385,9 +385,9 @@ class Strategy(StrategyAliases):
         optimizer.load_state_dict(state)
 
     def reduction_order(self, module: nn.Module) -> list[int]:
-        """Return what determines the order in which gradients are added up, if it depends on earlier steps.
+        """Return the values that determine the order in which gradients are summed, if it depends on earlier steps.
 
-        Else nothing.
+        Else an empty list.
 
         Args:
             module: A wrapped module.
@@ -459,7 +459,7 @@ class Strategy(StrategyAliases):
         return Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """Return which gradients replicas reduce together, as indices into ``ready``; None if nothing is reduced.
+        """Return the groups of gradients that replicas reduce together, as indices into ``ready``; None without any.
 
         Args:
             ready: The parameters in the order in which their gradients become ready.

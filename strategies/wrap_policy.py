@@ -23,7 +23,7 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
     Args:
         model: The user's module.
         policy: ``"auto"`` (the repeated blocks), ``"parts"`` (these, and other submodules, such as an embedding and a
-            head, each by itself), classes or their names, the least number of parameters, or ``f(module) -> bool``.
+            head, each separately), classes or their names, the least number of parameters, or ``f(module) -> bool``.
             torch's and Lightning's policy objects for FSDP are supported.
         flag: The argument's name, for errors.
 
@@ -71,14 +71,14 @@ def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]
 
 
 def direct_parts(model: nn.Module, blocks: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """Return what a method of ``model`` calls: its children with parameters, and those in its module lists and dicts.
+    """Return the modules that a method of ``model`` calls: children with parameters, also in module lists and dicts.
 
     torch's losses are included. A torchmetrics metric is not, even one that contains a network: it accumulates state,
     and must not be traced.
 
     Args:
         model: The user's module.
-        blocks: Submodules to leave out; a child that contains some of these is replaced by its own children.
+        blocks: Submodules to exclude; a child that contains some of these is replaced by its own children.
     """
     parts: list[nn.Module] = []
     for child in model.children():

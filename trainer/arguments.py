@@ -39,7 +39,7 @@ def check_limit(name: str, value: Limit) -> int | float:
 
 
 def limited(name: str, limit: int | float, total: int | None) -> int | None:
-    """Return how many of ``total`` batches a checked limit allows; None for all of them.
+    """Return the number of batches of ``total`` that a checked limit allows; None for all of them.
 
     Args:
         name: Name of the flag, for messages.
@@ -230,7 +230,7 @@ _ABSENT = {
     "move_metrics_to_cpu": "logged values cost no device memory",
     "multiple_trainloader_mode": "pass a CombinedLoader(loaders, mode)",
 }
-"""Current and former flags of Lightning that are deliberately absent, with their replacements."""
+"""Current and former Lightning flags that are deliberately absent, with their replacements."""
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:

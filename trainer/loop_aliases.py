@@ -20,7 +20,7 @@ class LoopView:
         trainer: The Trainer whose loop it shows.
 
     Raises:
-        AttributeError: If another attribute of Lightning's loop is used.
+        AttributeError: If any other attribute of Lightning's loop is used.
     """
 
     _place = "trainer.fit_loop"
@@ -255,7 +255,7 @@ class LoggerConnectorView:
         return self.trainer.progress_bar_metrics
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Send values to the loggers at once.
+        """Send values to the loggers immediately.
 
         Args:
             metrics: Values by name.

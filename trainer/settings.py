@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..loggers import Logger
     from ..strategies import Strategy
 else:
-    # So that the annotations resolve at run time without an import of torch.
+    # So that the annotations resolve at run time without importing torch.
     Callback = Profiler = Logger = Strategy = Any
 
 Devices = int | str | Sequence[int]

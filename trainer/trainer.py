@@ -508,7 +508,7 @@ class Trainer(LightningAliases):
             self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank zero, beside the progress bar.
+        """Print on rank zero, without disturbing the progress bar.
 
         Args:
             args: Positional arguments of ``print``.

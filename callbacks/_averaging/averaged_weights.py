@@ -178,7 +178,7 @@ class Averages:
             self._before = None
 
     def keep_in_model(self) -> None:
-        """Keep the averages in the model for good and discard its own values."""
+        """Keep the averages in the model permanently and discard the original weights."""
         self._before = None
 
     def _prune_averages(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Averaging(Callback):
     """Callback that leaves the averages in the model after training. Subclasses decide when to average.
 
-    Whatever goes wrong before that, the model gets its own weights back.
+    If an error occurs before that, the model gets its original weights back.
     """
 
     exchanges = True

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def find_measured_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the BatchNorm layers with running statistics; those in evaluation mode are left out.
+    """Return the BatchNorm layers with running statistics; those in evaluation mode are excluded.
 
     Args:
         module: The model.

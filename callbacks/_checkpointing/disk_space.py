@@ -36,8 +36,8 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
 
     Args:
         trainer: The Trainer, with task and optimizers.
-        weights_only: Whether optimizer states are left out.
-        trainable_only: Whether frozen weights are left out. Default: False.
+        weights_only: Whether optimizer states are omitted.
+        trainable_only: Whether frozen weights are omitted. Default: False.
     """
     assert trainer.task is not None
     frozen = {name for name, p in trainer.task.named_parameters(remove_duplicate=False) if not p.requires_grad}

@@ -14,7 +14,7 @@ from .top_k import TopKCheckpoints
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
-# Methods of Lightning that Treadle never calls, with replacements.
+# Lightning methods that Treadle never calls, with replacements.
 _SAVE = "override _save_checkpoint(trainer, filepath) or check_monitor_top_k"
 _REMOVE = "a checkpoint is removed once its successor is in place"
 _NEVER_CALLED = {

@@ -14,7 +14,8 @@ from ...engine.checkpoint import store
 def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
     """Delete a checkpoint, if it exists, and return whether it was deleted.
 
-    The checkpoint that the run was resumed from is never deleted, whatever its name, nor is one in another directory.
+    The checkpoint that the run was resumed from is never deleted, regardless of its name, nor is one in another
+    directory.
 
     Args:
         path: The checkpoint.

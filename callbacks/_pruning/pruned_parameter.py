@@ -17,7 +17,7 @@ class PrunedParameter:
     """Parameter that is pruned, or will be.
 
     torch stores the trained values as ``weight_orig`` and the mask as a buffer ``weight_mask``, and sets ``weight``
-    before each forward pass. While it does, the module's state dict has only ``weight``, pruned, also after a fit. A
+    before each forward pass. While it does, the module's state dict has only ``weight``, pruned, even after a fit. A
     mask that an earlier fit left is taken over.
 
     Args:

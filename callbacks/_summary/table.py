@@ -201,7 +201,10 @@ def summarize(
             total = _run(module, parts, rows, forward or module, (prepare or _make_mover(module))(example))
         except Exception as error:
             measured = False
-            warn(f"example_input_array failed, so sizes are unknown: {type(error).__name__}: {error}")
+            warn(
+                f"the model raised {type(error).__name__} on example_input_array, so the summary shows no sizes: "
+                f"{str(error).rstrip('.')}. Fix or remove example_input_array."
+            )
     layers = list(rows.values())
     if direct_parameters := list(module.parameters(recurse=False)):
         layers.append(_describe("(own)", module, direct_parameters))

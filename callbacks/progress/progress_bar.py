@@ -90,7 +90,7 @@ class ProgressBar(BestEffortCallback):
         print(*args, **kwargs)
 
     def get_metrics(self, trainer: Trainer, pl_module: TaskModule) -> dict[str, Any]:
-        """Return the values beside the bar.
+        """Return the values next to the bar.
 
         These are the values logged with ``prog_bar=True``, then the first logger's version as ``v_num``. Between two
         steps on a GPU they are slightly older than the latest, which would need a synchronization.
@@ -196,7 +196,7 @@ class ProgressBar(BestEffortCallback):
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """Return what every progress bar shows: the first logger's version as ``v_num``, its last four characters.
+    """Return the value that each progress bar shows: ``v_num``, the last four characters of the first logger's version.
 
     Args:
         trainer: The running Trainer.

@@ -57,7 +57,7 @@ class RichProgressBarTheme:
 class RichProgressBar(DrawnBar):
     """Progress bar like `TQDMProgressBar`, drawn by the package ``rich`` without a thread.
 
-    Override `configure_columns` to choose its columns, and `get_metrics` to choose the values beside them.
+    Override `configure_columns` to choose its columns, and `get_metrics` to choose the values next to them.
 
     Args:
         refresh_rate: Redraws per second, at most ten; 0 draws nothing. Default: 100.

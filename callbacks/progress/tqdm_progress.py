@@ -10,7 +10,7 @@ from typing import Any
 from ...common.validation import check_int
 from ._refresh import DrawnBar
 
-_SHORTEST = 4  # letters of the bar itself, before values beside it are left out
+_SHORTEST = 4  # letters of the bar itself, before values next to it are omitted
 
 
 def __getattr__(name: str) -> Any:
@@ -27,7 +27,7 @@ class TQDMProgressBar(DrawnBar):
 
     It redraws at most ten times a second, and reads values from the device only then. An error in drawing never ends a
     run: a closed terminal, or an error in an override, disables the bar with a warning. Override `get_metrics` to
-    choose the values beside the bar, and ``init_train_tqdm`` and similar methods to choose its appearance.
+    choose the values next to the bar, and ``init_train_tqdm`` and similar methods to choose its appearance.
 
     Args:
         refresh_rate: Minimum number of batches between redraws (the variable ``TQDM_MINITERS`` can raise it); 0 draws
@@ -176,7 +176,7 @@ class TQDMProgressBar(DrawnBar):
 
 
 def _fit_postfix(bar: Any) -> None:
-    """Leave out the values beside a bar that the terminal has no room for: tqdm would cut a number in the middle."""
+    """Omit the values next to a bar that the terminal has no room for: tqdm would cut a number in the middle."""
     facts = bar.format_dict
     if not facts["ncols"] or not bar.postfix:  # a notebook
         return

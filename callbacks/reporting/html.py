@@ -44,7 +44,7 @@ class Failure:
 
 @dataclass
 class Page:
-    """Content of the page, from top to bottom; empty sections are left out.
+    """Content of the page, from top to bottom; empty sections are omitted.
 
     Attributes:
         title: Name of the run.

@@ -186,7 +186,7 @@ class RunReport(BestEffortCallback):
 
 
 def describe_ending(trainer: Trainer, stage: str) -> str:
-    """Return how a stage without an error ended.
+    """Return a description of the end of a stage that raised no error.
 
     Args:
         trainer: The Trainer.

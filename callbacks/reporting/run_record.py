@@ -88,7 +88,7 @@ class RunRecord(BestEffortCallback):
             self._safely(self._tell, trainer, {})
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Report the error at once, from every process: rank zero's may only be a consequence of another's."""
+        """Report the error immediately, from every process: rank zero's may only be a consequence of another's."""
         self._end = describe_error(exception)
         self._safely(self._write, self._end, None)
 

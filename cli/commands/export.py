@@ -86,7 +86,7 @@ def export(
         model: The index of the model, if the run prepared several.
 
     Returns:
-        A sentence about what was written and what was left out.
+        A sentence about what was written and what was omitted.
 
     Raises:
         ValueError: The checkpoint is damaged or is not a checkpoint, an argument is invalid, or the output is in the

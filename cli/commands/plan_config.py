@@ -51,7 +51,7 @@ def build_config_subject(options: argparse.Namespace) -> Subject:
         ValueError: The task can't be planned.
     """
     if (current_directory := os.getcwd()) not in sys.path:
-        sys.path.insert(0, current_directory)  # modules beside the configuration can be named in it
+        sys.path.insert(0, current_directory)  # modules next to the configuration can be named in it
     checked = check(load(options.config, options.overrides))
     run = _PlannedRun(checked, options)
     return Subject(

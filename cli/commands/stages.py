@@ -74,7 +74,7 @@ def run(
     """
     follow_scheduler()
     if (current_directory := os.getcwd()) not in sys.path:
-        sys.path.insert(0, current_directory)  # as for python -m: modules beside the configuration can be named in it
+        sys.path.insert(0, current_directory)  # as for python -m: modules next to the configuration can be named in it
     options = parse_options(arguments)
     if options.help == "":
         say(format_usage(stage, program))
@@ -259,8 +259,8 @@ def _open_run_folder(
     file = as_path(earlier) / CONFIG
     if not file.is_file():
         raise ConfigError(
-            f"--from-run {earlier} is not the folder of a run, which ckpt_path={word} needs. Name the run's folder to "
-            "resume it, or set ckpt_path=CHECKPOINT to start a new run."
+            f"--from-run {earlier} is not a run folder (it has no {CONFIG}), but ckpt_path={word} requires one. Name "
+            "the run's folder to resume it, or set ckpt_path=CHECKPOINT to start a new run."
         )
     for key in ("run.name", "run.dir"):
         source = checked.config.find_source(key)

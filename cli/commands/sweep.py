@@ -79,7 +79,7 @@ def run(
             say(format_usage(program))
             return 0
         if (current_directory := os.getcwd()) not in sys.path:
-            sys.path.insert(0, current_directory)  # modules beside the configuration can be named in it
+            sys.path.insert(0, current_directory)  # modules next to the configuration can be named in it
         from ..sweep import read_sweep
 
         sweep = read_sweep(file, overrides, defaults)

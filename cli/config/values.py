@@ -60,7 +60,7 @@ def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """Return a message with each secret, also in the form of its ``repr``, replaced by its reference.
+    """Return a message with each secret, including in the form of its ``repr``, replaced by its reference.
 
     Args:
         text: The message.
@@ -224,8 +224,9 @@ def _append_value(value: Value | None, path: Path, new: Value) -> Value:
     if value is None or value.data is None:
         return Value([new], new.source)
     if not isinstance(value.data, list):
+        name, current = format_path(path), "a mapping" if isinstance(value.data, dict) else repr(value.data)
         raise ConfigError(
-            f"'{format_path(path)}+=' adds to a list, but {format_path(path)!r} is not a list ({value.source})."
+            f"'{name}+=' appends to a list, but {name} is {current} ({value.source}). Use '{name}=' to replace it."
         )
     return replace(value, data=[*value.data, new])
 

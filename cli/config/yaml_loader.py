@@ -88,7 +88,7 @@ def read_text(file: str | Path) -> str:
 
 
 def parse(text: str, name: str, lines: bool = True) -> Value | None:
-    """Return the values of a text; None if it is empty.
+    """Return the values parsed from a YAML text, or None if the text is empty.
 
     Args:
         text: YAML: sections, unless ``lines`` is False.
@@ -110,7 +110,10 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: {' '.join(str(error).split())}.") from error
     except RecursionError as error:
-        raise ConfigError(f"{name}: nested too deeply, or an alias is inside its own anchor.") from error
+        raise ConfigError(
+            f"{name}: the YAML is nested too deeply, or an alias refers to an anchor that contains it. Flatten it, or "
+            "remove the alias."
+        ) from error
     if lines and value is not None and not isinstance(value.data, dict | None):
         kind = "list" if isinstance(value.data, list) else "single value"
         raise ConfigError(f"{name}:1: holds a {kind}, but needs sections with keys, such as `trainer:`.")

@@ -1,4 +1,4 @@
-"""Parser of settings: command lines, files and environment variables, in LightningCLI's forms."""
+"""Parser of settings from the command line, files and environment variables, in LightningCLI's syntax."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class LightningArgumentParser:
             nested_key: The group's dotted key. Default: None, the top level.
             as_group: Accepted and ignored.
             as_positional: Accepted and ignored.
-            skip: Names of arguments to leave out; a number leaves out that many from the first.
+            skip: Names of arguments to skip; a number skips that many from the first.
             instantiate: Whether `instantiate_classes` builds the object.
             fail_untyped: Accepted and ignored.
             sub_configs: Accepted and ignored.
@@ -286,7 +286,7 @@ class LightningArgumentParser:
             theclass: The class.
             themethod: The method's name.
             nested_key: Prefix of the dotted keys. Default: None, the top level.
-            skip: Names of arguments to leave out.
+            skip: Names of arguments to skip.
             **unused: Accepted and ignored.
 
         Returns:
@@ -726,9 +726,9 @@ class LightningArgumentParser:
         Args:
             cfg: The configuration.
             format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, YAML.
-            skip_none: Whether to leave out null values.
-            skip_default: Whether to leave out values that equal their default.
-            skip_link_targets: Whether to leave out the values of links, which are refused when the text is read.
+            skip_none: Whether to omit null values.
+            skip_default: Whether to omit values that equal their default.
+            skip_link_targets: Whether to omit the values of links, which are refused when the text is read.
             **unused: Accepted and ignored.
         """
         config = Namespace(cfg).clone()
@@ -769,7 +769,7 @@ class LightningArgumentParser:
             cfg: The configuration.
             path: The file.
             format: ``"yaml"`` or ``"json"``. Default: by the file's suffix.
-            skip_none: Whether to leave out null values.
+            skip_none: Whether to omit null values.
             overwrite: Whether to replace an existing file.
             **options: Further arguments of `dump`.
 

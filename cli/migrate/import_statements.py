@@ -62,7 +62,7 @@ def rewrite_from(
 def _keep_names(
     statement: cst.ImportFrom, keys: Sequence[str | None], wanted: str | None, is_first: bool
 ) -> cst.ImportFrom:
-    """Return the statement with some of its names, each with the comments above it and beside it."""
+    """Return the statement with some of its names, each with the comments above it and next to it."""
     assert not isinstance(statement.names, cst.ImportStar)
     names, positions = list(statement.names), [position for position, key in enumerate(keys) if key == wanted]
     spaces = [statement.lpar.whitespace_after if statement.lpar else None, *map(_space_behind, names)]
@@ -98,7 +98,7 @@ def _join(
     above: cst.BaseParenthesizableWhitespace | None,
     has_comment: bool = True,
 ) -> cst.BaseParenthesizableWhitespace | None:
-    """Return the space between two names: the comment beside the first, the comment lines above the second."""
+    """Return the space between two names: the comment next to the first, the comment lines above the second."""
     if not isinstance(beside, cst.ParenthesizedWhitespace):
         return above if isinstance(above, cst.ParenthesizedWhitespace) and not _has_comment(above) else beside
     line = beside.first_line
@@ -109,7 +109,7 @@ def _join(
 
 
 def _end_list(last: cst.ImportAlias, statement: cst.ImportFrom) -> tuple[cst.ImportAlias, cst.ImportFrom]:
-    """Make a name from the middle the last one, with the comment beside it and the original closing parenthesis."""
+    """Make a name from the middle the last one, with the comment next to it and the original closing parenthesis."""
     assert not isinstance(statement.names, cst.ImportStar)
     space = _space_behind(last)
     comment = space.first_line if isinstance(space, cst.ParenthesizedWhitespace) else None

@@ -85,11 +85,11 @@ class Migration:
 
 
 def migrate_project(path: str | Path) -> Migration:
-    """Return the changes of a migration of a file or folder. Nothing is written.
+    """Return the changes of a migration of a file or folder, without writing any file.
 
     Args:
         path: A file, or a folder with everything below it. Hidden folders, virtual environments and symbolic links in
-            it are left out.
+            it are skipped.
     """
     migration = Migration()
     for file in _list_files(Path(path), migration.findings):

@@ -72,7 +72,7 @@ class Comparison:
         }
 
     def _read_each(self, read: Callable[[Run], Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return what ``read`` finds in each run's folder, nothing where it can't be read."""
+        """Return the result of ``read`` for each run's folder, or an empty one if the folder cannot be read."""
         contents: list[Mapping[str, Any]] = []
         for label, run in zip(self.labels, self.runs, strict=True):
             try:

@@ -12,7 +12,7 @@ from .parameters import Choices, Parameter
 from .wording import format_parameter
 
 _BEST, _WORST = COLOURS[0], COLOURS[1]  # which people with every kind of sight can tell apart
-_MOST_LETTERS = 16  # of a choice beside its axis
+_MOST_LETTERS = 16  # of a choice next to its axis
 _MOST_CHOICES = 24  # that are named beside an axis
 
 STYLE = """

@@ -1,4 +1,4 @@
-"""Parameters of a sweep and their values. The words of W&B and of Optuna are both accepted."""
+"""Parameters of a sweep and their values. W&B's and Optuna's keywords are both accepted."""
 
 from __future__ import annotations
 

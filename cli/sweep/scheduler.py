@@ -132,7 +132,7 @@ class Scheduler:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        """Record the first signal; a second one kills the trials at once."""
+        """Record the first signal; a second one kills the trials immediately."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:

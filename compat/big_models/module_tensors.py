@@ -32,7 +32,7 @@ _QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving t
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model is one of peft, also inside ``torch.compile`` or a wrapper with ``module``.
+    """Return whether a model is a peft model, even inside ``torch.compile`` or a wrapper with ``module``.
 
     Args:
         model: The model.
@@ -118,7 +118,7 @@ def named_module_tensors(
         module: The module.
         include_buffers: Whether to yield buffers.
         recurse: Whether to include submodules.
-        remove_non_persistent: Whether to leave out buffers that are in no state dict.
+        remove_non_persistent: Whether to exclude buffers that are in no state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:

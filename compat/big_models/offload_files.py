@@ -65,7 +65,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's ``index.json``. Nothing is written for an empty index.
+    """Add entries to a folder's ``index.json``. No file is written for an empty index.
 
     Args:
         index: The entries by name.

@@ -1,4 +1,4 @@
-"""Callback that ends a run when the loss of a batch spikes, and records the batches to leave out."""
+"""Callback that ends a run when the loss of a batch spikes, and records the batches to skip."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _URL = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_mo
 
 
 class Transformer(nn.Module):
-    """Language model of torch's encoder and decoder with embeddings."""
+    """Language model that consists of torch's encoder and decoder with embeddings."""
 
     def __init__(
         self,

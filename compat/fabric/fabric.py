@@ -36,7 +36,7 @@ _SPAWNING = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 class Fabric:
     """Devices, precision, processes and checkpoints for a custom training loop, under Lightning's names.
 
-    Gradients, losses and the order of data equal those of Lightning's Fabric. A loss is not weighted by the size of its
+    Gradients, losses and the order of data equal Lightning Fabric's. A loss is not weighted by the size of its
     batch. On several processes torch's ``DistributedSampler`` distributes the samples and repeats some if they can't be
     divided evenly. A `treadle.Accelerator` does both exactly.
 
@@ -213,12 +213,12 @@ class Fabric:
         """Stack every rank's tensors along a new first dimension. On one process the tensors are returned unchanged.
 
         Args:
-            data: Tensors or numbers, nested or not, of the same shapes on all ranks.
-            group: A process group of torch. Default: all ranks.
+            data: A tensor or number, or a nested structure of them; shapes must be the same on all ranks.
+            group: A torch process group. Default: all ranks.
             sync_grads: Whether gradients flow back to the ranks.
 
         Returns:
-            The stacked tensors, nested as the input.
+            The stacked tensors, with the same structure as the input.
         """
         return collectives.all_gather(self._to_tensors(data), self._get_world(group), sync_grads)
 
@@ -226,12 +226,12 @@ class Fabric:
         """Reduce tensors over the ranks. On several processes the input tensors are changed, too.
 
         Args:
-            data: Tensors or numbers, nested or not, of the same shapes on all ranks.
-            group: A process group of torch. Default: all ranks.
+            data: A tensor or number, or a nested structure of them; shapes must be the same on all ranks.
+            group: A torch process group. Default: all ranks.
             reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or torch's ``ReduceOp`` of these.
 
         Returns:
-            The reduced tensors, nested as the input.
+            The reduced tensors, with the same structure as the input.
         """
         name = str(reduce_op).rpartition(".")[-1].lower()
         tensors = self._to_tensors(data)
@@ -642,7 +642,7 @@ class Fabric:
         Args:
             name: The name of the value.
             value: A number, or a one-element tensor.
-            step: The step of the value. Default: None, loggers count by themselves.
+            step: The step of the value. Default: None, loggers count automatically.
         """
         self.log_dict({name: value}, step)
 

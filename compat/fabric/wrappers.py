@@ -91,7 +91,9 @@ class FabricModule(nn.Module):
             raise TypeError(f"mark_forward_method takes a method or its name, not {method!r}.")
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
-            raise ValueError("forward needs no mark: call the model.")
+            raise ValueError(
+                "mark_forward_method('forward') is not needed, because calling the model runs forward. Remove the call."
+            )
         if not inspect.ismethod(getattr(self._original_module, name, None)):
             raise AttributeError(f"{type(self._original_module).__name__} has no method {name!r} to mark.")
         self._forward_methods.add(name)

@@ -18,7 +18,7 @@ def is_param_in_hook_signature(
         hook_fx: The method; of a decorated one, the function inside is examined.
         param: The parameter's name.
         explicit: Whether ``*args`` does not count.
-        min_args: Number of parameters without ``self`` that suffices whatever their names. Default: None.
+        min_args: Number of parameters without ``self`` that suffices regardless of their names. Default: None.
     """
     specification = inspect.getfullargspec(getattr(hook_fx, "__wrapped__", hook_fx))
     names = specification.args[1:]

@@ -71,7 +71,7 @@ def _fill_and_run(
 ) -> DeviceMap:
     """Fill the devices so that the first one used can run what is offloaded.
 
-    A device too small for that is left out.
+    A device too small for that is skipped.
     """
     placed: DeviceMap = {}
     for number, main in enumerate(mains):

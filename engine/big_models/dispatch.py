@@ -48,7 +48,7 @@ def dispatch_model(
 ) -> nn.Module:
     """Dispatch a model's modules to the devices of a map. The model is called as before, for inference.
 
-    Weights on the disk, and on the CPU if the map has an accelerator, are moved to the main device when their module is
+    Weights on disk, and on the CPU if the map has an accelerator, are moved to the main device when their module is
     called, and released after that. Inputs are moved too, and outputs are moved back to the device of the inputs.
 
     Args:
@@ -56,7 +56,7 @@ def dispatch_model(
         device_map: Devices by the names of modules or tensors; the nearest parent in the map applies.
         main_device: The device that runs offloaded modules. Default: the first accelerator of the map, else the CPU.
         state_dict: Values for tensors of the model that are offloaded to the CPU. Default: the model's own.
-        offload_dir: For weights on the disk: the folder to write them into, or, for a model on device ``meta``, the
+        offload_dir: For weights on disk: the folder to write them into, or, for a model on device ``meta``, the
             checkpoint that has them. Weights that Accelerate's functions have offloaded there (``index.json``) replace
             the model's own, as in Accelerate.
         offload_index: Locations of offloaded weights, in place of the folder's ``index.json``: by name, the dtype and
@@ -127,7 +127,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights on the disk and read each module's when it is called.
+    """Keep a model's weights on disk and read each module's when it is called.
 
     Args:
         model: The model.
@@ -249,7 +249,7 @@ def dispatch(
     force_hooks: bool = False,
     all_away: bool = False,
 ) -> nn.Module:
-    """Dispatch a model after the map is checked and the weights on the disk are opened; see `dispatch_model`.
+    """Dispatch a model after the map is checked and the weights on disk are opened; see `dispatch_model`.
 
     Args:
         model: The model.
@@ -330,7 +330,7 @@ def _locate_values(
 def _disk_weights(
     tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
 ) -> Weights:
-    """Return the location of values on the disk: already offloaded or in a checkpoint, or else written there."""
+    """Return the location of values on disk: already offloaded or in a checkpoint, or else written there."""
     offloaded = open_offloaded(folder, index)
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:

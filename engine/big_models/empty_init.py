@@ -24,7 +24,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Any:
 
     Load them with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is affected; it
     may be nested, and an error inside leaves nothing behind. Each parameter is created as the module's code says and
-    released at once, so at most one parameter is in memory.
+    released immediately, so at most one parameter is in memory.
 
     Args:
         include_buffers: Put buffers there too. Default: no, since most are computed and not saved in a checkpoint.

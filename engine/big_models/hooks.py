@@ -69,7 +69,7 @@ class Loan:
             device: The device.
         """
         dtype = self.shape.dtype
-        # A conversion makes an aligned copy by itself, and so does the way to another device.
+        # A conversion makes an aligned copy anyway, and so does the way to another device.
         exact = device.type == "cpu" and self.piece.dtype == dtype
         return self.piece.get(exact).to(device=device, dtype=dtype)
 
@@ -118,7 +118,8 @@ def _refuse_gradient(gradient: Tensor) -> None:
 class Station:
     """Hooks of one module: when it is called, its offloaded tensors are loaded and its inputs are moved.
 
-    Two threads may be inside at once, and a module may call itself: the values are released when the last call ends.
+    Two threads may be inside at the same time, and a module may call itself: the values are released when the last call
+    ends.
 
     Args:
         device: The device that runs the module.
@@ -303,7 +304,7 @@ def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
     """Move the tensors in ``data`` to a device, except the entries of a mapping that are named in ``skip``.
 
     Args:
-        data: Tensors, nested.
+        data: A tensor or a nested structure (dict, list, tuple) of tensors.
         device: The device.
         skip: Names of entries.
     """

@@ -53,7 +53,7 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint into a model, usually one created under `init_empty_weights`, and dispatch it over devices.
 
-    Weights on the disk stay in the checkpoint's own files, and are read from there whenever their module runs. The
+    Weights on disk stay in the checkpoint's own files, and are read from there whenever their module runs. The
     model is returned, with the map as its ``hf_device_map``.
 
     Args:
@@ -64,7 +64,7 @@ def load_checkpoint_and_dispatch(
             then the disk, and the plan is printed. Or a map of names to devices. Default: only load the model.
         max_memory: See `get_max_memory`.
         no_split_module_classes: See `infer_auto_device_map`.
-        offload_folder: Accepted, not needed: nothing is copied on the disk.
+        offload_folder: Accepted, not needed: no weights are copied to disk.
         offload_buffers: Offload buffers of offloaded modules too.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
         offload_state_dict: Accepted, not needed: no weight is in memory twice.
@@ -72,7 +72,7 @@ def load_checkpoint_and_dispatch(
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
         strict: Raise if only one side has a tensor. Default: warn, and raise if the model would have no values for it.
-        full_state_dict: Only True is supported: each process reads a whole checkpoint by itself.
+        full_state_dict: Only True is supported: each process reads a whole checkpoint separately.
         broadcast_from_rank0: Only False is supported.
         quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
 
@@ -130,7 +130,7 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model, without hooks to run it.
 
-    Weights that the map puts on the disk are left on device ``meta``: pass the checkpoint as ``offload_dir`` to
+    Weights that the map places on disk are left on device ``meta``: pass the checkpoint as ``offload_dir`` to
     `dispatch_model`.
 
     Args:
@@ -141,8 +141,8 @@ def load_checkpoint_in_model(
         offload_folder: Accepted, not needed.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
         offload_state_dict: Accepted, not needed.
-        offload_buffers: Leave buffers that the map puts on the disk there too.
-        keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 whatever ``dtype`` is.
+        offload_buffers: Leave buffers that the map places on disk there too.
+        keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 regardless of ``dtype``.
         strict: See `load_checkpoint_and_dispatch`.
         full_state_dict: See `load_checkpoint_and_dispatch`.
         broadcast_from_rank0: See `load_checkpoint_and_dispatch`.
@@ -166,14 +166,14 @@ def load_weights(
     in_fp32: set[str] = frozenset(),  # type: ignore[assignment]
     quantizer: WeightQuantizer | None = None,
 ) -> None:
-    """Load an opened checkpoint into a model. Nothing is changed before all of it is checked.
+    """Load an opened checkpoint into a model. The model is changed only after the whole checkpoint is checked.
 
     Args:
         model: The model.
         weights: The opened checkpoint.
         device_map: Devices by the names of modules or tensors.
         dtype: The dtype of floating point weights after the load.
-        offload_buffers: Leave buffers that the map puts on the disk there too.
+        offload_buffers: Leave buffers that the map places on disk there too.
         strict: Raise if only the model or only the checkpoint has a tensor.
         in_fp32: Parts of names whose weights become float32.
         quantizer: Rounds the weights of linear layers.

@@ -1,4 +1,4 @@
-"""Weights on the disk while a model runs, and the check that they belong to the model."""
+"""Weights on disk while a model runs, and the check that they belong to the model."""
 
 from __future__ import annotations
 

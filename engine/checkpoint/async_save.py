@@ -75,7 +75,7 @@ class HostCopies:
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 if file in later:
                     copying.add(f"{name} in {file}", buffer, tensor)
-                else:  # into pinned memory the device copies by itself; what is computed after it waits for it there
+                else:  # into pinned memory the device copies on its own; what is computed after it waits for it there
                     buffer.copy_(tensor, non_blocking=tensor.is_cuda)
                     copying.note(tensor)
                 tensors[name] = self._buffers[file, name] = buffer
@@ -241,7 +241,7 @@ _get_stream = cache(torch.cuda.Stream)  # of a device
 
 
 class Job:
-    """Work in a thread beside the training.
+    """Work in a thread alongside the training.
 
     The interpreter does not exit before it has ended, and does not exit with status 0 if it failed and the error was
     never raised.

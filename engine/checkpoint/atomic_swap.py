@@ -24,7 +24,7 @@ UNFINISHED = "unfinished.json"
 """Marks a directory that is being written to become a checkpoint, or being deleted."""
 
 BESIDE = re.compile(r"\.(.+)\.(part|old|gone)")
-"""Names of directories beside a checkpoint while it is replaced or deleted."""
+"""Names of directories next to a checkpoint while it is replaced or deleted."""
 
 
 def beside(target: Path | str, suffix: str) -> Path:
@@ -45,7 +45,7 @@ def check_target(target: Path) -> None:
         target: The checkpoint.
 
     Raises:
-        ValueError: If a foreign directory is here, or beside it under a name that is needed.
+        ValueError: If a foreign directory is here, or next to it under a name that is needed.
     """
     if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")

@@ -55,7 +55,7 @@ def find_newest(
 ) -> tuple[OpenCheckpoint, list[str]]:
     """Return the intact checkpoint with the highest number, and a sentence for each one that was skipped.
 
-    Nothing is deleted, since another process may be saving here. All processes must call it.
+    No file is deleted, since another process may be saving here. All processes must call it.
 
     Args:
         world: The processes.

@@ -68,7 +68,7 @@ class Checkpointer:
             state is loaded too.
         saving: The asynchronous save in progress, or None.
         host_copies: The memory that an asynchronous save copies the state to.
-        frozen: Digests of each model's frozen weights, once a checkpoint leaves them out.
+        frozen: Digests of each model's frozen weights, once a checkpoint omits them.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -182,7 +182,7 @@ class Checkpointer:
         numbering: ProjectConfiguration | None,
         copying: Copying | None,
     ) -> None:
-        """Write and commit, then delete checkpoints beyond the limit: at once, or in a thread."""
+        """Write and commit, then delete checkpoints beyond the limit: immediately, or in a thread."""
         hooked = bool(self.save_hooks)
 
         def publish(world: World) -> None:

@@ -115,8 +115,8 @@ Piece = bytes | memoryview
 def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tuple[int, Iterator[Piece]]:
     """Return the size of a safetensors file in bytes, and an iterator over its content.
 
-    The tensors are copied to the host one after the other. safetensors' own writer needs all of them there at once, and
-    the file would have to be read again for its digest. The bytes are the same as it writes.
+    The tensors are copied to the host one after the other. safetensors' own writer needs all of them there at the same
+    time, and the file would have to be read again for its digest. The bytes are the same as it writes.
 
     Args:
         tensors: See `write_tensors`.
@@ -187,7 +187,7 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file's content, or a directory's entries, are on the disk itself.
+    """Wait until a file's content, or a directory's entries, are on the storage device itself.
 
     Args:
         path: The file or directory.
@@ -245,7 +245,7 @@ def rmdir(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents, durably. Several processes may do so at once.
+    """Create a directory and its parents, durably. Several processes may do so concurrently.
 
     Args:
         path: The directory.
@@ -369,7 +369,7 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
 def mark(path: Path) -> Mark:
     """Return the size and the modification time of a file, which reveal a change; of a link, the link's own.
 
-    The inode number is left out: some network file systems report another one in each call.
+    The inode number is not included: some network file systems report another one in each call.
 
     Args:
         path: The file.

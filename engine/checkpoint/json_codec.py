@@ -88,7 +88,7 @@ def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Restore the state from the results of `encode`. Nothing is imported or run, whatever the document contains.
+    """Restore the state from the results of `encode`. No code is imported or run, regardless of the document's content.
 
     Args:
         document: The parsed JSON document, from a trusted or an untrusted file.

@@ -69,7 +69,7 @@ def load(
 
     Raises:
         ValueError: If it is damaged, belongs to another model or configuration, or was replaced during the read.
-            Nothing is changed then on any process. An error in the ``load_state_dict`` of a scheduler, loader or
+            No object is changed then on any process. An error in the ``load_state_dict`` of a scheduler, loader or
             registered object is raised later: models and optimizers are loaded by then.
         RuntimeError: On the processes without an error of their own, unless all detect that the checkpoint is damaged.
     """
@@ -173,7 +173,7 @@ def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
 def _is_identical_save(first: Manifest, second: Manifest) -> bool:
     """Return whether both belong to one save.
 
-    The user's notes are left out: they may contain NaN, which equals nothing.
+    The user's notes are not compared: they may contain NaN, which equals nothing.
     """
     return (first.sequence, first.files) == (second.sequence, second.files)
 
@@ -331,7 +331,7 @@ def _select_fitting_weights(
 def _check_frozen(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> None:
-    """Check that each model has the frozen weights that the checkpoint leaves out. All processes must call it.
+    """Check that each model has the frozen weights that the checkpoint omits. All processes must call it.
 
     Raises:
         ValueError: On all, if one has others.

@@ -41,7 +41,7 @@ def make_notes(model: nn.Module) -> dict[str, str]:
 
 
 class FrozenWeights:
-    """Digests of the parameters of a model that are not trained, so that a checkpoint may leave them out and name them.
+    """Digests of the parameters of a model that are not trained, so that a checkpoint may omit them and name them.
 
     A parameter that was trained before, or that was changed otherwise, no longer counts as frozen.
     """
@@ -124,7 +124,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
-    """Return a checkpoint's note about the weights that it leaves out.
+    """Return a checkpoint's note about the weights that it omits.
 
     Args:
         digests: Their digests by name.
@@ -133,7 +133,7 @@ def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str, str]:
-    """Return the digests of the weights that a checkpoint leaves out, by name; empty for a complete one.
+    """Return the digests of the weights that a checkpoint omits, by name; empty for a complete one.
 
     Args:
         noted: The notes of the checkpoint.
@@ -155,7 +155,7 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
     """Check that a model has the frozen weights with which a checkpoint was saved.
 
     Args:
-        current: The digests of the model's frozen weights, and of those that the checkpoint leaves out.
+        current: The digests of the model's frozen weights, and of those that the checkpoint omits.
         saved: The result of `read_frozen_note`.
         path: The checkpoint.
         strict: False only warns.
@@ -225,7 +225,7 @@ def check_weights(
         model: The model.
         weights: Objects with a ``shape``, by name.
         path: Their source, for the error.
-        strict: False selects what fits, and reports what was left out.
+        strict: False selects what fits, and reports what was skipped.
         left_out: Names that may be missing.
 
     Returns:

@@ -48,7 +48,7 @@ class OpenCheckpoint:
         self._download: remote.Download | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs; it opens the parts, and downloads files, itself."""
+        """Return the state that another process needs; it opens the parts, and downloads files, itself."""
         marks = self._marks if isinstance(self.path, Path) else {}
         return {**vars(self), "_parts": {}, "_download": None, "_marks": marks}
 

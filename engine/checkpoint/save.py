@@ -47,7 +47,9 @@ _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|
 
 
 class Counts:
-    """State of a metric object on each process; its own ``state_dict`` contains it only if the metric is configured so.
+    """State of a metric object on each process.
+
+    The metric's ``state_dict`` contains this state only if the metric is configured to save it.
 
     Args:
         metric: The metric object.
@@ -195,8 +197,8 @@ def collect(
         accelerator: The Accelerator.
         target: The checkpoint.
         parts: Further states, by name.
-        weights_only: Leave out what is needed only to resume.
-        frozen: For each model, the weights to leave out; see `Checkpointer.find_frozen`.
+        weights_only: Omit what is needed only to resume.
+        frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
 
     Raises:
         ValueError: Inside a group of micro-batches.

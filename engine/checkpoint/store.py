@@ -56,7 +56,9 @@ __all__ = [
 
 
 def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesystem.Entry]:
-    """Write one part of a checkpoint beside its target, durably. Processes may do so at once, with different names.
+    """Write one part of a checkpoint next to its target, durably.
+
+    Processes may do so concurrently, with different names.
 
     Args:
         target: Where the checkpoint will be committed.
@@ -75,13 +77,13 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
 
 
 def check_target(target: AnyPath) -> None:
-    """Check that a checkpoint may be written here. Nothing is changed.
+    """Check that a checkpoint may be written here, without changing any file.
 
     Args:
         target: The checkpoint.
 
     Raises:
-        ValueError: If something other than a checkpoint is here, or beside it under a name that is needed.
+        ValueError: If something other than a checkpoint is here, or next to it under a name that is needed.
     """
     if isinstance(target, RemotePath):
         remote.check_target(target)
@@ -427,11 +429,11 @@ def _find_next_sequence(directory: Path) -> int:
     return max((sequence for _, sequence in present.values()), default=0) + 1
 
 
-# Each commit asks for the sequences of all checkpoints beside it: where many are kept, reading their manifests again
+# Each commit asks for the sequences of all checkpoints next to it: where many are kept, reading their manifests again
 # each time took longer than the save itself. Deleted checkpoints are forgotten, or a long run would remember them all.
 @lru_cache(maxsize=8)
 def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return what was read in a directory so far: by checkpoint, the version of its manifest and its sequence."""
+    """Return the manifest version and the sequence of each checkpoint read in a directory so far."""
     return {}
 
 

@@ -89,7 +89,7 @@ class TrainState(TypedDict):
 
 
 class TrainerStates(TypedDict):
-    """States that the Trainer registers, in ``TrainState.registered`` beside the user's objects."""
+    """States that the Trainer registers, in ``TrainState.registered`` next to the user's objects."""
 
     progress: Any
     logged: Any
@@ -166,7 +166,7 @@ def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
 
 
 def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
-    """Return the required keys of a form with the class of each value; those that may be None are left out."""
+    """Return the required keys of a form with the class of each value; those that may be None are omitted."""
     kinds: dict[str, type] = {}
     for name, hint in form.__annotations__.items():
         kind: Any = dict if is_typeddict(hint) else get_origin(hint) or hint
@@ -219,7 +219,7 @@ def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
 
 
 def open_added(opened: OpenCheckpoint) -> Mapping[str, Any]:
-    """Return what ``on_save_checkpoint`` hooks added to a checkpoint, its tensors unread.
+    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, without reading their tensors.
 
     Args:
         opened: The checkpoint, of weights only or not.

@@ -21,7 +21,7 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
     this function returns, even after a copy to the host.
 
     Args:
-        batch: Tensors, nested as you like.
+        batch: A tensor or a nested structure (dict, list, tuple) of tensors.
         device: The target device.
 
     Raises:

@@ -19,7 +19,7 @@ class JointBatches:
     """Reader of prepared loaders in one of the modes, in groups with exact weights.
 
     Args:
-        loaders: The prepared loaders; each of their batches is a group by itself.
+        loaders: The prepared loaders; each of their batches is a separate group.
         source: The user's combination.
         planner: Groups and weights.
 
@@ -63,7 +63,7 @@ class JointBatches:
 
     @property
     def left_out(self) -> int:
-        """Number of samples per pass that ``drop_last`` leaves out."""
+        """Number of samples per pass that ``drop_last`` skips."""
         return sum(loader.left_out for loader in self.loaders)
 
     def batches(self, left: int | None) -> Iterator[Any]:
@@ -103,7 +103,7 @@ class JointBatches:
 
 
 class JointLoader(Loader):
-    """`CombinedLoader` prepared for this process: every loader in it is sharded, seeded and resumed by itself.
+    """`CombinedLoader` prepared for this process: every loader in it is sharded, seeded and resumed separately.
 
     Each loader restarts at the beginning of an epoch and counts its passes. Loaders with torch's own samplers, or
     without a sampler, draw from one stream, as in a loop over ``zip``. A loader that draws during the epoch has a

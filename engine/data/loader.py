@@ -187,7 +187,7 @@ class Loader:
         return self._run(None)
 
     def begun(self) -> Iterator[Any]:
-        """Return an iterator whose epoch begins at once and not with its first batch, as in torch's loaders."""
+        """Return an iterator whose epoch begins immediately and not with its first batch, as in torch's loaders."""
         return self._run(self._begin())
 
     def _run(self, batches: Iterator[Any] | None, *, end: bool = True) -> Iterator[Any]:
@@ -289,7 +289,7 @@ class Loader:
         yield from itertools.chain(first, batches)
 
     def start_at(self, batch: int) -> bool:
-        """Start the next iteration at ``batch`` of the current epoch, whatever position a resume has restored.
+        """Start the next iteration at ``batch`` of the current epoch, not at the position that a resume restored.
 
         Args:
             batch: The index of the batch, of this process, from 0.
@@ -389,7 +389,7 @@ class Loader:
 
     @property
     def left_out(self) -> int:
-        """Number of samples per epoch that ``drop_last`` leaves out: those of a short last global batch."""
+        """Number of samples per epoch that ``drop_last`` skips: those of a short last global batch."""
         return self._plan.left_out
 
     @property

@@ -36,8 +36,8 @@ class RankShares:
     no rank waits for another that has left, and no sample is dropped.
 
     If each rank's batches follow from the length of its data, the lengths are exchanged once. If a stream may be read
-    ahead, the ranks vote on the coming group beside the gradients; see `Outlook`. In all other cases (the first group,
-    a group that some rank can fill only partly, streams that may not be read ahead, batch samplers) one sum is
+    ahead, the ranks vote on the next group along with the gradients; see `Outlook`. In all other cases (the first
+    group, a group that some rank can fill only partly, streams that may not be read ahead, batch samplers) one sum is
     exchanged on the host before the group.
 
     Args:

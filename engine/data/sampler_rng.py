@@ -81,11 +81,11 @@ class Draws:
         self.load_epochs(state)
 
     def epochs(self) -> list[int]:
-        """Return the epochs that datasets count by themselves."""
+        """Return the epochs that datasets count on their own."""
         return [dataset.epoch for dataset in self.counting_epochs]
 
     def load_epochs(self, state: dict[str, Any]) -> None:
-        """Restore the epochs that datasets count by themselves; older checkpoints do not have them.
+        """Restore the epochs that datasets count on their own; older checkpoints do not have them.
 
         Args:
             state: The state.
@@ -177,7 +177,7 @@ class Draws:
             self._first = self._last
 
     def warn_of_counts(self, inside: bool) -> None:
-        """Warn if a sampler counts by itself, so that its counter is not saved.
+        """Warn if a sampler counts on its own, so that its counter is not saved.
 
         Args:
             inside: Whether an epoch is running, which a resume would start again.

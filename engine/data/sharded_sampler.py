@@ -71,7 +71,7 @@ class ShardedBatches:
         order: The RNG state that the epoch's order was drawn from; if it is set before the epoch begins, that epoch is
             repeated.
         micros: For each batch that was yielded and that the loop has not processed yet: its metadata, what was drawn
-            for it from a copy of the stream (None if the epoch's order was drawn at once), and the indices of its
+            for it from a copy of the stream (None if the epoch's order was drawn in one call), and the indices of its
             group.
     """
 
@@ -266,7 +266,7 @@ class ShardedBatches:
 
     @property
     def left_out(self) -> int:
-        """Number of samples per epoch that ``drop_last`` leaves out: those of a short last global batch."""
+        """Number of samples per epoch that ``drop_last`` skips: those of a short last global batch."""
         count = self._count_items(get_length)
         return count % self.width if self.drop_last and count is not None else 0
 
@@ -300,7 +300,7 @@ class ShardedBatches:
             self.take_drawn()
 
     def take_drawn(self) -> Draw | None:
-        """Return what was drawn from a copy of the stream since the last call; None if it was drawn at once."""
+        """Return the draws from a copy of the stream since the last call; None if all were drawn in one call."""
         if self._rest is None:
             return None
         before, self._taken = self._taken, self._rest.state

@@ -65,7 +65,8 @@ def explain_state_gap(dataset: Any) -> str:
 def copies_state(owner: Any) -> bool:
     """Return whether an object's ``state_dict`` is a library's own: fast, and a copy that does not change afterwards.
 
-    Measured: Hugging Face datasets 16-70 us, torchdata 0.3 us with workers and 0.1 ms without.
+    One ``state_dict`` call takes 16-70 us in Hugging Face datasets; in torchdata it takes 0.3 us with workers and
+    100 us without.
 
     Args:
         owner: An object with ``state_dict``.

@@ -551,7 +551,7 @@ class StreamedBatches:
         self._expected = first_digest
 
     def _take_drawn(self) -> Draw | None:
-        """Return what the reader drew since the last call; None if this process draws nothing."""
+        """Return the reader's draws since the last call, or None if this process draws nothing."""
         if not self.lent or self._reader is None:
             return None
         before, self._taken = self._taken, self._reader.state

@@ -137,9 +137,9 @@ class LiveWithRank:
     which it needs its workers, but torch's workers end with SIGTERM; so they form a separate process group. Ctrl-C that
     is sent to each process individually is ignored.
 
-    When the rank ends they end at once: torch's own check for their parent runs every 5 s. A thread that waits for the
-    parent's end takes no time and works on every system. Unlike Linux's death signal, it does not fire when only the
-    thread that started the worker has ended.
+    When the rank ends they end immediately: torch's own check for their parent runs every 5 s. A thread that waits for
+    the parent's end takes no time and works on every system. Unlike Linux's death signal, it does not fire when only
+    the thread that started the worker has ended.
 
     Args:
         init: The user's ``worker_init_fn``, or None.

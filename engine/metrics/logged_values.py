@@ -117,7 +117,7 @@ class Metrics:
             logger: Send it to loggers. Default: True.
             on_step: Log the value of each step. Default: in training steps.
             on_epoch: Log the value over the epoch. Default: outside of training steps.
-            reduce_fx: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a function of torch with one of these names.
+            reduce_fx: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch function with one of these names.
             batch_size: The weight of the value in a mean. Default: the samples of the batch.
             add_suffix: Add the suffix of the evaluation loader.
 
@@ -146,7 +146,7 @@ class Metrics:
                 value = _to_number(name, value)
         elif value.__class__ is not float and value.__class__ is not int:
             value = _to_number(name, value)
-        # A stand-in that only keeps the processes in step weighs nothing, whatever size the user says it has.
+        # A stand-in that only keeps the processes in step weighs nothing, whichever batch size the user passes.
         weight = batch_size if batch_size is not None and self.weight else self.weight
         entry.last, entry.last_weight = value, weight
         if entry.batches is not None and value is not None:
@@ -444,7 +444,8 @@ def _compute_number(entry: Entry) -> float:
         )
         raise TypeError(
             f"{entry.name!r} was logged as a {type(entry.metric).__name__}, whose compute() returned {returned}, but "
-            "log needs one number. Call compute() in the epoch's last hook and log its items."
+            "log needs one number. Call compute() in on_train_epoch_end or on_validation_epoch_end, and log each of "
+            "the returned values."
         ) from None
 
 
@@ -470,7 +471,7 @@ SHOWN = ("on_step", "on_epoch", "reduction", "prog_bar", "logger")
 
 Place = tuple[int, int]
 """A batch of an evaluation: the loader's index, and the batch's index in it."""
-FOLD = 64  # 0-d tensors kept before they are summed: stacking them at once costs less than adding each
+FOLD = 64  # 0-d tensors kept before they are summed: stacking them in one call is cheaper than adding each
 
 
 class Entry:
@@ -706,7 +707,7 @@ COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def read_numbers(value: Any) -> Any:
-    """Return nested data with a number in place of each 0-d tensor; all are read from the device at once.
+    """Return nested data with a number in place of each 0-d tensor; all are read from the device in one transfer.
 
     Args:
         value: 0-d tensors in dicts, lists and tuples.
@@ -734,7 +735,8 @@ def _plain(value: Any) -> Any:
 def stack_numbers(values: list[Any]) -> Tensor:
     """Return 0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no float64).
 
-    The vector is on the GPU if one of the tensors is. The host does not wait: its values are copied to the GPU at once.
+    The vector is on the GPU if one of the tensors is. The host does not wait: its values are copied to the GPU in one
+    transfer.
 
     Args:
         values: The values.

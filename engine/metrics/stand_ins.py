@@ -1,4 +1,4 @@
-"""Keep another rank's samples out of what a task collects by itself.
+"""Keep another rank's samples out of what a task collects on its own.
 
 If a rank has no share of the last batches of an evaluation, it processes another rank's samples, so that collectives
 match. What its steps add to lists, sums and counts in attributes of the task would count these samples twice.

@@ -1,8 +1,8 @@
 """Compute metric objects over ranks that have processed different numbers of batches.
 
 torchmetrics gathers a list state tensor by tensor: lists of unequal lengths hang or mix up their items, and a rank
-without data sends an empty vector whatever dimensions and dtype the others send. Libraries that pad the data never meet
-this. In Treadle each sample counts once, so only some ranks may have the last batches.
+without data sends an empty vector regardless of the dimensions and dtype that the others send. Libraries that pad the
+data never meet this. In Treadle each sample counts once, so only some ranks may have the last batches.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:
     for name, items in lists.items():
         states = [part.get(name) for part in every]
         if None in states:
-            continue  # some rank's list holds other things than tensors: the metric gathers it by itself
+            continue  # some rank's list holds other things than tensors: the metric gathers it separately
         longest = max(states, key=lambda state: state.length)
         if longest.length and len(items) < longest.length:
             items = items + [longest.make_filler(metric.device)] * (longest.length - len(items))

@@ -113,7 +113,7 @@ class Accumulation:
         self._micro_batches = value
 
     def loader_group_size(self) -> int:
-        """Return how many micro-batches a prepared loader puts into one group."""
+        """Return the number of micro-batches that a prepared loader puts into one group."""
         return self._micro_batches if self.groups_end_with_loader else 1
 
     @property
@@ -143,7 +143,7 @@ class Accumulation:
         self._entered, self._correction = None, 1.0
 
     def reset(self) -> None:
-        """Discard the group, the votes and the step count of the previous run. Nothing is prepared afterwards."""
+        """Discard the group, the votes and the step count of the previous run. No object is prepared afterwards."""
         self.forget_group()
         self.agreement.reset()
         self.steps = 0

@@ -30,7 +30,7 @@ _WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
 class Agreement:
     """Sum of the votes of all processes, reduced together with the gradients, without a separate collective.
 
-    With a world size of one, the result is available at once. On accelerators it is read one step later, so that
+    With a world size of one, the result is available immediately. On accelerators it is read one step later, so that
     nothing waits for the device; with ``immediate`` it is read in the same step.
 
     Args:
@@ -115,7 +115,7 @@ class Agreement:
             loss: 0-d tensor.
 
         Returns:
-            False if it is known at once that the loss is not finite.
+            False if it is known immediately that the loss is not finite.
         """
         if not self.watch_finite:
             return True
@@ -254,7 +254,7 @@ class Agreement:
         self._read_place = ballots.place
 
     def settle(self) -> None:
-        """Read at once what would be read one step later; waits for the device."""
+        """Read immediately what would be read one step later; waits for the device."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._read(pending)

@@ -28,7 +28,7 @@ class ReplicasDiffer(RuntimeError):
 def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
     """Compare the models of all processes. Call it on all of them.
 
-    Tensors that a strategy shards are left out, since every process holds another shard.
+    Tensors that a strategy shards are skipped, since every process holds another shard.
 
     Args:
         models: The user's own modules.
@@ -100,7 +100,7 @@ def _list_replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]
 
 
 def _digest_tensors(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a number for the bits of each tensor, all read from the device at once."""
+    """Return a number for the bits of each tensor, all read from the device in one transfer."""
     generator = torch.Generator().manual_seed(0)  # of its own: nobody else's draws may depend on a check
     # Odd, as an even weight would lose the highest bit.
     weights = torch.randint(-(2**62), 2**62, (_PART,), generator=generator) | 1

@@ -7,12 +7,12 @@ import math
 from .gpus import GPU
 
 # Microseconds: of a call, of a hop within a machine, of a hop between machines. NCCL's tuning.cc, ring, its protocols
-# Simple and LL128 (the latter within one machine only, as NCCL leaves it out on InfiniBand).
+# Simple and LL128 (the latter within one machine only, as NCCL does not use it on InfiniBand).
 _SIMPLE, _LL128 = (8.4, 3.4, 14.0), (14.0, 1.9, 4.0)
 _LL128_SHARE = 120 / 128  # 8 of 128 bytes are flags
 _TREE_SHARE = 0.92  # of a ring's bandwidth, by the same file
-# A ring between machines does not fill all ports at once. What torch's inductor measured on H100 machines with RoCE,
-# for 50 MB: the bandwidth of one port, more with the message's size (torch 2.13, _inductor/comm_analysis.py).
+# A ring between machines does not fill all ports at the same time. What torch's inductor measured on H100 machines with
+# RoCE, for 50 MB: the bandwidth of one port, more with the message's size (torch 2.13, _inductor/comm_analysis.py).
 _PORTS_AT, _PORTS_POWER = 50e6, 0.17
 _FEW_MACHINES = 0.77  # share of it between two machines, rising to all of it between eight
 

@@ -189,7 +189,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record one operation; see `TorchDispatchMode`."""
         if not self._plain.issuperset(types):
-            return NotImplemented  # a tensor of several; its parts come by themselves
+            return NotImplemented  # a tensor of several; its parts come separately
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         space = func.namespace

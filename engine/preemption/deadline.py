@@ -1,4 +1,4 @@
-"""Deadline that ends this process some time after a signal, in whatever state its main thread is."""
+"""Deadline that ends this process some time after a signal, regardless of the state of its main thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _forks_watched: list[bool] = []
 class Deadline:
     """Time limit that begins with a signal. Python's own handlers wait for the main thread, which may hang.
 
-    The interpreter writes each signal that has a handler into a pipe at once (`signal.set_wakeup_fd`), and a thread
+    The interpreter writes each signal that has a handler into a pipe immediately (`signal.set_wakeup_fd`), and a thread
     reads it. The signal is passed on to any other reader, such as asyncio.
 
     Args:

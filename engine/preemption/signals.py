@@ -62,12 +62,12 @@ class Preemption:
     Before the first step nothing has to be saved: in the block of `leaving_at_once`, a rank that receives a signal
     leaves without waiting for the others, and its launcher informs them.
 
-    Ctrl-C (SIGINT) raises KeyboardInterrupt at once, with two exceptions: if ``interrupts`` is set it is handled like
-    the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not delayed.
+    Ctrl-C (SIGINT) raises KeyboardInterrupt immediately, with two exceptions: if ``interrupts`` is set it is handled
+    like the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not delayed.
 
     Args:
         accelerator: Its votes carry the flag.
-        grace: Seconds from the first signal, to any rank, to the end of all ranks, in whatever state they are. Default:
+        grace: Seconds from the first signal, to any rank, to the end of all ranks, regardless of their state. Default:
             no limit.
 
     Attributes:
@@ -95,7 +95,7 @@ class Preemption:
         self.departure = Departure(accelerator.process_index, accelerator.num_processes)
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._pid = os.getpid()
-        self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised at once
+        self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised immediately
         self._held = self._at_once = self._failing = False
         self._steps = 0  # asked for by a loop of the user's own
         self._speaks = accelerator.is_main_process

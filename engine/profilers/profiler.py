@@ -166,7 +166,7 @@ class Profiler:
     def path_for(self, ending: str, part: str = "") -> Path:
         """Return the file for this stage and process, ``dirpath/fit-name-0-part.txt``, and create the directory.
 
-        With a world size of one the rank is left out.
+        With a world size of one the rank is omitted.
 
         Args:
             ending: The suffix of the name, with its dot.

@@ -55,7 +55,7 @@ class SimpleProfiler(Profiler):
         return self.filename is not None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Start a stage, which is measured by itself; see `Profiler.setup`.
+        """Start a stage, which is measured separately; see `Profiler.setup`.
 
         Args:
             stage: The stage.

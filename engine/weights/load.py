@@ -25,7 +25,7 @@ _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # what FSDP1
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """Weight that the source left out, since it was not trained."""
+    """Weight that the source omits, since it was not trained."""
 
     digest: str
 
@@ -56,18 +56,18 @@ def load_weights(
     rename: Rename | None = None,
     sha256: str | None = None,
 ) -> Loaded:
-    """Load weights that any program wrote into a model, by name. No code in the file is run, whatever it contains.
+    """Load weights that any program wrote into a model, by name. No code in the file is run, regardless of its content.
 
     Args:
         model: The model, prepared or not: under any strategy each process loads its shards.
         source: A checkpoint of Treadle; a folder in Hugging Face's form, with ``model.safetensors`` or
             ``pytorch_model.bin``, in one file or several with an index; a safetensors file; a file of ``torch.save``
             with a state dict, or with one under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``, such as
-            Lightning's ``.ckpt``; or the URL of such a file, with ``sha256``. Each process reads (and downloads) by
-            itself.
+            Lightning's ``.ckpt``; or the URL of such a file, with ``sha256``. Each process reads (and downloads)
+            separately.
         strict: Require exactly the model's names. With False, what fits is loaded, and a warning lists the rest.
         prefix: Load only names with this prefix, without it. Prefixes of common wrappers are removed automatically.
-        rename: A function from the source's name to the model's, or to None to leave a weight out; or a mapping of
+        rename: A function from the source's name to the model's, or to None to skip a weight; or a mapping of
             names, in which a name that ends with ``"."`` or is empty stands for all names with this prefix.
         sha256: The digest of the file, which is compared before anything in it is read. Required for a URL.
 

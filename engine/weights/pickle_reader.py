@@ -121,10 +121,10 @@ class _Machine:
 def _check_key(value: Any) -> Any:
     """Return a key of a dict or set, if its type does not allow thousands of colliding keys."""
     if isinstance(value, int) and value.bit_length() > 64:
-        raise ValueError("its pickle has a huge number as a key")
+        raise ValueError(f"its pickle has a number of {value.bit_length():,} bits as a key, but at most 64 are allowed")
     if isinstance(value, tuple):
         if len(value) > 16:
-            raise ValueError("its pickle has a long tuple as a key")
+            raise ValueError(f"its pickle has a tuple of {len(value):,} items as a key, but at most 16 are allowed")
         for item in value:
             if isinstance(item, tuple) and any(isinstance(inner, tuple) for inner in item):
                 raise ValueError("its pickle has deeply nested keys")

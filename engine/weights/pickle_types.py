@@ -1,4 +1,4 @@
-"""Data types for the names in other programs' files: those of torch, numpy, paths, Lightning's containers.
+"""Data types for the names in other programs' files: torch, numpy and path types, and Lightning's containers.
 
 Names that are not in the table raise `Unknown`. No name leads to another program's code; the values are Treadle's.
 """
@@ -45,7 +45,7 @@ class Reader:
         self._open: set[int] = set()
 
     def mapping(self, value: Any, place: str) -> dict[Any, Any]:
-        """Return the items of a dict that are data; the names of others are added to `dropped`, by place.
+        """Return the items of a dict that are plain data; the names of others are added to `dropped`, by place.
 
         Args:
             value: The dict, of any class in the file.

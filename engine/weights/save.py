@@ -78,7 +78,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
                 plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
                 target.write(to_bytes(plain, {"format": "pt", **aliases}))
     else:
-        encode(obj, "obj")  # only to see that it is data
+        encode(obj, "obj")  # only to check that it is plain data
         obj = make_readable(obj, "obj")
 
         def write(target: Any) -> None:
@@ -176,7 +176,7 @@ def write_weights(
         safe: Write safetensors, else torch's format, in which a tensor also has its other names.
 
     Raises:
-        ValueError: If the directory is a checkpoint, whose files these would replace. Nothing is written then.
+        ValueError: If the directory is a checkpoint, whose files these would replace. No file is written then.
     """
     directory = absolute(directory)
     refuse_checkpoint(directory)

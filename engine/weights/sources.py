@@ -54,7 +54,7 @@ class Opened:
         others: Other values in the state: data, or a description.
         file: The file of ``torch.save`` with the weights, if it is one.
         checkpoint: The verified checkpoint of Treadle with the weights, if it is one.
-        frozen: The digests of weights that it leaves out, since they were not trained, by name.
+        frozen: The digests of weights that it omits, since they were not trained, by name.
     """
 
     place: str

@@ -41,7 +41,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
     Raises:
         ModuleNotFoundError: If Ray is not installed.
-        RuntimeError: If the process is not a worker of Ray Train.
+        RuntimeError: If the process is not a Ray Train worker.
 
     Example:
         >>> from treadle.integrations import RayTrainReportCallback
@@ -163,7 +163,7 @@ def _get_storage() -> Any:
     """Return Ray's description of the storage of the run's checkpoints.
 
     Raises:
-        RuntimeError: This is not a worker of Ray Train.
+        RuntimeError: This is not a Ray Train worker.
     """
     import ray.train
 
@@ -175,8 +175,9 @@ def _get_storage() -> Any:
         ) from error
     except (RuntimeError, DeprecationWarning) as error:  # DeprecationWarning in a trial of Ray Tune
         raise RuntimeError(
-            "RayTrainReportCallback was created outside of a Ray Train worker. Create it in the function of "
-            "ray.train.torch.TorchTrainer. In a trial of Ray Tune, use TuneReportCheckpointCallback."
+            "RayTrainReportCallback was created outside of a Ray Train worker. Create it in the function passed "
+            "to ray.train.torch.TorchTrainer as train_loop_per_worker. In a trial of Ray Tune, use "
+            "TuneReportCheckpointCallback."
         ) from error
 
 

@@ -141,7 +141,7 @@ class ServiceLogger(Logger):
             self._write_row(self.experiment, row, step)
 
     def _pop_epoch(self, row: dict[str, float]) -> int | None:
-        """Take the epoch out of a row, for a service that keeps it beside each value."""
+        """Take the epoch out of a row, for a service that keeps it with each value."""
         epoch = row.pop(f"{self._prefix}epoch", None)
         return None if epoch is None else int(epoch)
 

@@ -71,7 +71,7 @@ class _Replica(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         local: AbstractContextManager[Any] = nullcontext()
-        if torch.is_grad_enabled():  # a rank may evaluate by itself
+        if torch.is_grad_enabled():  # a rank may evaluate on its own
             self._advance()
         elif self._join_config.enable:  # else ranks that have left the loop wait for this forward's backward
             local = self.no_sync()
@@ -98,7 +98,7 @@ class _Replica(DistributedDataParallel):
             raise (self.explain(error) or error) from error
 
     def explain(self, error: BaseException) -> ValueError | None:
-        """Return the error to raise in place of an error of torch's reducer; None for any other error.
+        """Return the error to raise instead of an error in torch's reducer; None for any other error.
 
         Args:
             error: The error.
@@ -129,12 +129,12 @@ class DDP(Strategy):
         comm_wrapper: ``"fp16"`` or ``"bf16"``: cast what ``comm_hook`` sends too.
         sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, on the CPU too.
         zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). Training is bit-equal.
-        local_sgd_steps: After ``local_sgd_start`` steps, do not reduce gradients: each process steps by itself, and
+        local_sgd_steps: After ``local_sgd_start`` steps, do not reduce gradients: each process steps on its own, and
             parameters are averaged after this number of optimizer steps, and before an evaluation or a checkpoint.
         local_sgd_start: Optimizer steps before that.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
             torch's, 30 minutes; on CUDA, 10 minutes.
-        process_group_backend: ``"nccl"``, ``"gloo"`` or another backend of torch. Default: the one of the device.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one of the device.
         other: Lightning's and Accelerate's names of these: ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``,
             ``comm_state_option``, ``model_averaging_period``.
 
@@ -313,7 +313,7 @@ class DDP(Strategy):
             self.set_gradient_sync(replica, True)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return an error of torch's reducer, raised in a backward, with a better explanation; any other as it is.
+        """Return a better explained error for one that torch's reducer raised in a backward; other errors unchanged.
 
         Args:
             error: The error.
@@ -521,7 +521,7 @@ class DDP(Strategy):
 
 
 def _find_replica(module: nn.Module) -> _Replica | None:
-    """Return the replica inside a module of `wrap`, also after ``torch.compile``; None if nothing is reduced."""
+    """Return the replica inside a module of `wrap`, even after ``torch.compile``; None if nothing is reduced."""
     if not isinstance(module, _Replica):
         module = module._modules.get("_orig_mod") or module
     return module if isinstance(module, _Replica) else None

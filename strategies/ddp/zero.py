@@ -1,6 +1,7 @@
 """Sharded optimizer state: each process steps its share of the parameters and sends the others the result (ZeRO-1).
 
-Nothing is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. Every class, every option of a
+No optimizer is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. Every class, every option
+    of a
 group and every scheduler that refers to it therefore works, and the result is bit-equal to the plain optimizer. torch's
 ``ZeroRedundancyOptimizer`` builds a second optimizer from class and defaults, starts without state, and gathers a state
 by pickle on one process only.

@@ -132,7 +132,7 @@ class _Examination:
         self._timer.start()
 
     def _time_out(self, purpose: str, seconds: float) -> None:
-        """End the examination in the timer's thread: the main thread is in an uninterruptible call of torch."""
+        """End the examination in the timer's thread: the main thread is in an uninterruptible torch call."""
         self._errors = self._list_errors()
         error = "" if self._errors else f"{purpose} did not end within {seconds:g} s"
         self.end(error, inspect_process(self._run_folder))

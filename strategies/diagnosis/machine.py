@@ -24,7 +24,7 @@ from ..launch import supervisor
 
 Facts = dict[str, Any]
 
-# Those whose version decides what a run computes, reads or writes. A package that is not installed is left out.
+# Those whose version decides what a run computes, reads or writes. A package that is not installed is omitted.
 REQUIRED = ("numpy", "safetensors", "xxhash", "omegaconf", "tensorboard", "tqdm")
 OPTIONAL = (
     *("torchvision", "torchaudio", "torchdata", "torchmetrics", "torchao", "triton", "flash-attn", "xformers"),
@@ -43,7 +43,7 @@ _UNLIMITED = 1 << 60  # bytes; version 1 of control groups writes about this muc
 
 
 def inspect_process(run_folder: str | Path = ".") -> Facts:
-    """Return what affects a run of this process: versions, hardware, limits, folders, environment.
+    """Return the settings that affect a run of this process: versions, hardware, limits, folders, environment.
 
     Args:
         run_folder: Folder into which the run would write. Default: the current one.

@@ -265,7 +265,8 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
     if _is_slurm_batch(env, per_node[node]):
         return None
     job, step = _parse_number(env, "SLURM_JOB_ID", low=0), _parse_number(env, "SLURM_STEP_ID", low=0)
-    # Steps share a port if 10 x job + step agree modulo 15000: those that run at once on one machine rarely do.
+    # Steps share a port if 10 x job + step agree modulo 15000: those that run at the same time on one machine rarely
+    # do.
     port = _SLURM_PORTS[(10 * job + step) % len(_SLURM_PORTS)]
     return LaunchEnvironment(
         rank=_parse_number(env, "SLURM_PROCID", low=0, high=size - 1),
@@ -290,9 +291,9 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
     """
     if "SLURM_STEP_ID" not in env or _parse_number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
         return False
-    # In `srun --pty -n 4 bash` four shells start and three end at once; commands typed into the first are not tasks.
-    # Only the three signs together show that: the name is that of the allocation, so salloc's srun has it too, and
-    # processes started from such a shell inherit the port.
+    # In `srun --pty -n 4 bash` four shells start and three end immediately; commands typed into the first are not
+    # tasks. Only the three signs together show that: the name is that of the allocation, so salloc's srun has it too,
+    # and processes started from such a shell inherit the port.
     shell = env.get("SLURM_JOB_NAME", "") in ("bash", "sh", "zsh", "fish", "tcsh", "interactive")
     return not (shell and "SLURM_PTY_PORT" in env and os.isatty(0))
 

@@ -33,7 +33,7 @@ _MOST_LOOKED_AT = 64  # ranks that each process which waits looks at, beside tho
 
 
 class SharedCount:
-    """Counter that other processes of this machine can read, whatever this process is waiting for.
+    """Counter that other processes of this machine can read, regardless of what this process is waiting for.
 
     It is in memory of a file without a name, so nothing is left when the process ends. This needs Linux; elsewhere the
     counter is private.

@@ -24,7 +24,7 @@ from .matching_calls import forget_arrivals
 from .tracebacks import forget_store, report_uncaught
 from .watchdog import dismiss
 
-# Groups of all processes that Worlds made for threads beside the training, and left; with their timeouts.
+# Groups of all processes that Worlds made for threads that run alongside the training, and left; with their timeouts.
 spare_lines: list[tuple[timedelta, dist.ProcessGroup]] = []
 
 _CONNECTING = timedelta(seconds=30)
@@ -159,7 +159,7 @@ def _check_versions(store: dist.Store, rank: int) -> None:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set how long a collective may wait for the others, also in an existing process group.
+    """Set how long a collective may wait for the others, including in an existing process group.
 
     Args:
         timeout: The timeout.

@@ -21,7 +21,7 @@ _LOOK_EVERY = 0.5  # seconds
 
 
 class Attempts:
-    """The attempts of one call, made on all processes. With a world size of one, results are available at once.
+    """The attempts of one call, made on all processes. With a world size of one, results are available immediately.
 
     A process that fails inside a step leaves the others waiting in a collective. It reports here, then closes its
     connection, which interrupts the others; they read its report and know the cause. The next attempt has a new process

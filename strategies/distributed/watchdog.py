@@ -8,7 +8,7 @@ Two daemon threads of each process do the work, without any action of the traini
 - The courier writes to the store once per period that this process lives, and its position. When any rank has raised
   the alarm it writes the stacks of this process into a file, and notes in the store whether this rank waits for
   others. A rank that only waits, in a collective, counts itself as stalled. Once all are, and in different calls, none
-  of them can end: that is an error at once, which names the calls.
+  of them can end: that is an immediate error, which names the calls.
 
 A rank that does not answer is stopped, or blocked in C code that holds the interpreter. A rank that answers and does
 not wait for another one hangs. One rank reports, and all leave with `HUNG`.
@@ -363,7 +363,7 @@ class Watchdog:
         return waits and time.monotonic() - self._since >= _LOST
 
     def _leave_if_alone(self) -> None:
-        """Leave the step if another rank has ended: by an interrupt, or at once if the main thread is in C code.
+        """Leave the step if another rank has ended: by an interrupt, or immediately if the main thread is in C code.
 
         It leaves only after a signal has requested it, or if the other rank has failed and this one makes no progress.
         """

@@ -46,7 +46,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class World:
-    """Processes of a run, seen from one of them. With a world size of one, every call returns at once.
+    """Processes of a run, seen from one of them. With a world size of one, every call returns immediately.
 
     Args:
         rank: Rank of this process, from 0.
@@ -138,8 +138,10 @@ class World:
         """
         if math.prod(dimensions.values()) != self.size:
             grid = " x ".join(f"{name}={size}" for name, size in dimensions.items())
+            count = math.prod(dimensions.values())
             raise ValueError(
-                f"a mesh of {grid} needs {math.prod(dimensions.values())} processes, but the world size is {self.size}."
+                f"a mesh of {grid} needs {count} processes, but the world size is {self.size}. Start {count} "
+                f"processes, or choose dimensions whose product is {self.size}."
             )
         key = tuple(dimensions.items())
         if key not in self._meshes:

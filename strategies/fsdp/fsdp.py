@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 class FSDP(Strategy):
     """Strategy in which each process keeps a shard of every parameter, its gradient and its optimizer state.
 
-    A block's parameters are gathered when it runs, and dropped afterwards. It works on CPU (gloo) and CUDA, also with a
-    world size of one. Build large models in `Accelerator.init_module` or `TaskModule.configure_model`: then no process
-    ever holds the full model.
+    A block's parameters are gathered when it runs, and dropped afterwards. It works on CPU (gloo) and CUDA, including
+    with a world size of one. Build large models in `Accelerator.init_module` or `TaskModule.configure_model`: then no
+    process ever holds the full model.
 
     Args:
         auto_wrap_policy: Selects the modules that are gathered as one unit; see `wrap_policy.chosen_blocks`. Parameters
@@ -64,7 +64,7 @@ class FSDP(Strategy):
             accumulation, more communication.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
             torch's, 30 minutes; on CUDA, 10 minutes.
-        process_group_backend: ``"nccl"``, ``"gloo"`` or another backend of torch. Default: the one of the device.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one of the device.
 
     Raises:
         ValueError: If sizes do not divide the world size.
@@ -201,7 +201,7 @@ class FSDP(Strategy):
         return self.method(self.wrap(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
-        """See `Strategy.compiled_parts`: always the modules that are gathered as one unit, and those beside them."""
+        """See `Strategy.compiled_parts`: always the modules that are gathered as one unit, and those next to them."""
         gathered = self._choose_blocks(module)
         return [*gathered, *direct_parts(module, gathered)], True
 

@@ -183,7 +183,7 @@ def job_of(options: argparse.Namespace) -> Job:
         )
     if options.no_python and options.module:
         raise ValueError("--module and --no-python contradict each other. Remove one of them.")
-    python = [] if options.no_python else [sys.executable, "-u"]  # unbuffered: the output of ranks appears at once
+    python = [] if options.no_python else [sys.executable, "-u"]  # unbuffered: the output of ranks appears immediately
     if not (options.no_python or options.module or os.path.exists(options.script)):
         raise ValueError(
             f"the script {options.script!r} does not exist in {os.getcwd()}. Check its path, or add --module."

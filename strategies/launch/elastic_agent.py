@@ -197,8 +197,8 @@ class Agent(LocalElasticAgent):
         Args:
             number: The signal.
             seconds: Seconds from the first signal to SIGKILL.
-            patient: Restart the count whenever a rank is seen to leave by itself, since a save may take any time. False
-                where a rank has failed: the others note the signal but can't save.
+            patient: Restart the count whenever a rank is seen to leave on its own, since a save may take any time.
+                False where a rank has failed: the others note the signal but can't save.
         """
         context: Any = self._pcontext
         for rank in self._list_living():

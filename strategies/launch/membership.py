@@ -70,7 +70,7 @@ class Membership:
         return self._size > 1 and present < self._size, waiting > 0
 
     def leave(self) -> None:
-        """Tell the others at once that this machine leaves, instead of letting them time out."""
+        """Tell the others immediately that this machine leaves, instead of letting them time out."""
         if self._handler is not None:
             self._handler._stop_heartbeats()
             with contextlib.suppress(RendezvousError):  # the store is gone, or does not answer in time

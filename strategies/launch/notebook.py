@@ -332,7 +332,7 @@ def _check_autograd() -> None:
 
 
 def _collect_reachable(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return what the function finds in the session by name, one level deep: its globals and its closure."""
+    """Return the session's values that the function uses by name, one level deep: its globals and its closure."""
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:

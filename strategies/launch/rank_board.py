@@ -66,7 +66,7 @@ class RankBoard:
         return self._read(local_rank)[:1] in (b"\1", b"\2")
 
     def is_leaving(self, local_rank: int) -> bool:
-        """Return whether a rank has noted a signal and leaves by itself.
+        """Return whether a rank has noted a signal and leaves on its own.
 
         Args:
             local_rank: The rank on this machine.

@@ -60,9 +60,9 @@ def supervise(
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to
     every rank (except those it ignores itself: `nohup` stays effective). The ranks may save then: further SIGTERMs,
     SIGUSR1s and SIGHUPs change nothing. A second SIGINT is forwarded too, and kills a second later; any other second
-    signal kills at once. The first rank to fail ends the others. Every launch listens on a port of its own, which the
-    system picks. `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`, where
-    unset, becomes this process's CPUs divided by `nproc`.
+    signal kills immediately. The first rank to fail ends the others. Every launch listens on a port of its own, which
+    the system picks. `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`,
+    where unset, becomes this process's CPUs divided by `nproc`.
 
     Args:
         nproc: Number of ranks, at least 1.
@@ -76,7 +76,7 @@ def supervise(
     Returns:
         0 if every rank exited with 0, and none of them within a stage of a Trainer, which counts as 1; else the status
         of the rank that failed first in time, 128 + n for one killed by signal n; 128 + n if this process got signal n,
-        whatever the ranks then did; 143 for SIGUSR1 too.
+        regardless of the ranks' later statuses; 143 for SIGUSR1 too.
 
     Raises:
         ValueError: `nproc` is not a positive number, no script can be run again, or this is not the main thread.
@@ -160,7 +160,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
             f"and run `python train.py` or `torchrun --nproc-per-node {nproc} train.py`, or use devices=1. "
             f"In a notebook: `treadle.notebook_launcher(function, num_processes={nproc})`."
         )
-    # The function behind multiprocessing's spawn. It leaves out -u, which shows only in the stream it makes.
+    # The function behind multiprocessing's spawn. It omits -u, which shows only in the stream it makes.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if getattr(sys.__stdout__, "write_through", False):
         flags.append("-u")
@@ -205,7 +205,7 @@ def _quote(text: str) -> str:
 
 
 def _find_target() -> list[str] | None:
-    """Return what to run again: a script's absolute path, or `-m` and a module's name; None without a file."""
+    """Return the program to run again: a script's absolute path, or `-m` and a module's name; None without a file."""
     main = sys.modules.get("__main__")
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name is not None and name != "__main__":

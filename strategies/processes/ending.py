@@ -1,4 +1,4 @@
-"""End of a process from one of its threads, whatever its main thread does."""
+"""End of a process from one of its threads, regardless of what its main thread does."""
 
 from __future__ import annotations
 

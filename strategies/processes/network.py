@@ -22,7 +22,7 @@ def open_datagram_socket(address: str) -> socket.socket:
 
 
 def find_source_address(target: str, port: int = 9) -> str:
-    """Return the address from which this machine reaches ``target``, according to its routes. Nothing is sent.
+    """Return the address from which this machine reaches ``target``, according to its routes, without sending a packet.
 
     Args:
         target: IPv4 or IPv6 address, as a number.

@@ -29,7 +29,7 @@ def mark_stage(running: bool) -> None:
 
 
 def mark_leaving() -> None:
-    """Report to the supervisor that this rank has noted a signal and leaves by itself.
+    """Report to the supervisor that this rank has noted a signal and leaves on its own.
 
     Signal handlers may call this.
     """

@@ -173,8 +173,8 @@ class LastStep:
 
         Args:
             path: Path of the checkpoint.
-            weights_only: Leave out what only a resume needs.
-            trainable_only: Leave out frozen weights.
+            weights_only: Omit what only a resume needs.
+            trainable_only: Omit frozen weights.
 
         Raises:
             ValueError: If a weight is not finite.

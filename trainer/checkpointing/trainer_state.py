@@ -114,8 +114,8 @@ class TrainerCheckpointer:
         Args:
             task: The task.
             paths: Paths of the checkpoint, which is saved under each of them.
-            weights_only: Leave out what only a resume needs.
-            trainable_only: Leave out frozen weights. Default: False.
+            weights_only: Omit what only a resume needs.
+            trainable_only: Omit frozen weights. Default: False.
             blocking: Wait until the checkpoint is written. Default: True.
 
         Raises:
@@ -184,7 +184,7 @@ class TrainerCheckpointer:
         }
 
     def parts(self, task: TaskModule) -> dict[str, Any]:
-        """Return the entries of a checkpoint beside the states of prepared and registered objects.
+        """Return the entries of a checkpoint other than the states of prepared and registered objects.
 
         Args:
             task: The task.

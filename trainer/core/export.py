@@ -142,8 +142,8 @@ class Exports(nn.Module):
             ValueError: If the method is unknown, a trace has no input, or the model is sharded.
         """
         warn(
-            "to_torchscript: TorchScript is deprecated in torch and no longer fixed. Use to_onnx, or to_torch_export, "
-            "whose files torch.export.load reads and AOTInductor compiles for C++."
+            "to_torchscript: TorchScript is deprecated in torch and no longer maintained. Use to_onnx, or "
+            "to_torch_export, whose files torch.export.load reads and AOTInductor compiles for C++."
         )
         method = choose("method", method or "script", ("script", "trace"))
         with _for_export(self, "to_torchscript"), _readable_properties(self), warnings.catch_warnings():

@@ -34,10 +34,10 @@ class TaskHooks:
         """
 
     def configure_model(self) -> None:
-        """Build layers that ``__init__`` left out, in place.
+        """Build layers that ``__init__`` did not build, in place.
 
-        A strategy that shards shards the layers as they are built; see `Accelerator.init_module`. May be called more
-        than once: return at once if the layers exist.
+        A sharding strategy shards the layers as they are built; see `Accelerator.init_module`. May be called more
+        than once: return immediately if the layers exist.
         """
 
     def configure_callbacks(self) -> Any:

@@ -42,14 +42,14 @@ class HyperparametersMixin:
     ) -> None:
         """Keep the arguments of ``__init__`` in ``self.hparams``, unchanged.
 
-        Checkpoints and loggers get the arguments that are data: numbers, text, lists, dicts, paths, dates, tensors,
-        enum members, dataclasses, containers of OmegaConf. Other arguments (a module, a function) are left out of them,
-        with one warning that names them.
+        Checkpoints and loggers get the arguments that are plain data: numbers, text, lists, dicts, paths, dates,
+        tensors, enum members, dataclasses, containers of OmegaConf. Other arguments (a module, a function) are omitted
+        from them, with one warning that names them.
 
         Args:
             args: Names of the arguments to keep, or one dict, namespace, dataclass or OmegaConf configuration to keep
                 instead. Default: all arguments.
-            ignore: Names to leave out.
+            ignore: Names to omit.
             frame: The frame of ``__init__``. Default: the caller's.
             logger: Whether loggers get the hyperparameters. Default: True.
 

@@ -280,7 +280,7 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
 
 
 def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
-    """Return what Lightning would pass to ``on_load_checkpoint``: all data of the file, with tensors mapped onto it."""
+    """Return the dict that Lightning passes to ``on_load_checkpoint``: all data of the file, with mapped tensors."""
     try:
         parts, dropped = _read_parts(file)
     except (ValueError, RecursionError) as error:
@@ -445,7 +445,8 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError, csv.Error, TypeError, LookupError, OverflowError) as error:
         raise ValueError(f"hparams_file={str(path)!r} cannot be read as plain data: {error}") from error
     if not isinstance(hparams, dict) or not all(isinstance(name, str) for name in hparams):
-        raise ValueError(f"hparams_file={str(path)!r} must be a mapping of names to values.")
+        kind = "a name that is not a string" if isinstance(hparams, dict) else f"a {type(hparams).__name__}"
+        raise ValueError(f"hparams_file={str(path)!r} must contain a mapping of names to values, but contains {kind}.")
     return hparams
 
 

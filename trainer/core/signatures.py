@@ -151,7 +151,7 @@ def _make_annotation_finder(function: Any) -> Callable[[str], Any]:
 
 @dataclass(frozen=True)
 class _ForwardedArguments:
-    """Arguments that a constructor passes to ``super().__init__`` beside its ``**kwargs``.
+    """Arguments that a constructor passes to ``super().__init__`` in addition to its ``**kwargs``.
 
     Attributes:
         keywords: Names of the keywords.
@@ -165,7 +165,7 @@ class _ForwardedArguments:
 
 
 def _find_forwarded(init: Any) -> _ForwardedArguments | None:
-    """Return what is passed with ``**kwargs`` to ``super().__init__``; None if a constructor uses them otherwise."""
+    """Return the arguments passed along with ``**kwargs`` to ``super().__init__``; None if they are used otherwise."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
     except (OSError, TypeError, SyntaxError):

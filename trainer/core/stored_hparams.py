@@ -113,7 +113,7 @@ def copied_config(config: Any, ignored: set[str]) -> Any:
 
     Args:
         config: The ``DictConfig``.
-        ignored: Keys to leave out.
+        ignored: Keys to omit.
     """
     from omegaconf import flag_override
 
@@ -319,7 +319,7 @@ class CannotRebuild(ValueError):
 
 
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
-    """Rebuild an argument from its stored form. Nothing is imported; only classes that ``annotation`` names are called.
+    """Rebuild an argument from its stored form. No module is imported; only classes named in ``annotation`` are called.
 
     Args:
         value: The stored form.
@@ -481,7 +481,7 @@ def _iterate_subclasses(kind: type) -> Iterator[type]:
 
 
 def _look_up(module: str, name: str) -> Any:
-    """Return the object with this name in a loaded module, or None. Nothing is imported or run."""
+    """Return the object with this name in a loaded module, or None. No code is imported or run."""
     target: Any = sys.modules.get(module)
     for part in name.split("."):
         target = vars(target).get(part) if hasattr(target, "__dict__") else None

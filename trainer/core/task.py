@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Module):
     """Module with steps: write ``training_step`` and ``configure_optimizers``, then call ``Trainer.fit``.
 
-    The names are those of Lightning. A task needs no code for processes or devices.
+    The names are Lightning's. A task needs no code for processes or devices.
 
     Attributes:
         automatic_optimization: Whether the Trainer runs the backward pass and the optimizer. Default: True.
@@ -82,7 +82,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         processes.
 
         Args:
-            args: The batch, then its index ``batch_idx``; ``batch_idx`` may be left out of the signature.
+            args: The batch, then its index ``batch_idx``; ``batch_idx`` may be omitted from the signature.
             kwargs: Keyword arguments, for signatures that name them.
 
         Returns:
@@ -202,7 +202,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         optimizer: torch.optim.Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step an optimizer. Default: step it at once. To skip a step, do not call ``optimizer.step``.
+        """Step an optimizer. Default: step it immediately. To skip a step, do not call ``optimizer.step``.
 
         Args:
             epoch: Number of completed epochs.
@@ -303,7 +303,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             self.log(name, value, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank zero, beside the progress bar.
+        """Print on rank zero, without disturbing the progress bar.
 
         Args:
             args: Positional arguments of ``print``.

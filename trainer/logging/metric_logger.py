@@ -240,7 +240,7 @@ class Logbook:
             warn(f"{type(logger).__name__}.{action} failed; the logger is disabled: {type(error).__name__}: {error}")
 
     def places(self) -> list[str]:
-        """Return where rank zero's loggers have written metrics: a directory, or the run of a service."""
+        """Return the place where rank zero's loggers wrote metrics: a directory, or a run of a service."""
         # Only of these: reading the directory of a logger that has written nothing claims one.
         written = [
             logger

@@ -173,10 +173,11 @@ class Steps:
                 self.schedules.after_step()
 
     def _leave_together(self, batches: Iterable[Any], index: int) -> None:
-        """Check that every rank leaves the epoch with this group, whose gradients are then dropped.
+        """Check that every rank ends the epoch at this accumulation group.
 
-        A rank that does not leave is already in the group's collectives, so this one participates in them, with weight
-        zero. Its vote travels in these collectives, which has no overhead in other steps.
+        The caller then discards the group's gradients. A rank that does not leave is already in the group's
+        collectives, so this one participates in them, with weight zero. Its vote travels in these
+        collectives, which has no overhead in other steps.
 
         Args:
             batches: The remaining batches of the group.
@@ -336,7 +337,7 @@ class Steps:
             self.optimizer.optimizer.zero_grad()
 
     def describe_not_finite(self, last: int, batch: Any) -> nonfinite.Findings:
-        """Return what is not finite, and reset it. Call it on all ranks.
+        """Return the findings about non-finite values, and reset them. Call it on all ranks.
 
         Args:
             last: Index of the step's last micro-batch.

@@ -261,7 +261,7 @@ def check_step(task: TaskModule, stage: str) -> None:
 
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) a step accepts.
+    """Return the number of arguments of (batch, batch_idx, dataloader_idx) that a step accepts.
 
     Args:
         step: The bound method.

@@ -56,7 +56,7 @@ class Hooks:
         return partial(self._fit_arguments(getattr(callback, name), name, 2), trainer, task)
 
     def _fit_arguments(self, hook: Hook, name: str, bound: int = 0) -> Hook:
-        """Return a hook that accepts ``dataloader_idx``, which users may leave out with a single dataloader.
+        """Return a hook that accepts ``dataloader_idx``, which users may omit with a single dataloader.
 
         Args:
             hook: The method of a callback or a task.
@@ -103,7 +103,7 @@ _LOST = {
     **{f"{kind}_epoch_end": f"use on_{kind}_epoch_end" for kind in ("validation", "test")},
     "training_epoch_end": "use on_train_epoch_end",
 }
-# Hooks of Lightning before version 2, which are never called any more. Public code still has them.
+# Hooks from Lightning versions before 2, which are never called. Public code still defines them.
 _FORMER = {
     "predict_epoch_end": "use on_predict_epoch_end",
     **{f"{kind}_step_end": "do it at the end of the step itself" for kind in ("training", *_KINDS)},
@@ -156,7 +156,7 @@ def task_overrides(task: TaskModule, name: str) -> bool:
 
 
 def count_positional(function: Callable[..., Any]) -> int:
-    """Return how many positional arguments a bound method accepts; 99 for any number, or if unknown.
+    """Return the number of positional arguments that a bound method accepts; 99 for any number, or if unknown.
 
     Args:
         function: The bound method.

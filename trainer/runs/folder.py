@@ -81,7 +81,7 @@ class RunFolder:
     def create(
         cls, directory: str | Path = "runs", name: str = "default", settings: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Create the folder of the next free number below ``directory/name``. Many jobs may do so at once.
+        """Create the folder of the next free number below ``directory/name``. Many jobs may do so concurrently.
 
         Args:
             directory: Directory above all runs, or a URL such as ``s3://bucket/runs``; created if missing. Default:
@@ -137,7 +137,7 @@ class RunFolder:
                 run = read(folder_path)
                 files = [file for name in DESCRIPTIONS if (file := local_folder(folder_path) / name).is_file()]
                 earlier = {file.name: file.read_bytes() for file in files}
-                # An unreadable record must not make the checkpoints beside it unusable.
+                # An unreadable record must not make the checkpoints next to it unusable.
                 facts = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
                 facts |= run.facts
                 if run.state == WAITING:

@@ -1,4 +1,4 @@
-"""Lock of a run folder for one job, which ends when the job ends, in whatever way."""
+"""Lock of a run folder for one job, which ends when the job ends for any reason."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ class RunLock:
     """Lock of a folder, held from its construction on.
 
     If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock with the
-    process, however that ends. Otherwise a thread updates the file every `BEAT` seconds: a dead holder is detected at
-    once in the same place, and after `SILENCE` seconds from other machines. A file system whose locks are valid on one
-    machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not separate two machines.
+    process, however that ends. Otherwise a thread updates the file every `BEAT` seconds: a dead holder is detected
+    immediately in the same place, and after `SILENCE` seconds from other machines. A file system whose locks are valid
+    on one machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not separate two machines.
 
     Args:
         folder: The folder to lock; the lock is a file in it.

@@ -17,8 +17,9 @@ _SETTLING = 1.0  # seconds in which a concurrent takeover has written its holder
 class RemoteLock:
     """Lock of a run's folder in an object store, held from its construction on.
 
-    A store creates an object for one job only, so two jobs that begin a run at once never share it. A takeover from a
-    dead job is less strict: of two jobs that try within a second one fails, because both check again which one wrote
+    A store creates an object for one job only, so two jobs that begin a run at the same time never share it. A takeover
+    from a dead job is less strict: of two jobs that try within a second one fails, because both check again which one
+        wrote
     last.
 
     Args:

@@ -109,7 +109,7 @@ class BatchSizeSearch:
         """Train and validate for a few steps, and return the training dataloader."""
         accelerator, steps = inner.accelerator, self.finder.steps_per_trial
         assert inner.sources is not None
-        # Accumulated gradients are in memory beside the second micro-batch; later ones need no more.
+        # Accumulated gradients are in memory alongside the second micro-batch; later ones need no more.
         accumulates = accelerator.gradient_accumulation_steps > 1 or self.finder.keep_global_batch
         accelerator.gradient_accumulation_steps = 2 if accumulates else 1
         for _ in take_trial_steps(inner, steps):
@@ -148,7 +148,7 @@ class BatchSizeSearch:
             )
 
     def _count_most_samples(self, loader: Loader) -> int:
-        """Return how many samples the data has for one batch of one process; a huge number if unknown."""
+        """Return the number of samples in the data for one batch of one process; a huge number if unknown."""
         dataset = getattr(loader.source, "dataset", None)
         try:
             count = len(dataset)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ A point is a place in a run, with ``:before`` as the default moment:
 It may contain ``*``: ``disk:*`` is before every disk operation. An action is one of:
 
     raise[:ValueError]        a builtin exception, `FaultInjected` by default; or pass a class or an instance
-    exit[:3]                  the process ends at once with this status, 1 by default
+    exit[:3]                  the process ends immediately with this status, 1 by default
     kill[:SIGTERM]            the process gets this signal, SIGKILL by default
     hang[:30]                 sleep for so many seconds, or forever
     delay:0.5                 sleep for so many seconds

@@ -279,7 +279,7 @@ class Checker:
         """Return a recipe for an object. Report a problem and return None if it can't be built.
 
         Args:
-            value: ``{class: ..., argument: ...}``, or the class's name. A known class may be left out.
+            value: ``{class: ..., argument: ...}``, or the class's name. A known class may be omitted.
             base: The class that the named class must extend.
             path: The path of the value.
             supplied: Arguments that are passed when the object is built.

@@ -1,4 +1,4 @@
-"""Fabric's loggers and other names of Lightning's module."""
+"""Fabric's loggers and the other names in Lightning's module."""
 
 from ....common.peer_names import find_peer_names
 from ....loggers import Logger

@@ -14,7 +14,7 @@ __getattr__ = find_peer_names(__name__)
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return the content of a file of ``torch.save``, or a run's checkpoint in the format of Lightning's file.
+    """Return the content of a ``torch.save`` file, or of a run's checkpoint in Lightning's format.
 
     Libraries import it as ``pl_load``, although it is private.
 

@@ -16,7 +16,7 @@ from ....common.temporary import temporary_folder
 from .. import filesystem
 from ..manifest import MANIFEST, Manifest
 
-_AT_ONCE = 4  # files that are downloaded; a large one takes several requests at once by itself
+_AT_ONCE = 4  # files downloaded concurrently; a large one already takes several requests
 
 
 class Download:

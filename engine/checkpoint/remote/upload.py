@@ -17,7 +17,7 @@ from ..manifest import MANIFEST, Manifest, read_source
 from ..parts import Files, serialize, write_file
 from .folder import check_target, compare_sizes, delete, delete_superseded, find_next_sequence
 
-_AT_ONCE = 4  # files that are uploaded; a large one takes several requests at once by itself
+_AT_ONCE = 4  # files uploaded concurrently; a large one already takes several requests
 
 
 class Upload:
@@ -153,6 +153,6 @@ def clear_staging(target: RemotePath) -> None:
 
 
 def _run_side_by_side(work: Any, names: list[str]) -> list[Any]:
-    """Run a function for each name, several at once; all are awaited before an error is raised."""
+    """Run a function for each name, several concurrently; all are awaited before an error is raised."""
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="treadle-upload") as pool:
         return [future.result() for future in [pool.submit(work, name) for name in names]]

@@ -1,4 +1,4 @@
-"""End of streams that each rank reads by itself: voted on beside the gradients, without a separate exchange."""
+"""End of streams that each rank reads separately: voted on along with the gradients, without a separate exchange."""
 
 from __future__ import annotations
 

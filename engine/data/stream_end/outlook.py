@@ -39,7 +39,7 @@ class Outlook:
         return self._voters > 0
 
     def count_full(self, ranks: int) -> int | None:
-        """Return how many of the ranks that share the data have a full share; None if the votes do not determine it.
+        """Return the number of data-sharing ranks that have a full share; None if the votes do not determine it.
 
         Args:
             ranks: The number of ranks that share the data. Several voters may read the same share, as under tensor

@@ -16,7 +16,7 @@ from ..source_libraries import copies_state
 
 _LEVELS = 5  # the network of an agent of a source of experience of a dataset; a pipeline's list is a level too
 _OBJECTS = 1000
-_ITEMS = 100  # a longer list is data
+_ITEMS = 100  # a longer list is treated as data
 
 
 def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:

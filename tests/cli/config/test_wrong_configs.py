@@ -46,7 +46,7 @@ CASES = {
     "star": ("model: *.txt\n", [], ["run.yaml:1", "'*'", "be quoted"]),
     "at": ("model: @x\n", [], ["run.yaml:1", "'@'", "quote the text"]),
     "no space behind a colon": ("model: {class: A, a:1}\n", [], ["run.yaml:1", "'a:1'", "a space"]),
-    "an alias within itself": ("vars: &v {a: *v}\n", [], ["run.yaml", "inside its own anchor"]),
+    "an alias within itself": ("vars: &v {a: *v}\n", [], ["run.yaml", "an anchor that contains it"]),
     "too deep": ("model: " + "[" * 20_000, [], ["run.yaml", "nested too deeply"]),
     "too long": ("a: b\n" * 300_000, [], ["run.yaml", "262,144 bytes"]),
     "a number too long": ("seed: " + "9" * 10_000, [], ["run.yaml:1", "can't be read as a number"]),
