@@ -161,8 +161,8 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
     names = sorted(logged)
     if not trainer.has_validation and name.startswith("val"):
         return ValueError(
-            f"{consumer} {name!r} was never logged, because this run has no validation. Pass a validation dataloader to "
-            f"fit, or monitor a logged value: {', '.join(names) or 'nothing was logged'}."
+            f"{consumer} {name!r} was never logged, because this run has no validation. Pass a validation dataloader "
+            f"to fit, or monitor a logged value: {', '.join(names) or 'nothing was logged'}."
         )
     validation = "" if trainer.has_validation else " This run has no validation."
     if trainer.limit_val_batches and trainer.sources is not None and trainer.sources.empty("val"):

@@ -127,8 +127,8 @@ class FitLoop:
             spent = f"{progress.seconds:.0f} s of max_time={trainer.max_seconds:.0f} s, " if self._is_late() else ""
             warn(
                 f"nothing is left to train: {spent}{progress.step:,} optimizer steps and {progress.epoch:,} epochs are "
-                f"done, and max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs} (-1: unlimited). Raise the limit "
-                "to continue."
+                f"done, and max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs} (-1: unlimited). Raise the "
+                "limit to continue."
             )
         with trainer.history.spending("training"):
             trainer.history.begin(progress, read_learning_rates(trainer))
