@@ -159,14 +159,14 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
         logged: The logged names.
     """
     names = sorted(logged)
-    if not trainer.has_validation and name.startswith("val"):
+    validation = "" if trainer.has_validation else " This run has no validation."
+    if trainer.limit_val_batches and trainer.sources is not None and trainer.sources.empty("val"):
+        validation += " At least one of its validation dataloaders is empty."
+    elif validation and name.startswith("val"):
         return ValueError(
             f"{consumer} {name!r} was never logged, because this run has no validation. Pass a validation dataloader "
             f"to fit, or monitor a logged value: {', '.join(names) or 'nothing was logged'}."
         )
-    validation = "" if trainer.has_validation else " This run has no validation."
-    if trainer.limit_val_batches and trainer.sources is not None and trainer.sources.empty("val"):
-        validation += " At least one of its validation dataloaders is empty."
     return ValueError(
         f"{consumer} {name!r} was never logged. Logged so far: {', '.join(names) or 'nothing'}.{nearest(name, names)}"
         f"{validation} Log it with self.log({name!r}, ...) in the step or hook that measures it."
