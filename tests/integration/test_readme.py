@@ -259,7 +259,10 @@ def test_figures_are_those_that_were_measured():
 
 
 README_FIGURES = ("Treadle Trainer, everything on", "Lightning, everything on", "Treadle Accelerator", "Accelerate")
-CLAIM = r"takes ([\d.]+) times as long as .*Lightning: ([\d.]+)\..*takes ([\d.]+) times .* and ([\d.]+) times with Accelerate\."
+CLAIM = (
+    r"takes ([\d.]+) times as long as .*Lightning: ([\d.]+)\..*"
+    r"takes ([\d.]+) times .* and ([\d.]+) times with Accelerate\."
+)
 
 
 def test_pictures_are_drawn_from_the_figures():
