@@ -264,9 +264,9 @@ class RemotePath:
         mode = "create" if exclusive else "overwrite"
         self._write("write it", lambda: self._store.pipe_file(self._key, data, mode=mode))
 
-    def _write(self, action: str, request: Callable[[], Any]) -> None:
+    def _write(self, action: str, request: Callable[[], T]) -> T:
         try:
-            self._ask(action, request)
+            return self._ask(action, request)
         except FileNotFoundError as error:  # no bucket
             raise StoreError(f"{self}: can't {action}: {error}") from error
 
@@ -301,12 +301,15 @@ class RemotePath:
         bucket, key, _ = self._store.split_path(self._key)
         place = {"Bucket": bucket, "Key": key}
         place["UploadId"] = self._call_s3("create_multipart_upload", **place)["UploadId"]
-        slots = threading.Semaphore(_PARTS_AT_ONCE)
+        slots, failed = threading.Semaphore(_PARTS_AT_ONCE), threading.Event()
 
         def upload(number: int, body: bytes) -> dict[str, Any]:
             try:
                 answer = self._call_s3("upload_part", **place, PartNumber=number, Body=body)
                 return {"PartNumber": number, "ETag": answer["ETag"]}
+            except BaseException:
+                failed.set()
+                raise
             finally:
                 slots.release()
 
@@ -315,8 +318,8 @@ class RemotePath:
                 futures: list[Future[dict[str, Any]]] = []
                 for number, body in enumerate(_join_pieces(pieces, part_bytes), start=1):
                     slots.acquire()
-                    if failed := [future for future in futures if future.done() and future.exception()]:
-                        failed[0].result()
+                    if failed.is_set():
+                        break  # the results below raise the error
                     futures.append(pool.submit(upload, number, body))
                 parts = {"Parts": [future.result() for future in futures]}
             self._complete(place, parts, size)
@@ -334,9 +337,7 @@ class RemotePath:
                 raise
 
     def _call_s3(self, method: str, **options: Any) -> Any:
-        answers: list[Any] = []
-        self._write("upload it", lambda: answers.append(self._store.call_s3(method, **options)))
-        return answers[-1]
+        return self._write("upload it", lambda: self._store.call_s3(method, **options))
 
     def download(self, file: Path) -> None:
         """Copy the object's content into a local file.

@@ -13,20 +13,21 @@ from treadle.strategies.distributed.current import disconnect
 # of them is what everything waits for at the end.
 LONGEST_FIRST = (
     "integration/test_readme.py",
-    "fault_injection/test_matrix.py",
     "strategies/fsdp/test_fsdp.py",
+    "integrations/test_transformers_task.py",
     "fault_injection/test_killed.py",
-    "engine/data/test_loader.py",
-    "strategies/launch/test_supervisor.py",
-    "engine/checkpoint/test_store.py",
-    "callbacks/test_lr_finder.py",
-    "integration/test_examples.py",
-    "strategies/distributed/test_watchdog.py",
-    "integration/test_parity.py",
-    "strategies/distributed/test_matching_calls.py",
-    "callbacks/progress/test_progress_bar.py",
+    "trainer/loop/test_budget.py",
     "trainer/checkpointing/test_resume.py",
-    "trainer/loop/test_leaving_validation.py",
+    "strategies/launch/test_supervisor.py",
+    "cli/commands/test_commands.py",
+    "engine/data/test_loader.py",
+    "trainer/loop/test_preemption.py",
+    "callbacks/test_model_checkpoint.py",
+    "strategies/ddp/test_ddp.py",
+    "fault_injection/test_matrix.py",
+    "cli/sweep/test_study.py",
+    "fault_injection/test_hostile.py",
+    "integration/test_tutorials.py",
 )
 
 

@@ -14,12 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...callbacks.reporting import format_duration, format_number
+from ...callbacks.reporting import format_duration
 from ...common.messages import nearest
 from ...common.remote_path import as_path
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, make_printable
-from ..run_comparison import Comparison, write_page
+from ..run_comparison import Comparison, format_value, write_page
 from ..sweep import format_parameters
 from .terminal_plot import plot
 
@@ -177,7 +177,7 @@ def _format_row(run: Run) -> tuple[str, ...]:
         "" if took is None else format_duration(took),
         _format_count(run.facts.get("steps")),
         _format_count(run.facts.get("epochs")),
-        "" if best is None else f"{best['metric']} {_format_value(best['value'])}",
+        "" if best is None else f"{best['metric']} {format_value(best['value'])}",
         format_parameters(run.parameters),
     )
 
@@ -223,7 +223,7 @@ def _show(options: argparse.Namespace) -> str:
     lines += _format_section(title, [f"  {line}" for line in config])
     lines += _format_section("Environment", _format_table(parts["environment"]))
     lines += _format_section(
-        "Last values", _format_table({name: _format_value(value) for name, value in sorted(run.metrics.items())})
+        "Last values", _format_table({name: format_value(value) for name, value in sorted(run.metrics.items())})
     )
     text = "\n".join(map(_cut, map(make_printable, lines)))
     ascii = options.ascii or not _can_print("⣿└─│┤")
@@ -266,7 +266,7 @@ def _format_head(run: Run) -> Iterator[str]:
         yield ", ".join(counts + more)
     if run.best is not None:
         saved = f", {run.best['checkpoint']}" if run.best.get("checkpoint") else ""
-        yield f"best {run.best['metric']} {_format_value(run.best['value'])}{saved}"
+        yield f"best {run.best['metric']} {format_value(run.best['value'])}{saved}"
     if run.parameters:
         yield f"trial {facts.get('trial', '?')} of a sweep: {format_parameters(run.parameters)}"
     if facts.get("error"):
@@ -360,10 +360,6 @@ def _cut_cell(text: str) -> str:
 
 
 # -- words ---------------------------------------------------------------------------------------------------------
-
-
-def _format_value(value: Any) -> str:
-    return value if isinstance(value, str) else format_number(value)
 
 
 def _format_count(value: Any) -> str:

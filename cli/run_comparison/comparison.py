@@ -49,7 +49,7 @@ class Comparison:
         environments = _tabulate(self._read_each(index.environment))
         self.environment = {name: cells for name, cells in environments.items() if _differ(cells)}
         self.metrics = _tabulate(
-            [{name: _format_value(value) for name, value in sorted(run.metrics.items())} for run in self.runs]
+            [{name: format_value(value) for name, value in sorted(run.metrics.items())} for run in self.runs]
         )
         self.charts = self._collect_charts()
 
@@ -97,7 +97,8 @@ def _label_runs(runs: Sequence[Run]) -> list[str]:
     return [str(run.path) if labels.count(run.label) > 1 else run.label for run in runs]
 
 
-def _format_value(value: Any) -> str:
+def format_value(value: Any) -> str:
+    """Return a logged value as text; one that is not finite is text already."""
     return value if isinstance(value, str) else format_number(value)
 
 
@@ -112,7 +113,7 @@ _FACTS: dict[str, Callable[[Run], str]] = {
     "epochs": lambda run: _format_count(run, "epochs"),
     "samples": lambda run: _format_count(run, "samples"),
     "processes": lambda run: _format_count(run, "processes"),
-    "best": lambda run: "" if run.best is None else f"{run.best['metric']} {_format_value(run.best['value'])}",
+    "best": lambda run: "" if run.best is None else f"{run.best['metric']} {format_value(run.best['value'])}",
 }
 
 

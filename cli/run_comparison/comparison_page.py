@@ -59,12 +59,11 @@ def render_page(comparison: Comparison) -> str:
     line_styles = dict(zip(comparison.labels, choose_styles(comparison.labels), strict=True))
     charts = [Chart(metric, lines, line_styles) for metric, lines in comparison.charts.items()]
     title = " and ".join(comparison.labels) if len(comparison.labels) == 2 else f"{len(comparison.labels)} runs"
-    same = f"{comparison.shared_config:,} values are the same in all."
     sections = {
-        "Last values": (comparison.metrics, ""),
-        "Configuration": (comparison.config, same if comparison.shared_config else ""),
-        "Hyperparameters": (comparison.hyperparameters, ""),
-        "Environment": (comparison.environment, ""),
+        "Last values": comparison.metrics,
+        "Configuration: differences": comparison.config,
+        "Hyperparameters: differences": comparison.hyperparameters,
+        "Environment: differences": comparison.environment,
     }
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -73,11 +72,9 @@ def render_page(comparison: Comparison) -> str:
         _render_rows(comparison.facts, line_styles),
         *render_charts(charts),
     ]
-    for name, (rows, note) in sections.items():
-        content = (
-            _render_rows(rows, line_styles) if rows else "<p>No differences.</p>"
-        ) + f"<p>{escape(note)}</p>" * bool(note)
-        body.append(render_section(name if name == "Last values" else f"{name}: differences", content))
+    for name, rows in sections.items():
+        body.append(render_section(name, _render_rows(rows, line_styles) if rows else "<p>None.</p>"))
+    body.append(f"<p>{comparison.shared_config:,} further configuration values are the same.</p>")
     return f"{_MARK}\n{render_document(title, body, make_chart_script(charts), _STYLE)}"
 
 
