@@ -36,6 +36,8 @@ _PART_BYTES = 8 * 2**20
 """Bytes of a part that is uploaded on its own, the default of boto3."""
 _MOST_PARTS = 10_000
 """Number of parts that S3 accepts for one object."""
+_CHECKSUM = "CRC32"
+"""What S3 compares of each part as it arrives. Without a name S3 reads the complete object again at the end."""
 _PARTS_AT_ONCE = 8
 """Number of parts of one object that are uploaded concurrently; all of them are in memory."""
 
@@ -284,6 +286,13 @@ class RemotePath:
         """Return whether the store's package uploads single parts of an object. That of S3 does."""
         return self.scheme in ("s3", "s3a") and hasattr(self._store, "call_s3")
 
+    @property
+    def _sends_checksums(self) -> bool:
+        """Return whether botocore's configuration lets uploads carry checksums, which few older stores refuse."""
+        self._store.connect()
+        config = self._store.s3.meta.config  # botocore before 1.36 has no such option
+        return getattr(config, "request_checksum_calculation", "") == "when_supported"
+
     def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
         """Upload content while it is being produced, several parts concurrently; see `takes_parts`.
 
@@ -300,13 +309,15 @@ class RemotePath:
         part_bytes = max(_PART_BYTES, -(-size // _MOST_PARTS))
         bucket, key, _ = self._store.split_path(self._key)
         place = {"Bucket": bucket, "Key": key}
-        place["UploadId"] = self._call_s3("create_multipart_upload", **place)["UploadId"]
+        checked = {"ChecksumAlgorithm": _CHECKSUM} if self._sends_checksums else {}
+        place["UploadId"] = self._call_s3("create_multipart_upload", **place, **checked)["UploadId"]
         slots, failed = threading.Semaphore(_PARTS_AT_ONCE), threading.Event()
 
         def upload(number: int, body: bytes) -> dict[str, Any]:
             try:
-                answer = self._call_s3("upload_part", **place, PartNumber=number, Body=body)
-                return {"PartNumber": number, "ETag": answer["ETag"]}
+                answer = self._call_s3("upload_part", **place, **checked, PartNumber=number, Body=body)
+                known = {name: answer[name] for name in ("ETag", f"Checksum{_CHECKSUM}") if name in answer}
+                return {"PartNumber": number, **known}
             except BaseException:
                 failed.set()
                 raise

@@ -4,6 +4,7 @@ import pickle
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -159,9 +160,11 @@ class Parts(MemoryFileSystem):
     """A store in memory that takes parts, as S3 does. A request fails as often as `failures` says, by its name."""
 
     protocol = "s3a"
+    s3 = SimpleNamespace(meta=SimpleNamespace(config=SimpleNamespace(request_checksum_calculation="when_supported")))
     failures: list[str] = []
     requests: list[str] = []
     uploads: dict[str, dict[int, bytes]] = {}
+    checksums: dict[str, dict[str, str]] = {}
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -170,6 +173,9 @@ class Parts(MemoryFileSystem):
     def split_path(self, path):
         bucket, _, key = path.lstrip("/").partition("/")
         return bucket, key, None
+
+    def connect(self):
+        pass
 
     def call_s3(self, method, **options):
         self.requests.append(method)
@@ -180,19 +186,26 @@ class Parts(MemoryFileSystem):
             self.failures.remove(name)
             raise OSError(f"{name} failed")
 
-    def _create_multipart_upload(self, **place):
+    def _create_multipart_upload(self, Bucket, Key, **checksum):
         name = f"upload-{len(self.requests)}"
         self.uploads[name] = {}
+        self.checksums[name] = checksum
         return {"UploadId": name}
 
-    def _upload_part(self, UploadId, PartNumber, Body, **place):
+    def _upload_part(self, Bucket, Key, UploadId, PartNumber, Body, **checksum):
         self._fail(f"part {PartNumber}")
+        assert checksum == self.checksums[UploadId]
         self.uploads[UploadId][PartNumber] = Body
-        return {"ETag": str(hash(Body))}
+        return self._describe(Body, checksum)
+
+    @staticmethod
+    def _describe(body, checksum):
+        return {"ETag": str(hash(body))} | ({"ChecksumCRC32": f"crc {hash(body)}"} if checksum else {})
 
     def _complete_multipart_upload(self, Bucket, Key, UploadId, MultipartUpload):
         parts = self.uploads.pop(UploadId)  # an error for one that was completed before
-        wanted = [{"PartNumber": number, "ETag": str(hash(parts[number]))} for number in sorted(parts)]
+        checksum = self.checksums[UploadId]
+        wanted = [{"PartNumber": number, **self._describe(parts[number], checksum)} for number in sorted(parts)]
         assert MultipartUpload == {"Parts": wanted}
         self.pipe_file(f"/{Bucket}/{Key}", b"".join(parts[number] for number in sorted(parts)))
         self._fail("complete")
@@ -204,7 +217,7 @@ class Parts(MemoryFileSystem):
 @pytest.fixture
 def parts(monkeypatch):
     known = Parts(skip_instance_cache=True)
-    for name in ("failures", "requests", "uploads"):
+    for name in ("failures", "requests", "uploads", "checksums"):
         monkeypatch.setattr(Parts, name, type(getattr(Parts, name))())
     monkeypatch.setattr(remote_path, "_PAUSES", (0.0,))
     monkeypatch.setattr(remote_path, "_PART_BYTES", 100)
@@ -223,6 +236,15 @@ def test_parts_make_the_object(size, piece, parts):
     assert parts.read_bytes() == content
     assert Parts.requests.count("upload_part") == (-(-size // 100) if size > 100 else 0)
     assert Parts.uploads == {}
+
+
+@pytest.mark.parametrize("setting", ["when_supported", "when_required", None])
+def test_parts_carry_checksums_where_the_configuration_allows(setting, parts, monkeypatch):
+    config = SimpleNamespace(request_checksum_calculation=setting) if setting else SimpleNamespace()
+    monkeypatch.setattr(Parts, "s3", SimpleNamespace(meta=SimpleNamespace(config=config)))
+    parts.upload_parts([b"x" * 1000], 1000)
+    expected = {"ChecksumAlgorithm": "CRC32"} if setting == "when_supported" else {}
+    assert list(Parts.checksums.values()) == [expected]
 
 
 def test_there_are_no_more_parts_than_an_object_may_have(parts, monkeypatch):
