@@ -30,6 +30,8 @@ COMMANDS = {
     "test": ("treadle.cli.commands.stages:test", "evaluate with the test steps, configured like fit"),
     "validate": ("treadle.cli.commands.stages:validate", "evaluate with the validation steps, configured like fit"),
 }
+_OTHER_NAMES = {"train": "fit", "evaluate": "validate", "eval": "validate", "run": "launch", "config": "plan"}
+"""Commands of these names in other programs, with their counterparts."""
 
 
 def format_usage() -> str:
@@ -58,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         from ..common.messages import nearest
 
-        print(f"treadle: there is no command {name!r}.{nearest(name, COMMANDS)}\n\n{format_usage()}", file=sys.stderr)
+        hint = f" Did you mean {_OTHER_NAMES[name]!r}?" if name in _OTHER_NAMES else nearest(name, COMMANDS)
+        print(f"treadle: there is no command {name!r}.{hint}\n\n{format_usage()}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[name][0].partition(":")
     return int(getattr(importlib.import_module(module), function or "main")(remaining_arguments))

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.messages import warn
 from ..common.remote_path import AnyPath
-from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, resolve_devices
+from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, report_uncaught, resolve_devices
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
 from .checkpoint import Checkpointer, Job, OpenCheckpoint
@@ -203,6 +203,7 @@ class Accelerator(Process):
         on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
+        report_uncaught()
         configuration.refuse(
             unknown,
             inspect.signature(Accelerator.__init__).parameters if unknown else (),

@@ -658,7 +658,7 @@ def resolve_precision(mixed_precision: Any, autocast: AutocastKwargs | None) -> 
         ValueError: If the name is unknown.
     """
     mixed_precision = getattr(mixed_precision, "value", mixed_precision)
-    precision = Precision.parse(mixed_precision)
+    precision = Precision.parse(mixed_precision, "mixed_precision")
     word = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(precision.compute, "no")  # type: ignore[arg-type]
     word = "fp8" if precision.float8 else word
     if autocast is None:

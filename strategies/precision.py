@@ -53,11 +53,12 @@ class Precision:
     float8: bool = False
 
     @classmethod
-    def parse(cls, value: Any) -> Precision:
+    def parse(cls, value: Any, argument: str = "precision") -> Precision:
         """Return the precision with this name.
 
         Args:
-            value: The name, an alias such as ``"bf16"`` or ``16``, or a `Precision`, which is returned as it is.
+            value: The name, an alias such as ``"bf16"`` or ``16``, or a `Precision`, which is returned unchanged.
+            argument: The name of the argument, for the error. Default: ``"precision"``.
 
         Raises:
             ValueError: If the name is unknown. The error names the nearest one.
@@ -68,7 +69,8 @@ class Precision:
         name = _ALIASES.get(value, value) if can_be_name else value
         if not can_be_name or name not in _PRECISIONS:
             names = [*_PRECISIONS, *(alias for alias in _ALIASES if isinstance(alias, str))]
-            raise ValueError(f"precision={value!r} is not one of {', '.join(_PRECISIONS)}.{nearest(str(value), names)}")
+            valid = ", ".join(_PRECISIONS)
+            raise ValueError(f"{argument}={value!r} is not one of {valid}.{nearest(str(value), names)}")
         return _PRECISIONS[name]
 
     def context(self, device: torch.device) -> AbstractContextManager[Any] | None:

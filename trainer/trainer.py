@@ -30,7 +30,7 @@ from ..engine.metrics import MutedMetrics
 from ..engine.optim import check_schedule
 from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
-from ..strategies import Strategy, report_uncaught
+from ..strategies import Precision, Strategy, report_uncaught
 from ..strategies.distributed import Devices
 from . import arguments
 from .checkpointing import LastStep, TrainerCheckpointer
@@ -270,7 +270,7 @@ class Trainer(LightningAliases):
             accelerator=accelerator,
             devices=devices,
             num_nodes=num_nodes,
-            mixed_precision=precision,
+            mixed_precision=Precision.parse(precision),
             gradient_accumulation_steps=arguments.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
             spread=True,
             dynamo_plugin=arguments.parse_compilation(compile),

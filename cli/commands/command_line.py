@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -50,14 +52,21 @@ def format_usage(stage: str, program: str) -> str:
         "",
         "options:",
     ]
-    lines += [f"  {option:<20}  {words}" for option, words in OPTIONS.items()]
+    lines += [_format_row(option, words) for option, words in OPTIONS.items()]
     lines += ["", "sections of the configuration:"]
-    lines += [f"  {name:<20}  {words}" for name, words in SECTIONS.items()]
+    lines += [_format_row(name, words) for name, words in SECTIONS.items()]
     lines += [
         "",
-        f"`{program} --help trainer` lists the Trainer's flags, `--help EarlyStopping` that callback's arguments.",
+        f"`{program} --help trainer` lists the Trainer's flags.",
+        f"`{program} --help EarlyStopping` lists that callback's arguments.",
     ]
     return "\n".join(lines)
+
+
+def _format_row(name: str, words: str) -> str:
+    """Return a row of the help, wrapped to the terminal's width."""
+    width = max(60, shutil.get_terminal_size().columns)
+    return textwrap.fill(words, width, initial_indent=f"  {name:<20}  ", subsequent_indent=" " * 24)
 
 
 @dataclass

@@ -135,7 +135,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _list(options: argparse.Namespace) -> str:
-    runs = _filter_by_name(index.find(as_path(options.dir)), options.name)
+    try:
+        runs = _filter_by_name(index.find(as_path(options.dir)), options.name)
+    except ValueError as error:
+        raise ValueError(f"{error}{nearest(options.dir, ('show', 'compare'))}") from error
     if options.state is not None:
         _check("--state", options.state, STATES)
         runs = [run for run in runs if run.state.partition(":")[0] == options.state]

@@ -23,7 +23,7 @@ def plot(
     """Draw curves over the optimizer steps.
 
     The axis is logarithmic if the values span two orders of magnitude or more. With several curves a letter next to the
-    chart marks the end of each.
+    chart marks the end of each. One constant curve becomes a line of text.
 
     Args:
         title: The title.
@@ -41,6 +41,8 @@ def plot(
     heading = f"{title} (logarithmic)" if chart.logarithmic else title
     if not drawn:
         return f"{heading}: no finite value among {chart.missing:,}" if chart.missing else f"{heading}: nothing"
+    if len(drawn) == 1 and not chart.missing and len(set(values := next(iter(drawn.values()))[1])) == 1 < len(values):
+        return f"{title}: {format_number(values[0])} throughout"
     labels = _place_labels(chart, height)
     margin = max(map(len, labels.values())) + 2
     has_many_lines = len(drawn) > 1

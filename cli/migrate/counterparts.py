@@ -28,6 +28,17 @@ _ROOTS = {
     "treadle": "treadle",
 }
 _OURS = ("treadle", "treadle.compat")
+_RAY = ("treadle.compat.ray", None)
+_OPTUNA = ("treadle.integrations", ("PyTorchLightningPruningCallback",))
+# Modules of other libraries that integrate Lightning: Treadle's module, and the names that it replaces (None: all).
+_INTEGRATIONS: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    "ray.train.lightning": _RAY,
+    "ray.tune.integration.pytorch_lightning": _RAY,
+    "optuna.integration": _OPTUNA,
+    "optuna.integration.pytorch_lightning": _OPTUNA,
+    "optuna_integration": _OPTUNA,
+    "optuna_integration.pytorch_lightning": _OPTUNA,
+}
 PEER_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 """Top-level packages that are replaced."""
 MISSING = object()
@@ -84,6 +95,18 @@ def find_module(module: str) -> str | None:
     """
     peer = split_peer(module)
     return None if peer is None else next(iter(list_modules(peer)), None)
+
+
+def find_integration(module: str | None, name: str) -> str | None:
+    """Return Treadle's module that has a name of another library's Lightning integration, or None.
+
+    Args:
+        module: The library's module as imported, ``"ray.train.lightning"``.
+        name: The name in it.
+    """
+    ours, replaced = _INTEGRATIONS.get(module or "", ("", ()))
+    is_replaced = bool(ours) and (name in list_exports(ours) if replaced is None else name in replaced)
+    return ours if is_replaced else None
 
 
 @cache

@@ -18,6 +18,7 @@ from .counterparts import (
     find_answer,
     find_counterpart,
     find_dotted,
+    find_integration,
     find_module,
     find_submodule,
     list_exports,
@@ -86,6 +87,8 @@ class _Source:
                 self._edit_import(node)
             elif isinstance(node, ast.ImportFrom) and self._is_peer(node):
                 self._edit_from(node)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                self._rewrite_from(node, [find_integration(node.module, alias.name) for alias in node.names], {})
         if self.bindings:
             self._note_differences()
         return self._apply(), sorted(self.findings)
@@ -206,7 +209,11 @@ class _Source:
                 else:
                     modules[binding.position] = home
                     self._note_uses(binding, alias)
-        if any(module is not None for module in modules) and not _is_ours(node.module):
+        if not _is_ours(node.module):
+            self._rewrite_from(node, modules, statements)
+
+    def _rewrite_from(self, node: ast.ImportFrom, modules: list[str | None], statements: dict[int, str]) -> None:
+        if any(module is not None for module in modules):
             separator, trailing = self._between(node)
             new = rewrite_from(self._unify(node), modules, statements, separator, trailing)
             self._replace(node, self._keep_newlines(new))

@@ -4,8 +4,8 @@ Errors keep their type, their object and their whole traceback, so ``except``, d
 Only printing changes:
 
 - In a script the interpreter prints through ``sys.excepthook``. Treadle's hook replaces Python's own, or the one that
-  torch installs with each process group, but no hook that the user has set. It is installed with the first Trainer,
-  and when processes connect. Errors without a frame of Treadle are passed on to the previous hook.
+  torch installs with each process group, but no hook that the user has set. It is installed with the first Trainer or
+  Accelerator, and when processes connect. Errors without a frame of Treadle are passed on to the previous hook.
 - pytest, IPython and notebooks omit frames that have a local variable ``__tracebackhide__``.
 
 ``TREADLE_FULL_TRACEBACK=1`` disables both.

@@ -454,13 +454,16 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewh
     agent.ends = codes
     words = {agent.global_rank(rank): _describe_ending(code) for rank, code in codes.items()}
     for rank, numbers in agent.sent.items():
-        if -codes.get(rank, 0) in numbers:
+        if stop is not None and -codes.get(rank, 0) == stop:
+            words[agent.global_rank(rank)] = f"ended by {stop.name}"
+        elif -codes.get(rank, 0) in numbers:
             words[agent.global_rank(rank)] += ", sent by this launcher"
     first = next((rank for rank, code in codes.items() if code), None)
     if elsewhere is not None:
         lines, status = [str(elsewhere)], elsewhere.status
     elif stop is not None:
-        lines, status = [f"{stop.name} was forwarded to {started} rank(s)"], _convert_signal(stop)
+        ranks = f"{started} rank{'' if started == 1 else 's'}"
+        lines, status = [f"{stop.name} was forwarded to {ranks}"], _convert_signal(stop)
     elif first is not None:
         for rank in list(codes)[: list(codes).index(first)]:
             words[agent.global_rank(rank)] += " before that"

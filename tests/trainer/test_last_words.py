@@ -12,7 +12,7 @@ from processes import run
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from treadle.callbacks import ModelCheckpoint
+from treadle.callbacks import ModelCheckpoint, ModelSummary
 from treadle.loggers import CSVLogger
 
 import treadle
@@ -254,3 +254,85 @@ def test_rank_zero_says_it_for_all(tmp_path):
     first, second = run(said_on_two, 2, tmp_path)
     assert "interrupted in fit, epoch 1, after optimizer step 5, in batch 1\nlatest checkpoint: " in first
     assert "interrupted" not in second
+
+
+def test_an_interrupt_states_its_place_once(tmp_path, capsys):
+    trainer = treadle.Trainer(**QUIET, logger=False, callbacks=[Interrupts()], default_root_dir=tmp_path)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        trainer.fit(Task(), loader())
+    assert not hasattr(raised.value, "__notes__")
+    assert capsys.readouterr().err.count("in fit, epoch 0") == 1
+
+
+@pytest.mark.parametrize("depth", [None, 0, 1])
+def test_the_parameters_are_counted_once(depth, tmp_path, capsys):
+    shown = {} if depth is None else {"callbacks": [ModelSummary(depth)], "enable_model_summary": True}
+    trainer = treadle.Trainer(**(QUIET | {"default_root_dir": tmp_path, "max_epochs": 1, "logger": False} | shown))
+    trainer.fit(Task(), loader())
+    assert trainer.decided.endswith("25 trainable parameters, 0 frozen, 0.0 MiB")
+    assert capsys.readouterr().err.count("25 trainable") == 1
+
+
+# -- hooks that the user has written with another name or signature ----------------------------------------------------
+
+
+class Misnamed(treadle.TaskModule):
+    def train_step(self, batch, batch_idx): ...
+
+
+class Unlike(treadle.TaskModule):
+    def compute_loss(self, batch): ...
+
+
+@pytest.mark.parametrize(
+    ("task", "advice"),
+    [(Misnamed, "Rename train_step to training_step."), (Unlike, "Define one that returns the loss.")],
+)
+def test_a_step_of_another_name(task, advice):
+    with pytest.raises(ValueError, match=f"{task.__name__} has no training_step. {advice}"):
+        treadle.Trainer(**QUIET, logger=False).fit(task(), loader())
+
+
+class Watches(treadle.Callback):
+    def on_train_start(self):
+        pass
+
+
+class Unprepared(treadle.DataModule):
+    def setup(self):
+        pass
+
+
+class WithoutStage(Task):
+    def setup(self):
+        pass
+
+
+class Calls(Task):
+    """Its own code makes the mistake, and no hook."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss()
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "notes"),
+    [
+        (WithoutStage, {}, ["the signature of this hook is TaskModule.setup(self, stage)"]),
+        (Task, {"datamodule": Unprepared}, ["the signature of this hook is DataModule.setup(self, stage)"]),
+        (
+            Task,
+            {"callback": Watches},
+            ["the signature of this hook is Callback.on_train_start(self, trainer, pl_module)"],
+        ),
+        (Calls, {}, []),
+    ],
+    ids=["task", "datamodule", "callback", "the user's own call"],
+)
+def test_a_hook_of_another_signature(task, options, notes, tmp_path):
+    callbacks = [options["callback"]()] if "callback" in options else []
+    data = {"datamodule": options["datamodule"]()} if "datamodule" in options else {"train_dataloaders": loader()}
+    trainer = treadle.Trainer(**QUIET, logger=False, callbacks=callbacks, default_root_dir=tmp_path, max_epochs=1)
+    with pytest.raises(TypeError, match="positional argument") as raised:
+        trainer.fit(task(), **data)
+    assert [note for note in getattr(raised.value, "__notes__", []) if "signature" in note] == notes

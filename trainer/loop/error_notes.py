@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ...callbacks import Callback
 from ...engine import Loader
 from ...engine.optim import is_out_of_memory
+from ..core import DataModule, TaskModule
 from .automatic import Steps
 from .closure import ClosureSteps
 from .evaluation_loop import EvaluationLoop
@@ -34,6 +37,7 @@ _BACKWARD = (
     "backward was already called on this loss: leave backward and the optimizer to the Trainer, and return the loss. "
     "A tensor kept from the previous batch needs detach()."
 )
+_CALL = re.compile(r"(\S+)\(\) (?:takes|missing) .*positional argument")
 _SHOWN, _DEPTH = 8, 3
 # Functions that process batches; their variable ``index`` is that of the current batch.
 _BATCH_CODES = {
@@ -53,10 +57,14 @@ _RUN_CODES = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
 def annotate(error: BaseException, trainer: Trainer) -> None:
     """Add notes to an error: the position of the run, and the cause if torch's message does not state it.
 
+    Ctrl-C gets no notes: the Trainer announces where it interrupted the run.
+
     Args:
         error: The error, changed in place.
         trainer: The running Trainer.
     """
+    if isinstance(error, KeyboardInterrupt):
+        return  # see `RunSummary.announce_interrupt`
     world = trainer.accelerator.world
     location = place(trainer, str(trainer.stage), error)
     if world.size > 1:
@@ -67,6 +75,9 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
         error.add_note(_MEMORY)
     elif isinstance(error, RuntimeError) and _TWICE in str(error):
         error.add_note(_BACKWARD)
+    elif isinstance(error, TypeError) and (call := _CALL.match(str(error))) is not None:
+        for line in _describe_signature(call[1], trainer):
+            error.add_note(line)
     elif isinstance(error, RuntimeError) and trainer.task is not None and _MISMATCH.search(str(error)):
         with contextlib.suppress(Exception):  # an error in inspecting the user's objects must not hide the original
             error.add_note(_describe_mismatch(error, trainer.task))
@@ -109,6 +120,23 @@ def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameTyp
     loop = variables.get("self")
     if isinstance(loop, EvaluationLoop) and len(loop.loaders) > 1:
         yield f"loader {variables['number']}"
+
+
+def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
+    """Yield the parameters of a hook that was called with a number of arguments that it does not take.
+
+    Args:
+        method: The method's qualified name, as in Python's message.
+        trainer: The Trainer, whose objects may have the method.
+    """
+    name = method.rpartition(".")[2]
+    owners = ((trainer.task, TaskModule), (trainer.datamodule, DataModule), *((c, Callback) for c in trainer.callbacks))
+    for owner, base in owners:
+        hook = getattr(base, name, None)
+        if hook is not None and getattr(getattr(owner, name, None), "__qualname__", "") == method:
+            parameters = ", ".join(inspect.signature(hook).parameters)
+            yield f"the signature of this hook is {base.__name__}.{name}({parameters})"
+            return
 
 
 def _describe_mismatch(error: BaseException, task: nn.Module) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...callbacks import LatestValidation
-from ...common.messages import warn
+from ...common.messages import closest_name, warn
 from ...engine import isolated_random_state, list_unused
 from ..checkpointing import LastStep, explain_need_of_others
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, overrides, parse_optimizers
@@ -157,8 +157,9 @@ class Fit:
             warn(f"a validation dataloader was passed, but {name} has no validation_step, so nothing is validated.")
         if has_step:
             self.sources.warn_of_empty_validation()
-        written = not getattr(task.validation_step, "__module__", "").startswith("treadle.")  # Treadle's have all
-        if has_step and written and not loaders and self.trainer.limit_val_batches:
+        module = getattr(task.validation_step, "__module__", None) or ""
+        is_users = not module.startswith("treadle.")  # tasks of Treadle define all steps
+        if has_step and is_users and not loaders and self.trainer.limit_val_batches:
             warn(f"{name} has a validation_step, but no validation dataloader was passed, so nothing is validated.")
 
     def sanity_check(self) -> None:
@@ -244,7 +245,10 @@ def _check_steps(task: TaskModule) -> None:
     """Raise a ValueError if the task has no ``training_step`` or no ``configure_optimizers``."""
     name = type(task).__name__
     if type(task).training_step is TaskModule.training_step:
-        raise ValueError(f"{name} has no training_step. Define one that returns the loss.")
+        own_methods = [m for m in dir(task) if callable(getattr(type(task), m, None)) and not hasattr(TaskModule, m)]
+        misnamed = closest_name("training_step", own_methods, cutoff=0.7)
+        advice = "Define one that returns the loss." if misnamed is None else f"Rename {misnamed} to training_step."
+        raise ValueError(f"{name} has no training_step. {advice}")
     is_configured = "configure_optimizers" in vars(task)  # set by a configuration, which replaces the class's
     if not is_configured and type(task).configure_optimizers is TaskModule.configure_optimizers:
         raise ValueError(

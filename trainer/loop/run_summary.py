@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...callbacks import ModelCheckpoint, RunReport, folders
+from ...callbacks import ModelCheckpoint, ModelSummary, RunReport, folders
 from ...common.messages import announce
 from ...common.remote_path import AnyPath
 from ...engine import CheckpointStore, Loader, describe_compilations, list_compiled_names
@@ -35,11 +35,16 @@ class RunSummary:
     def announce_start(self, loader: Loader) -> None:
         """Announce the settings once: devices, strategy, precision, effective batch, steps, parameters.
 
+        The parameters are omitted if a `ModelSummary` has just printed them below its table.
+
         Args:
             loader: The prepared training dataloader.
         """
         self.trainer.decided = self.describe_start(loader)
-        announce(self.trainer.decided)
+        lines = self.trainer.decided.splitlines()
+        if any(isinstance(callback, ModelSummary) and callback.max_depth for callback in self.trainer.callbacks):
+            lines.pop()
+        announce("\n".join(lines))
 
     def describe_start(self, loader: Loader) -> str:
         """Return the text of `announce_start`.

@@ -402,6 +402,21 @@ def test_help(arguments, words, capsys):
     assert max(map(len, said.splitlines())) < 180
 
 
+@pytest.mark.parametrize("columns", [70, 80, 100])
+def test_help_fits_the_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["fit", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "lr_scheduler" in "".join(lines)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("train", "fit"), ("evaluate", "validate"), ("fti", "fit")])
+def test_a_command_of_another_name(wrong, right, capsys):
+    assert main([wrong]) == 2
+    assert f"there is no command {wrong!r}. Did you mean {right!r}?" in capsys.readouterr().err
+
+
 def test_help_about_nothing(capsys):
     assert main(["fit", "--help", "EarlyStoping"]) == 2
     assert "'EarlyStopping'?" in capsys.readouterr().err

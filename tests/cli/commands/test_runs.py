@@ -222,8 +222,9 @@ def test_a_look_at_one(one, capsys):
     assert lines[2].startswith("began ")
     assert lines[3].startswith("100 steps, 2 epochs, 400 samples, MyTask, 2 processes, on ")
     assert lines[4] == "best val_loss 1.5, checkpoints/a.ckpt"
-    for title in ("Configuration, without defaults", "Environment", "Last values", "loss", "lr"):
+    for title in ("Configuration, without defaults", "Environment", "Last values", "loss"):
         assert title in lines
+    assert "lr: 0.5 throughout" in lines
     assert "    max_epochs: 2" in lines
     assert "  val_loss  1.5" in lines
     assert any(line.split()[:1] == ["torch"] for line in lines)
@@ -366,6 +367,12 @@ def test_several_lines_can_be_told_apart():
     coloured = plot("t", lines, 60, 10, colour=True)
     assert "\x1b[34m" in coloured
     assert "\x1b[33m" in coloured
+
+
+def test_a_constant_curve_is_a_line():
+    assert plot("lr", {"lr": (STEPS, [0.01] * len(STEPS))}, 60, 8) == "lr: 0.01 throughout"
+    for lines in ({"lr": ([3], [0.01])}, {"a": (STEPS, [1.0] * len(STEPS)), "b": (STEPS, [2.0] * len(STEPS))}):
+        assert len(plot("lr", lines, 60, 8).splitlines()) > 8  # one value has no course; of two, each is named
 
 
 @pytest.mark.parametrize(

@@ -459,6 +459,31 @@ def test_an_answer_of_the_tables_is_what_is_said(source, answers):
     ]
 
 
+def test_integrations_of_other_libraries():
+    old = dedent("""
+        import lightning as L
+        from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+        from ray.tune.integration.pytorch_lightning import TuneReportCheckpointCallback as Report
+        from optuna.integration import LightGBMPruningCallback, PyTorchLightningPruningCallback
+        from optuna_integration.pytorch_lightning import PyTorchLightningPruningCallback as Prune
+        from optuna.integration import TFKerasPruningCallback
+        import optuna.integration
+        """)
+    new, findings = migrate_source(old, "file.py")
+    assert new == dedent("""
+        import treadle as L
+        from treadle.compat.ray import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+        from treadle.compat.ray import TuneReportCheckpointCallback as Report
+        from treadle.integrations import PyTorchLightningPruningCallback
+        from optuna.integration import LightGBMPruningCallback
+        from treadle.integrations import PyTorchLightningPruningCallback as Prune
+        from optuna.integration import TFKerasPruningCallback
+        import optuna.integration
+        """)
+    assert findings == []
+    assert migrate_source(new, "file.py") == (new, [])
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_line_ends_stay(end):
     old = end.join(

@@ -206,7 +206,7 @@ def test_signal_goes_to_every_rank_and_sigkill_after_the_grace_or_a_second_ctrl_
     assert time.monotonic() - began < 15  # the ranks sleep for 60
     assert number == signal.SIGINT or time.monotonic() - began > 1
     err = (tmp_path / "err").read_text()
-    assert f"treadle: {number.name} was forwarded to 2 rank(s)\n" in err
+    assert f"treadle: {number.name} was forwarded to 2 ranks\n" in err
     assert "treadle: rank 1: killed by SIGKILL, sent by this launcher\n" in err
     assert "Traceback" not in err
     assert all(gone(pid) for pid in ranks)
