@@ -203,7 +203,6 @@ class Accelerator(Process):
         on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
-        report_uncaught()
         configuration.refuse(
             unknown,
             inspect.signature(Accelerator.__init__).parameters if unknown else (),
@@ -233,6 +232,7 @@ class Accelerator(Process):
         self._begin(handlers["scaler"], Trackers(world, sources), watch(world, limit))
 
     def _begin(self, scaling: Any, trackers: Trackers, watchdog: Watchdog | None) -> None:
+        report_uncaught()
         self.precision.warn_if_emulated(self.device)
         scaler = configuration.build_scaler(scaling, self.precision, self.device)
         self.watchdog = watchdog

@@ -158,11 +158,6 @@ class LightningAliases:
         return EvaluationLoopView(self._trainer, "predict")
 
     @property
-    def received_sigterm(self) -> bool:
-        """Return False: SIGTERM saves and ends the process without a hook."""
-        return False
-
-    @property
     def enable_validation(self) -> bool:
         """Return whether ``fit`` validates; see `Trainer.has_validation`."""
         return self._trainer.has_validation

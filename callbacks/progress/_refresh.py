@@ -181,9 +181,8 @@ class DrawnBar(ProgressBar):
         """Redraw the epoch's bar, or write a line."""
         done = trainer.progress.batch
         if not self._terminal:
-            self._write_line(
-                self._describe_position(trainer, done), done, self.total_train_batches, self.get_metrics(trainer, task)
-            )
+            position, values = self._describe_position(trainer, done), self.get_metrics(trainer, task)
+            self._write_line(position, done, self.total_train_batches, values, "left of the epoch")
             return
         self._due = time.monotonic() + self._every
         if always or done - self._shown >= self._batches:
@@ -219,11 +218,13 @@ class DrawnBar(ProgressBar):
         if self._terminal:
             self._safely(self._close)
 
-    def _write_line(self, position: str, done: int, total: int | float | None, values: dict[str, Any]) -> None:
-        """Write a line with position, speed and values."""
+    def _write_line(
+        self, position: str, done: int, total: int | float | None, values: dict[str, Any], left: str = "left"
+    ) -> None:
+        """Write a line with position, speed, remaining time and values."""
         self._due = time.monotonic() + self.line_every
         shown = [f"{name} = {text}" for name, text in self._format_values(values).items()]
-        announce(", ".join([position, *self._pace.describe(done, _drop_infinite(total)), *shown]))
+        announce(", ".join([position, *self._pace.describe(done, _drop_infinite(total), left), *shown]))
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -306,7 +307,7 @@ class _Pace:
         """Start the measurement at a number of batches."""
         self.since, self.done = time.monotonic(), done
 
-    def describe(self, done: int, total: int | None) -> list[str]:
+    def describe(self, done: int, total: int | None, left: str) -> list[str]:
         """Return speed and remaining time as text."""
         current_time = time.monotonic()
         speed = (done - self.done) / max(current_time - self.since, 1e-9)
@@ -314,7 +315,7 @@ class _Pace:
         if speed <= 0:
             return []
         words = [f"{speed:.1f} batches/s" if speed >= 1 else f"{1 / speed:.1f} s/batch"]
-        return words if total is None else [*words, f"{timedelta(seconds=round((total - done) / speed))} left"]
+        return words if total is None else [*words, f"{timedelta(seconds=round((total - done) / speed))} {left}"]
 
 
 def is_terminal(stream: Any) -> bool:

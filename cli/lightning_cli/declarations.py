@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from ...trainer import arguments
 from ...trainer.core import REQUIRED, Argument, Signature, signature
@@ -292,3 +292,11 @@ def _follow(argument: Argument, path: Path, value: Value | None) -> Argument | N
             return None
         argument, value, path = found, entries.get(path[0]), path[1:]
     return argument
+
+
+def read_return_annotation(function: Callable[..., Any]) -> Any:
+    """Return the annotation of a function's return value; None without one."""
+    try:
+        return get_type_hints(function).get("return")
+    except NameError:  # imported for type checkers only
+        return None

@@ -24,7 +24,7 @@ from ..config import ConfigError, Value, parse, resolve_references
 from ..config.instantiate import ObjectRecipe, Recipe
 from .checker import SettingsChecker, look_up, make_arguments, make_config, supply
 from .command_line import choose_subcommand, read_command_line
-from .declarations import ClassGroup, Declared, Link, Option, find_owner, order_by_links
+from .declarations import ClassGroup, Declared, Link, Option, find_owner, order_by_links, read_return_annotation
 from .help import format_help
 from .linking import apply_link
 from .namespace import Namespace
@@ -43,7 +43,7 @@ from .settings import (
     read_named_file,
     read_settings,
 )
-from .subcommands import Subcommands, signature_of_return
+from .subcommands import Subcommands
 from .writing import drop_equal, drop_none, dump_yaml, escape_references, to_plain
 
 _FLAG_ACTIONS = {"store_true": (True, False), "store_false": (False, True)}
@@ -329,7 +329,7 @@ class LightningArgumentParser:
             self.callback_keys.append(nested_key)
         if subclass_mode:
             return self.add_subclass_arguments(lightning_class, nested_key, required=required)
-        returned = lightning_class if is_class else signature_of_return(lightning_class)
+        returned = lightning_class if is_class else read_return_annotation(lightning_class)
         builds_trainer = nested_key == "trainer" or (isinstance(returned, type) and issubclass(returned, Trainer))
         return self.add_class_arguments(lightning_class, nested_key, instantiate=not builds_trainer)
 

@@ -1,9 +1,7 @@
-"""Subcommands of a parser, and the annotation of a function that returns an object."""
+"""Subcommands of a parser."""
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable
 from typing import Any
 
 
@@ -29,11 +27,3 @@ class Subcommands:
         if help:
             parser.description = help
         self.parser.subcommands[name] = parser
-
-
-def signature_of_return(function: Callable[..., Any]) -> Any:
-    """Return the annotation of a function's return value; None without one."""
-    try:
-        return typing.get_type_hints(function).get("return")
-    except NameError:  # imported for type checkers only
-        return None

@@ -446,6 +446,7 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"hparams_file={str(path)!r} cannot be read as plain data: {error}") from error
     if not isinstance(hparams, dict) or not all(isinstance(name, str) for name in hparams):
         kind = "a name that is not a string" if isinstance(hparams, dict) else f"a {type(hparams).__name__}"
+        kind = "nothing" if hparams is None else kind
         raise ValueError(f"hparams_file={str(path)!r} must contain a mapping of names to values, but contains {kind}.")
     return hparams
 
