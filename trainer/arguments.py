@@ -234,15 +234,18 @@ _ABSENT = {
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
-    """Raise a TypeError for an argument that the Trainer does not have.
+    """Raise a TypeError that names all arguments that the Trainer does not have.
 
     Args:
         arguments: The unknown arguments by name.
         valid: Names of the Trainer's arguments.
     """
+    problems = []
     for name in arguments:
         advice = f" {_ABSENT[name][0].upper()}{_ABSENT[name][1:]}." if name in _ABSENT else nearest(name, valid)
-        raise TypeError(f"Trainer() has no argument {name!r}.{advice}")
+        problems.append(f"Trainer() has no argument {name!r}.{advice}")
+    if problems:
+        raise TypeError(" ".join(problems))
 
 
 def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -127,6 +127,7 @@ FLAGS = [
     ({"max_epoch": 3}, TypeError, "no argument 'max_epoch'", "Did you mean 'max_epochs'"),
     ({"acumulate_grad_batches": 3}, TypeError, "Did you mean 'accumulate_grad_batches'"),
     ({"gpus": 1}, TypeError, "no argument 'gpus'"),
+    ({"gpus": 1, "max_epoch": 3}, TypeError, "no argument 'gpus'", "no argument 'max_epoch'"),
 ]
 
 
