@@ -248,7 +248,7 @@ def test_figures_are_those_that_were_measured():
     measured = make_images.read_overhead()
     claims = dict(zip(README_FIGURES, re.search(CLAIM, README, re.DOTALL).groups(), strict=True))
     assert {name: float(figure) for name, figure in claims.items()} == {name: measured[name] for name in claims}
-    assert f"{measured[README_FIGURES[0]] - 1:.0%}".replace("%", " %") in README
+    assert f"{measured[README_FIGURES[0]] - 1:.0%} overhead" in README
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| ([\d.]+) µs \| ([\d.]+) \| (?:(\d+) µs)? ?\|$", page, re.MULTILINE)
     assert [float(ratio) for _, ratio, _ in rows] == list(measured.values())
@@ -260,8 +260,8 @@ def test_figures_are_those_that_were_measured():
 
 README_FIGURES = ("Treadle Trainer, everything on", "Lightning, everything on", "Treadle Accelerator", "Accelerate")
 CLAIM = (
-    r"takes ([\d.]+) times as long as .*Lightning: ([\d.]+)\..*"
-    r"takes ([\d.]+) times .* and ([\d.]+) times with Accelerate\."
+    r"takes\s+([\d.]+) times as long as .*With Lightning, it takes ([\d.]+) times .*"
+    r"takes ([\d.]+) times .* and ([\d.]+) times as long with Accelerate\."
 )
 
 
@@ -278,7 +278,8 @@ def test_the_count_of_names_is_the_recorded_one():
             names += len(homes)
             known += sum(home is not None and not isinstance(home, Elsewhere) for home in homes)
     assert f"{known} of the {names} public names" in README.replace("\n  ", " ")
-    assert f"{known} of these {names} have a counterpart" in (ROOT / "docs" / "benchmarks.md").read_text()
+    page = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    assert f"Of these {names} names, {known} have a counterpart" in page
 
 
 def test_every_public_name_is_in_the_reference_and_has_a_docstring():
