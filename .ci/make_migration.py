@@ -4,7 +4,7 @@
     python .ci/make_migration.py --check    list it, and end with status 1
 
 The tables list the counterpart of each public name of the peers (`.ci/peer_names.json`); the answers come from Treadle
-itself, as in `treadle migrate`. `compat/differences.toml` has the rows of docs/differences.md whose first cell has a
+itself, as in `treadle migrate`. `compat/differences.toml` has the rows of docs/differences whose first cell has a
 comment with the signs by which a program is concerned:
 
     <!-- used: Trainer(accumulate_grad_batches), ModelCheckpoint(save_last="link"), LocalSGD, .lr_find, def hook -->
@@ -23,7 +23,7 @@ from treadle.common.peer_names import Elsewhere
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = {peer: ROOT / "docs" / "migrating" / f"{peer}_names.md" for peer in ("lightning", "accelerate")}
-DIFFERENCES = ROOT / "docs" / "differences.md"
+DIFFERENCES = ROOT / "docs" / "differences"
 SIGNS = ROOT / "compat" / "differences.toml"
 ROOTS = {"lightning": "lightning.pytorch", "accelerate": "accelerate"}
 USED = re.compile(r"\s*<!-- used: (by hand: )?(.*?) -->")
@@ -74,8 +74,9 @@ def replace_part(text, name, lines):
 
 def write_signs():
     """Return the text of compat/differences.toml."""
-    lines = ["# Rows of docs/differences.md, by what a program uses; written by `make compat`."]
-    for row in re.findall(r"^\| (.*) \|$", DIFFERENCES.read_text(encoding="utf-8"), re.MULTILINE):
+    lines = ["# Rows of docs/differences, by what a program uses; written by `make compat`."]
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(DIFFERENCES.glob("*.md")))
+    for row in re.findall(r"^\| (.*) \|$", pages, re.MULTILINE):
         used = USED.search(row)
         if used is None:
             continue

@@ -1,4 +1,4 @@
-"""Treadle: a trainer framework for PyTorch.
+"""Treadle: a training framework for PyTorch.
 
 The object behind a name is imported when the name is first used, so that unused parts cost no import time.
 """

@@ -26,7 +26,7 @@ environments and symbolic links are left out. Lists, by file and line, what has 
 differently. Ends with status 1 if something needs a change by hand."""
 
 NEEDS_A_HAND = "Needs a change by hand"
-DIFFERS = "Runs, but behaves differently (docs/differences.md)"
+DIFFERS = "Runs, but behaves differently (docs/differences)"
 
 
 class _Parser(argparse.ArgumentParser):

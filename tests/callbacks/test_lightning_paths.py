@@ -6,7 +6,7 @@ import pytest
 import treadle.callbacks
 
 # Below `lightning.pytorch.callbacks`. `checkpoint.Checkpoint` and `spike.SpikeDetection` have other names here, see
-# docs/migrating.md and docs/differences.md.
+# docs/migrating.md and docs/differences.
 PATHS = {
     "batch_size_finder": ["BatchSizeFinder"],
     "callback": ["Callback"],

@@ -2,7 +2,7 @@
 
 `swap/accelerate/programs` has the programs, `sources.toml` what each is written after, `programs.json` what Accelerate
 found on each process (`benchmarks/swap_accelerate.py --record`). All that a program finds is compared, but for what
-`DIFFERENT` names: there a row of docs/differences.md says why.
+`DIFFERENT` names: there a row of docs/differences says why.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import swapped
+from language import read_differences
 from processes import clean_environment, run
 
 FOLDER = Path(__file__).parent / "swap" / "accelerate"
@@ -20,7 +21,7 @@ SOURCES = tomllib.loads((FOLDER / "sources.toml").read_text(encoding="utf-8"))
 RECORDED = json.loads((FOLDER / "programs.json").read_text(encoding="utf-8"))["programs"]
 TOLERANCE = 2e-5  # relative: they compute in float32, and the mean over processes is rounded in another order
 
-# Program, number of processes, pattern of the place: the row of docs/differences.md that says why it is otherwise.
+# Program, number of processes, pattern of the place: the row of docs/differences that says why it is otherwise.
 GLOBAL_BATCH = "`Accelerator(split_batches=True)`"
 WEIGHTED = "Short batches, uneven processes, accumulation"
 DIFFERENT: dict[tuple[str, int], dict[str, str]] = {
@@ -67,8 +68,7 @@ def test_the_results_are_accelerates(name, world, tmp_path):
 
 
 def test_differences_have_rows():
-    document = (Path(__file__).parents[2] / "docs" / "differences.md").read_text(encoding="utf-8")
-    document = re.sub(r" *<!-- used:.*?-->", "", document)
+    document = re.sub(r" *<!-- used:.*?-->", "", read_differences())
     rows = {line.split("|")[1].strip() for line in document.splitlines() if line.startswith("| ")}
     assert {row for places in DIFFERENT.values() for row in places.values()} <= rows
 

@@ -1,6 +1,6 @@
 """The documents say what happens: hook order is compared with a real run, and each difference from the peers is shown.
 
-The tests from `test_partial_group...` on are those that `docs/differences.md` names.
+The tests from `test_partial_group...` on are those that `docs/differences` names.
 """
 
 import ast
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from language import read_differences
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -191,11 +192,11 @@ def _docstring(where):
     return ast.get_docstring(ast.parse((ROOT / where).read_text())) or ""
 
 
-# -- docs/differences.md ---------------------------------------------------------------------------------------------
+# -- docs/differences ---------------------------------------------------------------------------------------------
 
 
 def test_each_difference_names_a_test_that_exists():
-    rows = re.findall(r"^\|.*\|$", (ROOT / "docs/differences.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\|.*\|$", read_differences(), re.MULTILINE)
     rows = [row for row in rows if not re.fullmatch(r"[|\- ]+", row) and not row.endswith("| Test |")]
     assert rows
     for row in rows:
@@ -438,7 +439,7 @@ def test_a_half_set_environment_is_an_error():
         LaunchEnvironment.read({"WORLD_SIZE": "2"})
 
 
-# -- docs/differences.md, on two processes ---------------------------------------------------------------------------
+# -- docs/differences, on two processes ---------------------------------------------------------------------------
 
 
 def on_each_process(folder):

@@ -2,7 +2,7 @@
 
 `tests/swap` has the scripts, `swapped.py` what is changed in them, `recorded.json` what Lightning produced
 (`benchmarks/swap.py --record`, which also runs both beside each other). Everything that a script finds is compared, but
-for what the tests name one by one: there Lightning is otherwise, and a row of docs/differences.md says why.
+for what the tests name one by one: there Lightning is otherwise, and a row of docs/differences says why.
 """
 
 import json
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import swapped
 import torch
+from language import read_differences
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -244,7 +245,7 @@ def test_evaluation(tmp_path):
     assert_same(ours, theirs)
 
 
-# What is otherwise in the programs' results: where, and the first cell of the row of docs/differences.md that says why.
+# What is otherwise in the programs' results: where, and the first cell of the row of docs/differences that says why.
 OTHERWISE = {
     "coefficients": ("/validated/", "What `test` returns of several loaders"),
     "hydra_template": ("/rate", "`trainer.optimizers` after `test`"),
@@ -267,7 +268,7 @@ def test_programs_of_public_shapes(name, tmp_path):
     assert [one for one in differing if not one[0].startswith(place)] == []
     if row:
         assert differing, f"{name} is the same now: drop its line of OTHERWISE"
-        assert f"| {row}" in (Path(__file__).parents[2] / "docs" / "differences.md").read_text(encoding="utf-8")
+        assert f"| {row}" in read_differences()
 
 
 def test_every_program_names_its_source():

@@ -166,6 +166,11 @@ def read_prose() -> tuple[Text, ...]:
     return tuple(texts)
 
 
+def read_differences() -> str:
+    """Return the pages that list the differences from the peers."""
+    return "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/differences").glob("*.md")))
+
+
 def strip_code(markdown: str) -> str:
     """Blank the code blocks, code spans and comments of a text, and keep its line numbers."""
 
