@@ -52,6 +52,9 @@ class Loader:
         split: Whether ``batch_size`` is that of the global batch.
         on_begin: Called before the first batch of each epoch.
 
+    Attributes:
+        epoch: Number of completed epochs. A checkpoint restores it.
+
     Raises:
         TypeError: If the source is not iterable.
         ValueError: If the loader cannot be resumed (``in_order=False``), or if ``split`` does not fit.
