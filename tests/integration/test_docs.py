@@ -192,6 +192,13 @@ def _docstring(where):
     return ast.get_docstring(ast.parse((ROOT / where).read_text())) or ""
 
 
+def test_the_quickstart_shows_the_configuration_of_the_example():
+    page = (ROOT / "docs/start/command_line.md").read_text(encoding="utf-8")
+    shown = re.search(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    assert shown[1] == (ROOT / "examples/digits.yaml").read_text(encoding="utf-8").partition("\n")[2]
+
+
 # -- docs/differences ---------------------------------------------------------------------------------------------
 
 
@@ -204,13 +211,6 @@ def test_each_difference_names_a_test_that_exists():
         assert named, f"no test in {row}"
         for file, name in named:
             assert f"def {name}(" in (ROOT / (file or "tests/integration/test_docs.py")).read_text(), name
-
-
-def test_the_quickstart_shows_the_configuration_of_the_example():
-    page = (ROOT / "docs/start/command_line.md").read_text(encoding="utf-8")
-    shown = re.search(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert shown is not None
-    assert shown[1] == (ROOT / "examples/digits.yaml").read_text(encoding="utf-8").partition("\n")[2]
 
 
 def test_partial_group_is_averaged_over_what_it_holds():
