@@ -201,7 +201,7 @@ class Arrivals:
         if standing.get(rank, (None, 0.0))[0] != count:
             standing[rank] = count, current_time
         return (
-            "has continued, and waits in a later step or exchange"
+            "has continued and waits in a later step or exchange"
             if current_time - standing[rank][1] >= _STANDING
             else ""
         )
@@ -219,9 +219,9 @@ class Arrivals:
             for reason in dict.fromkeys(missing.values())
         )
         return (
-            f"{call} needs all processes, but {_name_ranks(arrived_ranks)} called it and {reasons}. Call it on "
-            "every rank, not under `if trainer.is_global_zero:` or `if accelerator.is_main_process:`; each file is "
-            "still written only once."
+            f"{call} needs all processes, but {_name_ranks(arrived_ranks)} called it and {reasons}. Call it on every "
+            "rank, not under `if trainer.is_global_zero:` or `if accelerator.is_main_process:`. Each file is still "
+            "written only once."
         )
 
 

@@ -183,7 +183,7 @@ def test_the_command(capsys):
         (["--model", "7b", "--strategy", "ddp", "--world-size", "4", "--replicate", "2"], "use 'fsdp'"),
         (["--model", "7b", "--strategy", "ddp", "--checkpoint-activations"], "use 'fsdp'"),
         (["--model", "7b", "--strategy", "fsdp_cpu_offload"], "cpu_offload"),
-        (["--model", "7b", "--world-size", "6", "--replicate", "4"], "does not divide"),
+        (["--model", "7b", "--world-size", "6", "--replicate", "4"], "must divide"),
         (["--model", "7b", "model.lr=1"], "overrides need --config"),
         (["--config", "run.yaml", "--lr", "1"], "--lr is for --model"),
     ],

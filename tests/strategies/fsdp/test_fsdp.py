@@ -420,9 +420,9 @@ def test_hybrid_and_tensor_parallel():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"data_parallel_replicate": 3}, "data_parallel_replicate=3 does not divide"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide"),
-        ({"data_parallel_size": 4}, "data_parallel_size=4 times tensor_parallel_size=1 is not"),
+        ({"data_parallel_replicate": 3}, "data_parallel_replicate=3 must divide"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 must divide"),
+        ({"data_parallel_size": 4}, "data_parallel_size=4 times tensor_parallel_size=1 must be"),
     ],
 )
 def test_grids_that_do_not_fit(options, says):
