@@ -106,7 +106,10 @@ def supervise_job(job: Job) -> int:
     """
     if threading.current_thread() is not threading.main_thread():
         # Signals reach the main thread only, and Linux ends a rank with the thread that started it.
-        raise ValueError(f"devices={job.nproc} starts {job.nproc} processes, which only the main thread can supervise.")
+        raise ValueError(
+            f"devices={job.nproc} starts {job.nproc} processes, which only the main thread can supervise. Call this "
+            "in the main thread."
+        )
     # Text still in a buffer would come out after that of the ranks.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -226,7 +229,7 @@ def _read_arguments(target: list[str]) -> list[str]:
 def _find_obstacle() -> str | None:
     """Describe why this process can't be run again; None if it can."""
     if is_ray_worker():
-        return "this is a worker of Ray, which starts the processes of a run itself"
+        return "this is a worker of Ray, which starts the processes of a run on its own"
     ipython = sys.modules.get("IPython")
     if ipython is not None and ipython.get_ipython() is not None:
         return "this is a notebook or an IPython session"

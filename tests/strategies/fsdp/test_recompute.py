@@ -104,9 +104,9 @@ def test_what_is_computed_again(policy, calls, again):
     [
         ({"every": 0}, ValueError, "every=0"),
         ({"keep": "prodcuts"}, ValueError, "keep='prodcuts' must be 'products'"),
-        ({"keep": ["mm"]}, TypeError, "keep has 'mm', but must have operations"),
-        ({"budget": 1.5}, ValueError, "budget=1.5 must be a share"),
-        ({"budget": 0.5, "every": 2}, ValueError, "leave out blocks, every and keep"),
+        ({"keep": ["mm"]}, TypeError, "keep contains 'mm', which is not an operation"),
+        ({"budget": 1.5}, ValueError, "budget=1.5 must be a fraction"),
+        ({"budget": 0.5, "every": 2}, ValueError, "Remove blocks, every and keep"),
         ({"blocks": "atuo"}, ValueError, "Did you mean 'auto'"),
     ],
 )
