@@ -88,7 +88,7 @@ REFUSED = {
     "strategies": (
         {"strategy": "single", "fsdp_plugin": utils.FullyShardedDataParallelPlugin()},
         ValueError,
-        "pass one of them",
+        "Pass only one of them",
     ),
 }
 

@@ -107,7 +107,7 @@ def test_options_become_a_job(tmp_path: Path) -> None:
         (["--nnodes", "2", "--node-rank", "0", "--max-restarts", "1"], "can't meet a second time"),
         (["--local-addr", "h"], "Add --nnodes"),
         (["--standalone", "--nnodes", "2", "--rdzv-endpoint", "h"], "--standalone is for one machine"),
-        (["--tee", "3"], "add --log-dir"),
+        (["--tee", "3"], "Add --log-dir"),
         (["--max-restarts", "-1"], "max_restarts=-1"),
         (["--max-restarts", "x"], "invalid int value"),
         (["--multi_gpu", "--cpu"], "--multi_gpu"),
