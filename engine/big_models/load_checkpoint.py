@@ -235,12 +235,12 @@ def _check_names(model: nn.Module, tensors: Mapping[str, Tensor], weights: Weigh
         raise ValueError(f"checkpoint: it lacks {abbreviate(empty)}, and the model has no values for them.{more}")
     if differences:
         warn(
-            f"checkpoint: {'; '.join(differences)}. "
-            "The model's other values are not changed; strict=True makes this an error."
+            f"checkpoint: {'; '.join(differences)}. The model's other values are not changed. Set strict=True to "
+            "raise an error instead."
         )
 
 
 def _refuse_sharded(full_state_dict: Any, broadcast_from_rank0: Any) -> None:
     if not full_state_dict or broadcast_from_rank0:
         name = "broadcast_from_rank0=True" if broadcast_from_rank0 else "full_state_dict=False"
-        raise ValueError(f"{name} is not supported, since each process loads the full model. Leave it out.")
+        raise ValueError(f"{name} is not supported, because each process loads the full model. Remove it.")

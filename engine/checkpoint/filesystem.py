@@ -434,7 +434,7 @@ def _wrap_read_errors(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise ValueError(f"{path.parent}: {path.name} is missing, so it is not a complete checkpoint.") from error
+        raise ValueError(f"{path.parent}: {path.name} is missing, so this is not a complete checkpoint.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.parent}: {path.name} can't be read: {error}. Use another checkpoint.") from error
 

@@ -839,7 +839,7 @@ def test_a_map_that_can_not_be_followed(plain, tmp_path, device_map, words):
     path = write(plain, tmp_path, "file")
     with pytest.raises(ValueError, match=words):
         load_checkpoint_and_dispatch(empty(), path, device_map)
-    with pytest.raises(ValueError, match=r"positions.*on the disk: pass offload_dir"):
+    with pytest.raises(ValueError, match=r"positions.*on the disk. Set offload_dir"):
         dispatch_model(copy.deepcopy(plain), {"": "disk"})
-    with pytest.raises(ValueError, match="are read together by MultiheadAttention"):
+    with pytest.raises(ValueError, match="are used together by MultiheadAttention"):
         dispatch_model(nn.MultiheadAttention(4, 2), {"": "cpu", "out_proj": "disk"}, offload_dir=tmp_path)

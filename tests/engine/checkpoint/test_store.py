@@ -317,7 +317,7 @@ def test_killed_while_overwriting_nothing_of_others_is_lost(tmp_path, hooked):
         assert forked(action, point.fault("kill")) == -signal.SIGKILL
         if not searched and target.exists() and not (target / "best").exists():
             searched = True
-            with pytest.warns(UserWarning, match="removed the checkpoint it replaced"):
+            with pytest.warns(UserWarning, match="removed the checkpoint that it replaced"):
                 checkpoint.find_again(target / "best")  # which is another process's, perhaps
             assert_holds(target / "best", 7)
         CheckpointStore(target.parent).recover()
