@@ -427,9 +427,9 @@ def _check_counts(
         # Loaders may also be made for each epoch. A Trainer, which asks to be strict, has all that it will have.
         left_out = not asked and (kind == "loaders" or (prepared == 0 and kind != "models"))
         if not left_out and (strict or kind in ("models", "optimizers")):
-            raise ValueError(f"{text}. Prepare the same number before loading it.")
+            raise ValueError(f"{text}. Prepare the same objects before loading it.")
         warn(
-            f"{text}, so they are not restored. To restore them, prepare the same number before load_state. To load "
+            f"{text}, so they are not restored. To restore them, prepare the same objects before load_state. To load "
             "only weights, call load_state(..., state=False)."
         )
         if kind == "loaders":

@@ -15,8 +15,8 @@ from ..data import batch_indices
 from ..parameter_names import strip_compile_prefix
 
 SPOILED = (
-    " That step was already applied to the weights in memory: resume from a checkpoint. torch's fused optimizers, such "
-    "as AdamW(..., fused=True), skip such a step."
+    " This step was already applied to the weights in memory. Resume from a checkpoint. torch's fused optimizers, "
+    "such as AdamW(..., fused=True), skip such a step."
 )
 """Added for optimizers that cannot skip a step which the device reports one step later."""
 _MOST_SAMPLES = _MOST_RANKS = 8
@@ -174,7 +174,7 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
         if indices is not None and tensor.ndim and len(tensor) == len(indices):
             rows = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
             where = f" in {_name_samples([indices[row] for row in rows])}"
-        parts.append(f"{path} holds {kind}{where}")
+        parts.append(f"{path} contains {kind}{where}")
     return "; ".join(parts), bool(bad)
 
 

@@ -19,7 +19,7 @@ CHECKED = (
     "see docs/plan.md for how far off each was. Counts and bytes against real processes."
 )
 UNCHECKED = "No step like this one was among them, so the band is wide."
-FURTHER = "Nobody published such runs past 512 GPUs: there the time is an extrapolation, and the band wider."
+FURTHER = "No such runs are published for more than 512 GPUs, so the time is an extrapolation and the band is wider."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def _describe_steps(plan: Plan, schedule: Schedule) -> str:
     if schedule.samples is not None and schedule.samples < plan.samples:
         epoch_text += f", which has no more than {schedule.samples:,} samples"
     if schedule.steps is None:
-        unknown = "how many is not known: say how long with --max-steps, or --samples and --max-epochs"
+        unknown = "number unknown: set --max-steps, or --samples and --max-epochs"
         return f"{epoch_text}; {unknown}" if epoch_text else unknown
     return f"{schedule.steps:,} in all" + (epoch_text and f", {epoch_text}")
 
@@ -163,9 +163,9 @@ def _describe_time(plan: Plan) -> str:
     share = plan.flops / likely / plan.gpu.half
     peak = "less than 1%" if share < 0.01 else f"{share:.0%}"
     return (
-        f"{format_duration(low)} to {format_duration(high)}, "
-        f"{format_rounded(plan.samples / high)} to {format_rounded(plan.samples / low)} samples per second; "
-        f"{peak} of the peak arithmetic, what is computed again included"
+        f"{format_duration(low)} to {format_duration(high)}, {format_rounded(plan.samples / high)} to "
+        f"{format_rounded(plan.samples / low)} samples per second; {peak} of the peak arithmetic, recomputation "
+        "included"
     )
 
 

@@ -579,7 +579,7 @@ def test_the_state_of_earlier_versions_loads(tmp_path):
         ({"save_top_k": 3}, "needs a monitor"),
         ({"mode": "mim"}, "Did you mean 'min'"),
         ({"save_last": "lnk"}, "Did you mean 'link'"),
-        ({"dirpath": "https://host/x"}, "https:// can't be written"),
+        ({"dirpath": "https://host/x"}, "https:// URLs are read-only"),
     ],
 )
 def test_arguments_that_can_not_be_honoured(arguments, words):

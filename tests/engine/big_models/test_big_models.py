@@ -318,7 +318,7 @@ def test_room_is_kept_to_run_what_is_offloaded():
     # A device that can't run the largest layer is of no use, nor is one that has no room at all.
     assert infer_auto_device_map(empty(), {"meta:0": LAYER // 2, "cpu": "1GB"}, ["Block"]) == {"": "cpu"}
     assert infer_auto_device_map(empty(), {"meta:0": 0, "meta:1": "1GB"}) == {"": "meta:1"}
-    with pytest.raises(ValueError, match=r"does not fit: .* remain from 'layers.0.up'"):
+    with pytest.raises(ValueError, match=r"does not fit: .* are left over, from 'layers.0.up'"):
         infer_auto_device_map(empty(), {"cpu": first + 400, "disk": 50})
 
 
@@ -741,7 +741,7 @@ def damaged(plain, tmp_path, how):
     index = json.loads((path / "model.safetensors.index.json").read_text())
     if how == "file missing":
         (path / "model-2.safetensors").unlink()
-        return path, r"names model-2.safetensors, which is missing beside it, for layers\.1"
+        return path, r"names model-2.safetensors, which is missing next to it, for layers\.1"
     if how == "file cut":
         data = (path / "model-1.safetensors").read_bytes()
         (path / "model-1.safetensors").write_bytes(data[:-10])

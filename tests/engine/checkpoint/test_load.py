@@ -101,7 +101,7 @@ def in_groups(model):
             "torch.optim.adamw.AdamW in the checkpoint, torch.optim.sg",
         ),
         (only_head, "unexpected: parts.body.weight"),
-        (in_groups, "in other groups"),
+        (in_groups, "in different groups"),
     ],
 )
 def test_another_optimizer_is_refused_before_anything_changes(saved, optimizer, line):

@@ -227,7 +227,7 @@ def test_an_action_within_itself_counts_once_in_the_total(monkeypatch):
 
 def test_wrong_calls_are_errors():
     for other in (SimpleProfiler(), AdvancedProfiler(), PyTorchProfiler()):
-        with pytest.raises(ValueError, match="stop\('b'\) without a running action"):
+        with pytest.raises(ValueError, match="stop\('b'\) was called, but no action"):
             other.stop("b")
 
 
