@@ -93,8 +93,8 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
             for rank, (shapes, _) in enumerate(parts)
         )
         raise ShapesDiffer(
-            "gather needs the same number of tensors on every process, whose shapes may differ only in dimension 0, "
-            f"but got {listed}. gather_for_metrics(..., use_gather_object=True) accepts any value."
+            "gather needs the same number of tensors on every process, differing at most in dimension 0, but got "
+            f"{listed}. gather_for_metrics(..., use_gather_object=True) accepts any value."
         )
     gathered = [
         _gather_rows(tensor, [shapes[number][2] for shapes, _ in parts], world) for number, tensor in enumerate(rows)

@@ -189,10 +189,10 @@ _ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 _ALTERNATIVES = {
     "cpu_ram_efficient_loading": "Build the model in accelerator.init_module() and load a checkpoint",
-    "param_init_fn": "build the model in accelerator.init_module()",
-    "state_dict_type": "save_state, save_model and get_state_dict write what any strategy can read",
-    "state_dict_config": "save_state, save_model and get_state_dict write what any strategy can read",
-    "optim_state_dict_config": "save_state writes what any strategy can read",
+    "param_init_fn": "Build the model in accelerator.init_module()",
+    "state_dict_type": "Remove it: any strategy can load what save_state, save_model and get_state_dict produce",
+    "state_dict_config": "Remove it: any strategy can load what save_state, save_model and get_state_dict produce",
+    "optim_state_dict_config": "Remove it: any strategy can load what save_state writes",
 }
 
 

@@ -258,6 +258,6 @@ def _check_together(device_map: Mapping[str, Device], names: list[str], why: str
     for name in names:
         if (device := look_up_device(device_map, name)) != first:
             raise ValueError(
-                f"device_map puts {names[0]!r} on {first} and {name!r} on {device}, but they {why}. Put both on one "
-                "device."
+                f"device_map puts {names[0]!r} on {first} and {name!r} on {device}, but they {why}. Put both on the "
+                "same device."
             )

@@ -335,8 +335,9 @@ def _disk_weights(
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:
         announce(
-            f"{abbreviate(replaced)} use the values that were offloaded earlier "
-            f"({'offload_index' if index is not None else Path(str(folder)) / INDEX}), not the model's own."
+            "the values that were offloaded earlier "
+            f"({'offload_index' if index is not None else Path(str(folder)) / INDEX}) replace the model's own values "
+            f"of {abbreviate(replaced)}."
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name not in covered}
     if offloaded and any(tensor.is_meta for tensor in tensors.values()):

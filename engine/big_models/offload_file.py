@@ -35,7 +35,9 @@ def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) ->
         if name in weights and weights[name].shape != tensor.shape
     ]
     if wrong:
-        raise ValueError(f"checkpoint: {abbreviate(wrong)}. Load a checkpoint of this model.")
+        raise ValueError(
+            f"the checkpoint does not fit the model: {abbreviate(wrong)}. Load a checkpoint of this model."
+        )
 
 
 def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None = None) -> Weights:

@@ -474,7 +474,7 @@ def probe(directory: Path, nbytes: int = 0) -> None:
         raise OSError(error.errno, text) from error
     if free < nbytes:
         text = (
-            f"can't save checkpoints in {directory}: one needs {nbytes:,} bytes, but only {free:,} are free. Free "
-            "space there."
+            f"can't save checkpoints in {directory}: a checkpoint needs {nbytes:,} bytes, but only {free:,} are free. "
+            "Free space there."
         )
         raise OSError(errno.ENOSPC, text)

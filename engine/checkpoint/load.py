@@ -118,8 +118,8 @@ def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
         return info
     announce(
         f"the checkpoint was saved with the last batch of epoch {epochs[finished.index(True)]}, so the loader starts "
-        "the next epoch. If the loop resumes in the saved epoch, use load_state(finish_epoch=False), with which the "
-        "first pass is empty."
+        "the next epoch. If the loop resumes in the saved epoch, call load_state(finish_epoch=False), which makes "
+        "the first pass empty."
     )
     # A number that differs from the loader's is the script's own count.
     return info | {"epoch": epochs[0] + 1} if finished[0] and info.get("epoch") == epochs[0] else info

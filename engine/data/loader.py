@@ -521,9 +521,9 @@ class Loader:
         if isinstance(plan, StreamedBatches):
             if state.get("own") and state["width"] != plan.full and state["order"] is not None:
                 warn(
-                    "the checkpoint was saved within an epoch in which each rank read its own stream, with another "
-                    f"world size. Each rank skips {plan.batches_of(state['items'])} batches, which is exact only if "
-                    "the stream is distributed over the ranks sample by sample."
+                    "the checkpoint was saved with a different world size, within an epoch in which each rank read "
+                    f"its own stream. Each rank skips {plan.batches_of(state['items'])} batches, which is exact only "
+                    "if the stream is distributed over the ranks sample by sample."
                 )
             plan.load_state(state["source"], state.get("first_digest", ""))
             plan.workers = state.get("workers")

@@ -169,8 +169,8 @@ def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bo
         )
     announce(
         f"{source} yields different {kind} on each rank, so it is treated as already split by rank, and each rank "
-        "trains on all of its own batches. If all ranks should read the same data, seed its generator. The data is "
-        "then sharded."
+        "trains on all of its own batches. If all ranks should read the same data, seed its generator, and the data "
+        "is sharded."
     )
     return False
 

@@ -112,8 +112,8 @@ def _check_arguments(
         signature.bind(size, *args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"{body.__name__} was called with wrong arguments ({error}). Omit the first one: "
-            "find_executable_batch_size passes the batch size."
+            f"{body.__name__} was called with wrong arguments ({error}). Omit the batch size, which "
+            "find_executable_batch_size passes as the first argument."
         ) from None
 
 

@@ -77,7 +77,7 @@ def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings
     bad_inputs = {rank: known for rank, known in evidence.items() if known.has_bad_input}
     samples = list_samples(bad_inputs or evidence)
     if len(evidence) > 1 and not bad_inputs:
-        samples += " The reduced gradients do not show the rank: use callbacks=[NonFiniteWatch()] to find it."
+        samples += " The reduced gradients do not show the rank. Use callbacks=[NonFiniteWatch()] to find it."
     batches = str(last) if first == last else f"{first} to {last}"
     return Findings(f"every loss is finite, but {origin} is not{order}", batches, samples, False)
 

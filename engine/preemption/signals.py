@@ -347,7 +347,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
     if accelerator.num_processes > 1 and accelerator.watchdog is None:
         raise ValueError(
             f"preemptible() with {accelerator.num_processes} processes needs torch 2.8 or newer, but this is "
-            f"{torch.__version__}. Upgrade torch, or remove preemptible(), and signals end the run without a save."
+            f"{torch.__version__}. Upgrade torch. Without preemptible(), signals end the run without a save."
         )
     seconds = None if grace is None else parse_duration("grace", grace).total_seconds()
     preemption = Preemption(accelerator, seconds)

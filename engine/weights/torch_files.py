@@ -260,7 +260,7 @@ def _locate_entry(file: Any, entry: zipfile.ZipInfo, size: int) -> tuple[int, in
     file.seek(entry.header_offset)
     head = file.read(30)
     if head[:4] != b"PK\x03\x04":
-        raise ValueError(f"its entry {entry.filename!r:.60} is not at the position in its list of entries")
+        raise ValueError(f"its entry {entry.filename!r:.60} is not at the position that the archive's directory states")
     start = entry.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
     if start + entry.file_size > size:
         raise ValueError(f"its entry {entry.filename!r:.60} was cut short")

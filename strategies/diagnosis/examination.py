@@ -183,7 +183,7 @@ class _Examination:
         """
         rank, size = self.launched.rank, self.launched.world_size
         if store.add(f"arrivals of {rank}", 1) > 1:
-            raise ValueError(f"another process is rank {rank} of {size} too. Set a different RANK for each process.")
+            raise ValueError(f"another process is also rank {rank} of {size}. Set a different RANK for each process.")
         store.set(f"facts of {rank}", json.dumps(facts))
         if rank == 0 or not self._await(store, "roll"):
             names = [f"facts of {other}" for other in range(size)]
@@ -298,4 +298,4 @@ def _describe_failed_meeting(launched: LaunchEnvironment, error: Exception, limi
     text = str(error).strip().split("\n")[0]
     if launched.rank == 0 or isinstance(error, ValueError):
         return text
-    return f"rank 0 or the launcher, which keeps the store, did not answer within {limit:g} s: {text}"
+    return f"rank 0 or the launcher, which keeps the store, did not respond within {limit:g} s: {text}"

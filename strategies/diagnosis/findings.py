@@ -294,8 +294,8 @@ def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> It
     if launched is not None and launched.node_count > 1 and (address == "localhost" or address.startswith("127.")):
         yield (
             FAULT,
-            f"MASTER_ADDR={address} is a loopback address, but the run has {launched.node_count} machines. Set the "
-            "address of rank 0's machine.",
+            f"MASTER_ADDR={address} is a loopback address, but the run has {launched.node_count} machines. Set it to "
+            "the address of rank 0's machine.",
         )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         # NCCL takes prefixes, "^" for all others and "=" for an exact name.

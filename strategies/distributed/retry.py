@@ -134,7 +134,7 @@ class Attempts:
             silent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
             raise RuntimeError(
                 f"rank(s) {', '.join(map(str, silent))} did not report the result of this attempt within "
-                f"{limit.total_seconds():g} s: they may be waiting in a collective that can't be aborted."
+                f"{limit.total_seconds():g} s. They may be waiting in a collective that can't be aborted."
             ) from None
         return [self._store.get(name).decode() for name in names]
 

@@ -223,7 +223,7 @@ class Uncaught:
         except RuntimeError:
             self.store = None  # torch prints a warning of many lines for each further question
             if is_consequence(error) and not is_agent_store() and not self._gone:
-                self._gone = f"treadle: rank 0 of {self.size} ended first, and with it the store of the run\n"
+                self._gone = f"treadle: rank 0 of {self.size} ended first. It kept the store of the run\n"
             return None
 
     def _await_cause(self) -> str:

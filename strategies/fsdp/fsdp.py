@@ -253,7 +253,7 @@ class FSDP(Strategy):
         name, flag = type(module).__name__, f"auto_wrap_policy={self.auto_wrap_policy!r}"
         chosen = len(chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
         if not chosen:
-            text = f"{name} is gathered as a whole, since {flag} finds no repeated blocks in it. List classes to "
+            text = f"{name} is gathered as a whole, because {flag} finds no repeated blocks in it. List classes to "
             announce(f"FSDP: {text}save memory.")
         elif len(blocks) < chosen:
             text = (
@@ -344,8 +344,8 @@ class FSDP(Strategy):
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / self.layout.tensor / 2**30
         word = str(self.precision.compute).removeprefix("torch.")
         return [
-            f"FSDP gathers {size:,.2f} GiB in each forward and backward, as stored; FSDP(gather_dtype=torch.{word}) "
-            "sends half as much, and also rounds the weights of norms"
+            f"FSDP gathers {size:,.2f} GiB in each forward and backward, in the stored dtype; "
+            f"FSDP(gather_dtype=torch.{word}) sends half as much, and also rounds the weights of norms"
         ]
 
     def set_gradient_sync(self, module: Any, on: bool) -> None:

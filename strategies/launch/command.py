@@ -116,7 +116,7 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
     )
     add("--tee", "-t", metavar="0-3", default="0", help="the same, and to the terminal as well")
     add("--module", "-m", action="store_true", help="the script is the name of a module, as for python -m")
-    add("--no-python", action="store_true", help="the script is a program that does not need Python")
+    add("--no-python", action="store_true", help="run the script directly, without Python")
     add("--debug", action="store_true", help="set TREADLE_DEBUG=1 for every rank")
     add("--cpu", action="store_true", help="hide the GPUs of this machine from the ranks")
     add("--multi_gpu", action="store_true", help="fail without a GPU")

@@ -129,7 +129,7 @@ def test_the_screen_is_as_wide_as_the_terminal(width):
     schedule = Schedule(steps=1, samples=100, per_epoch=1, rates=[1e-7, 0.00299])
     lines = screen(plan, "decoder", schedule, ["a hint " * 20], gpu_from="assumed", width=width).splitlines()
     assert max(map(len, lines)) <= width
-    assert "1 in all, 1 per epoch, which has no more than 100 samples" in "\n".join(lines)
+    assert "1 in all, 1 per epoch, which has only 100 samples" in "\n".join(lines)
     assert not any("e+" in line for line in lines)
 
 

@@ -146,6 +146,9 @@ def gathered(gather_dtype):
 
 def test_what_gathering_costs_is_said_with_the_choice():
     for decided in run(gathered, 2, None):
-        assert "GiB in each forward and backward, as stored; FSDP(gather_dtype=torch.bfloat16) sends half" in decided
+        assert (
+            "GiB in each forward and backward, in the stored dtype; FSDP(gather_dtype=torch.bfloat16) sends half"
+            in decided
+        )
     for decided in run(gathered, 2, torch.bfloat16):
         assert "gather_dtype" not in decided
