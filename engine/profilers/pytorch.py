@@ -120,7 +120,9 @@ class PyTorchProfiler(Profiler):
         self.traces, self._table, self._steps, self._running = [], "", 0, []
         if self.emit_nvtx:
             if not torch.cuda.is_available():
-                raise ValueError("PyTorchProfiler(emit_nvtx=True) needs a CUDA device, but this process has none.")
+                raise ValueError(
+                    "PyTorchProfiler(emit_nvtx=True) needs a CUDA device, but this process has none. Remove emit_nvtx."
+                )
             self.profiler = torch.autograd.profiler.emit_nvtx(**_select_nvtx_options(self.profiler_kwargs))
         else:
             self.profiler = torch.profiler.profile(

@@ -157,10 +157,7 @@ class Arrivals:
                     raise RuntimeError(self._describe_missing(call, missing, current_time - start_time))
                 if missing and not warned and current_time >= start_time + _FIRST_WORD:
                     warned = True
-                    warn(
-                        f"{call} has waited {current_time - start_time:.0f} s for {_name_ranks(missing)}, "
-                        "which has not called it yet."
-                    )
+                    warn(f"{call} has waited {current_time - start_time:.0f} s for {_name_ranks(missing)} to call it.")
                 next_look = current_time + 1.0
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05 + self._size / 5000)
