@@ -430,7 +430,7 @@ def split_batches():
     assert loader.total_batch_size == 4
     assert loader.total_dataset_length == 10
     assert len(loader) == 3
-    with pytest.raises(ValueError, match="multiple of 2; this loader has batch_size=3"):
+    with pytest.raises(ValueError, match="multiple of 2, but this loader has batch_size=3"):
         accelerator.prepare(DataLoader(range(10), batch_size=3))
     with pytest.raises(ValueError, match="a custom batch sampler"):
         accelerator.prepare(DataLoader(range(4), batch_sampler=Own(SequentialSampler(range(4)), 2, False)))

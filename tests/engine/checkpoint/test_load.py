@@ -152,7 +152,7 @@ def test_the_order_of_parameters_is_of_no_matter(saved):
 def test_the_same_shapes_that_compute_something_else(saved):
     accelerator, *_ = prepared(lambda: Net(activation=nn.GELU))
     with pytest.warns(
-        UserWarning, match=r"other submodules:\n  parts\.act: Tanh in the checkpoint, GELU in this model"
+        UserWarning, match=r"different submodules:\n  parts\.act: Tanh in the checkpoint, GELU in this model"
     ):
         accelerator.load_state(saved[0])
 
@@ -319,7 +319,7 @@ def test_what_else_differs_is_refused_before_anything_changes(tmp_path, other):
     before = snapshot(model, stepper)
     words = {
         "scheduler": "scheduler: StepLR in the checkpoint, ConstantLR in this run",
-        "registered": "no state for else; it has the registered objects note, left",
+        "registered": "no state for else; its registered objects are note, left",
         "models": "contains 2 models, but this run has 1",
     }[other]
     with pytest.raises(ValueError, match=words):

@@ -225,7 +225,7 @@ def test_one_process_has_nothing_to_join():
 @pytest.mark.parametrize(
     ("joinables", "even_batches", "words"),
     [
-        (["model"], None, "has a str"),
+        (["model"], None, "contains a str"),
         (Net(), None, r"Pass \[model\]"),
         ([], "yes", "even_batches='yes' must be True, False or None"),
     ],

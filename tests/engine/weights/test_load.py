@@ -463,7 +463,7 @@ def test_a_lightning_checkpoint_becomes_a_task(elsewhere, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert Task.load_from_checkpoint(path, given=7, map_location="cpu").arguments["given"] == 7
-        with pytest.raises(ValueError, match="another model"):
+        with pytest.raises(ValueError, match="a different model"):
             Task.load_from_checkpoint(path, width=6)
         with pytest.warns(UserWarning, match="weights_only=False has no effect"):
             Task.load_from_checkpoint(path, weights_only=False)
