@@ -550,9 +550,7 @@ def test_parameters_of_no_prepared_model_are_named(tmp_path):
     net, head = nn.Linear(2, 3), nn.Linear(3, 5)
     optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
     accelerator.prepare(net, optimizer)
-    with pytest.warns(
-        UserWarning, match=r"2 parameters that are not in a prepared model, of shapes \(5, 3\), \(5,\)"
-    ):
+    with pytest.warns(UserWarning, match=r"2 parameters that are not in a prepared model, of shapes \(5, 3\), \(5,\)"):
         accelerator.save_state(tmp_path / "c")
     accelerator.register_for_checkpointing(head=head)
     with warnings.catch_warnings():

@@ -545,9 +545,7 @@ def test_remove_refuses_what_holds_more_than_was_saved(tmp_path):
     (path / "extra" / "deep").mkdir(parents=True)
     (path / "extra" / "deep" / "words.txt").write_text("words")
     (path / "tokenizer.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"step-1 contains files that .* \(extra, tokenizer\.json\)"
-    ):
+    with pytest.raises(ValueError, match=r"step-1 contains files that .* \(extra, tokenizer\.json\)"):
         checkpoint.remove(path)
     assert_holds(path, 1)
     assert os.listdir(tmp_path) == ["step-1"]
