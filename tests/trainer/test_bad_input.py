@@ -149,8 +149,8 @@ def test_a_loader_that_yields_nothing():
     for source, flags, words in [
         (DataLoader(Nothing()), {}, ["Nothing", "empty"]),
         (loader(3, 8, drop_last=True), {}, ["3 samples", "drop_last=True", "Lower batch_size"]),
-        (iter([]), {}, ["iterated over again"]),
-        (iter([batch, batch]), {"max_epochs": 2}, ["iterated over again"]),  # exhausted in the first epoch
+        (iter([]), {}, ["iterated again"]),
+        (iter([batch, batch]), {"max_epochs": 2}, ["iterated again"]),  # exhausted in the first epoch
         (DataLoader(Dry()), {}, ["yielded no batch"]),
         ([], {}, ["yielded no batch"]),
         (loader(), {"limit_train_batches": 0}, ["limit_*_batches"]),

@@ -860,7 +860,7 @@ def test_probe_makes_the_directory_and_leaves_nothing(tmp_path):
 
 
 def test_probe_says_how_much_is_missing_and_why_it_cannot_write(tmp_path):
-    with pytest.raises(OSError, match=r"one needs 1,125,899,906,842,624 bytes, but only [\d,]+ are free"):
+    with pytest.raises(OSError, match=r"a checkpoint needs 1,125,899,906,842,624 bytes, but only [\d,]+ are free"):
         CheckpointStore(tmp_path).probe(nbytes=2**50)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"can't save checkpoints in .*file"):
