@@ -45,7 +45,7 @@ def require(needed_by: str, *packages: str, extra: str) -> None:
         several = len(missing) > 1
         raise ModuleNotFoundError(
             f"{needed_by} needs the package{'s' * several} {' and '.join(map(repr, missing))}, which "
-            f"{'are' if several else 'is'} not installed: pip install 'treadle[{extra}]', or pip install "
+            f"{'are' if several else 'is'} not installed. Run pip install 'treadle[{extra}]', or pip install "
             f"{' '.join(missing)}.",
             name=missing[0],
         )

@@ -72,9 +72,9 @@ class RemotePath:
         self.scheme = match[1].lower()
         parts = [part for part in match[2].split("/") if part not in ("", ".")]
         if self.scheme in _READ_ONLY:
-            raise ValueError(f"{url}: {self.scheme}:// can't be written. Use a local folder, or s3://bucket/path.")
+            raise ValueError(f"{url}: {self.scheme}:// URLs are read-only. Use a local folder, or s3://bucket/path.")
         if not parts or ".." in parts or any(c in match[2] for c in "?#*[\n\0"):
-            raise ValueError(f"{url!r} must be scheme://bucket/path, without '..' or any of ? # * [.")
+            raise ValueError(f"{url!r} must have the form scheme://bucket/path, without '..' or any of ? # * [.")
         self._parts = tuple(parts)
 
     def __str__(self) -> str:
@@ -147,14 +147,14 @@ class RemotePath:
             if not package:
                 raise
             raise ModuleNotFoundError(
-                f"{self} needs the package {package!r}, which is not installed: pip install 'treadle[{extra}]', or "
-                f"pip install {package}.",
+                f"{self} needs the package {package!r}, which is not installed. Run pip install 'treadle[{extra}]', "
+                f"or pip install {package}.",
                 name=package,
             ) from error
         except ValueError as error:
             known = sorted(fsspec.available_protocols())
             raise ValueError(
-                f"{self}: {self.scheme}:// is not a store that fsspec supports.{nearest(self.scheme, known)}"
+                f"{self}: {self.scheme}:// is not a protocol that fsspec supports.{nearest(self.scheme, known)}"
             ) from error
 
     @property

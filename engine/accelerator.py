@@ -65,12 +65,12 @@ _PEERS_NAMES = {
     "_dataloaders": "loaders",
 }
 _UNSUPPORTED = {
-    "lomo_backward": "LOMO steps inside backward, which is not supported; use an optimizer that steps after it.",
+    "lomo_backward": "LOMO steps inside backward, which is not supported. Use an optimizer that steps after backward.",
     "maybe_context_parallel": "Treadle does not split a sequence over processes.",
     "deepspeed_ulysses_dl_adapter": "Treadle does not split a sequence over processes.",
     "fp8_backend": "Treadle always uses torchao for float8.",
     "megatron_lm_plugin": "Treadle does not use Megatron-LM.",
-    "build_parallelism_config": "pass Accelerator(parallelism_config=...) instead.",
+    "build_parallelism_config": "use Accelerator(parallelism_config=...) instead.",
 }
 
 
@@ -282,7 +282,7 @@ class Accelerator(Process):
         placement: Sequence[bool | None] = [None] * len(objects) if device_placement is None else device_placement
         if len(placement) != len(objects):
             raise ValueError(
-                f"device_placement has {len(placement)} values for {len(objects)} objects; give one value per object."
+                f"device_placement has {len(placement)} values for {len(objects)} objects. Pass one value per object."
             )
         # Models first: an optimizer may have to follow its parameters to where they are then.
         models = {
@@ -308,8 +308,11 @@ class Accelerator(Process):
         is_class = isinstance(value, type)
         kind = f"the class {value.__name__}" if is_class else f"an object of type {type(value).__name__}"
         is_iterable = isinstance(value, Iterable) and not isinstance(value, type | str | Mapping | Tensor)
-        advice = " Every rank reads all of it; use prepare_data_loader to shard an iterable of batches." * is_iterable
-        warn(f"prepare returns {kind} unchanged: it prepares models, optimizers, schedulers and DataLoaders.{advice}")
+        advice = " Every rank reads all of it. Use prepare_data_loader to shard an iterable of batches." * is_iterable
+        warn(
+            f"prepare returns {kind} unchanged, because it supports only models, optimizers, schedulers and "
+            f"DataLoaders.{advice}"
+        )
         return value
 
     def prepare_model(
@@ -406,7 +409,7 @@ class Accelerator(Process):
             if tensor.device != self.device:
                 raise ValueError(
                     f"device_placement=False, but {name} is on {tensor.device} and this process computes on "
-                    f"{self.device}: move the model there, or leave device_placement out."
+                    f"{self.device}. Move the model there, or remove device_placement."
                 )
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
@@ -487,8 +490,8 @@ class Accelerator(Process):
             return loader
         if "base_dataloader" in getattr(loader, "__dict__", ()):  # of prepare_data_loader without an Accelerator
             raise TypeError(
-                f"prepare got a {type(loader).__name__}, which is already sharded over the processes: pass the "
-                "DataLoader that it was made from, or iterate it without prepare."
+                f"prepare got a {type(loader).__name__}, which is already sharded over the processes. Pass the "
+                "DataLoader that it was created from, or iterate over it without prepare."
             )
         if self.stream is None:
             self.compare_settings()
@@ -664,8 +667,8 @@ class Accelerator(Process):
         if count > 1 and plugin.uses_cuda_graphs(self.device):
             setting = f"mode={plugin.mode!r}" if plugin.mode else f"options={plugin.options!r}"
             raise ValueError(
-                f"torch.compile's {setting} replays CUDA graphs, whose gradients each micro-batch writes into the same "
-                f"memory, and gradient_accumulation_steps={count} adds them up: use "
+                f"torch.compile's {setting} replays CUDA graphs, so the gradients of each micro-batch overwrite those "
+                f"of the last one, but gradient_accumulation_steps={count} needs their sum. Use "
                 "mode='max-autotune-no-cudagraphs', or gradient_accumulation_steps=1."
             )
 
@@ -1326,8 +1329,8 @@ class Accelerator(Process):
     def native_amp(self, value: bool) -> None:
         if bool(value) != self.native_amp:
             raise ValueError(
-                f"native_amp={value} with mixed_precision={self.mixed_precision!r}: "
-                "set Accelerator(mixed_precision=...) instead."
+                f"native_amp={value} contradicts mixed_precision={self.mixed_precision!r}. Set "
+                "Accelerator(mixed_precision=...) instead."
             )
 
     @property

@@ -73,7 +73,7 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     _walk(value, tensors.append, others.append)
     if not tensors:
         raise TypeError(
-            f"gather got a {type(value).__name__} without tensors: use gather_for_metrics or gather_object for other "
+            f"gather got a {type(value).__name__} without tensors. Use gather_for_metrics or gather_object for other "
             "values."
         )
     if not sync_grads:
@@ -93,8 +93,8 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
             for rank, (shapes, _) in enumerate(parts)
         )
         raise ShapesDiffer(
-            f"gather needs the same number of tensors on every process, and they may differ in dimension 0 only, but "
-            f"got {listed}. gather_for_metrics(..., use_gather_object=True) accepts any value."
+            "gather needs the same number of tensors on every process, differing at most in dimension 0, but got "
+            f"{listed}. gather_for_metrics(..., use_gather_object=True) accepts any value."
         )
     gathered = [
         _gather_rows(tensor, [shapes[number][2] for shapes, _ in parts], world) for number, tensor in enumerate(rows)
@@ -173,8 +173,8 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
         by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
         raise ShapesDiffer(
             f"all_gather stacks tensors, which needs the same shapes and dtypes on every process, but got {by_rank}. "
-            "Use Accelerator.gather to concatenate batches of different sizes, or DataLoader(drop_last=True) to leave "
-            "out the short last batch."
+            "Use Accelerator.gather to concatenate batches of different sizes, or DataLoader(drop_last=True) to skip "
+            "the short last batch."
         )
 
     def gather_tensor(tensor: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ def check_process(index: int, size: int, name: str) -> None:
         ValueError: If it does not.
     """
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
-        raise ValueError(f"{name}={index!r} must be a rank from 0 to {size - 1}; the world size is {size}.")
+        raise ValueError(f"{name}={index!r} must be a rank from 0 to {size - 1}, because the world size is {size}.")
 
 
 def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any:
@@ -402,8 +402,8 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
         )
     if isinstance(inputs, Set):
         raise TypeError(
-            f"split_between_processes got a {type(inputs).__name__}, whose order differs between processes: "
-            "pass sorted(inputs)."
+            f"split_between_processes got a {type(inputs).__name__}, whose order differs between processes. Pass "
+            "sorted(inputs)."
         )
     if isinstance(inputs, Mapping):
         return _count_fields(inputs)
@@ -412,7 +412,7 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
         return count, type(inputs)(**fields)
     if isinstance(inputs, Tensor | np.ndarray):
         if not inputs.ndim:
-            raise TypeError("split_between_processes got a 0-d tensor; pass one with at least one dimension.")
+            raise TypeError("split_between_processes got a 0-d tensor. Pass one with at least one dimension.")
         return inputs.shape[0], inputs
     if isinstance(inputs, Sized) and (isinstance(inputs, list | tuple | range) or _is_indexable(inputs)):
         return len(inputs), inputs
@@ -420,7 +420,8 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
         listed = list(inputs)
     except TypeError as error:
         raise TypeError(
-            f"split_between_processes got a {type(inputs).__name__}, which is not a collection or iterable ({error})."
+            f"split_between_processes got a {type(inputs).__name__}, which is not a collection or iterable ({error}). "
+            "Pass a list."
         ) from None
     return len(listed), listed
 
@@ -431,7 +432,7 @@ def _is_indexable(inputs: Any) -> bool:
         return True
     if hasattr(inputs, "columns"):
         raise TypeError(
-            f"split_between_processes would split this {type(inputs).__name__} by columns: pass its rows as a list."
+            f"split_between_processes would split this {type(inputs).__name__} by columns. Pass its rows as a list."
         )
     return isinstance(inputs, Dataset) and not isinstance(inputs, IterableDataset)
 
@@ -454,7 +455,8 @@ def _count_fields(inputs: Any) -> tuple[int, Any]:
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{key!r}: {count}" for key, count in counts.items())
         raise ValueError(
-            f"split_between_processes got a dict whose values differ in length ({listed}); pass values of one length."
+            f"split_between_processes got a dict whose values differ in length ({listed}). Pass values of the same "
+            "length."
         )
     return next(iter(counts.values()), 0), with_items(inputs, {key: value for key, (_, value) in counted.items()})
 

@@ -234,8 +234,8 @@ class InitProcessGroupKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.init_method not in (None, "env://"):
             raise ValueError(
-                f"init_method={self.init_method!r} must be 'env://': processes connect through environment variables. "
-                "Set MASTER_ADDR and MASTER_PORT, as torchrun does."
+                f"init_method={self.init_method!r} must be 'env://', because processes connect through environment "
+                "variables. Set MASTER_ADDR and MASTER_PORT, as torchrun does."
             )
         if self.timeout is not None:
             self.timeout = parse_duration("timeout", self.timeout)
@@ -341,14 +341,14 @@ class TorchDynamoPlugin(KwargsHandler):
             return
         if self.backend != "no" and users is not None:
             raise ValueError(
-                "Trainer(compile=...) and torch.compile(task) both configure compilation; use one of them."
+                "Trainer(compile=...) and torch.compile(task) both configure compilation. Use only one of them."
             )
         parts, hooks_outside = strategy.compiled_parts(model, self.use_regional_compilation)
         if not parts and type(model).forward is not nn.Module.forward:
             parts = [model]
         if not parts:
             warn(
-                f"{type(model).__name__} has no submodule with parameters, so nothing is compiled: apply "
+                f"{type(model).__name__} has no submodule with parameters, so nothing is compiled. Apply "
                 "torch.compile to the functions that its steps call."
             )
         options = None if users is not None else self._collect_arguments()
@@ -385,7 +385,7 @@ class _Refused:
     instead: ClassVar[str]
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise ValueError(f"{type(self).__name__} is not supported: {self.instead}")
+        raise ValueError(f"{type(self).__name__} is not supported. {self.instead}")
 
 
 class DeepSpeedPlugin(_Refused):
@@ -395,10 +395,10 @@ class DeepSpeedPlugin(_Refused):
         >>> import treadle
         >>> treadle.DeepSpeedPlugin()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: DeepSpeedPlugin is not supported: ...
+        ValueError: DeepSpeedPlugin is not supported. ...
     """
 
-    instead = "for sharded parameters, gradients and optimizer state use strategy='fsdp'."
+    instead = "For sharded parameters, gradients and optimizer state, use strategy='fsdp'."
 
 
 class MegatronLMPlugin(_Refused):
@@ -408,10 +408,10 @@ class MegatronLMPlugin(_Refused):
         >>> from treadle.engine import MegatronLMPlugin
         >>> MegatronLMPlugin()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: MegatronLMPlugin is not supported: ...
+        ValueError: MegatronLMPlugin is not supported. ...
     """
 
-    instead = "for models that do not fit one device use strategy='fsdp' or ParallelismConfig."
+    instead = "For models that do not fit on one device, use strategy='fsdp' or ParallelismConfig."
 
 
 class TorchTensorParallelPlugin(_Refused):
@@ -421,10 +421,10 @@ class TorchTensorParallelPlugin(_Refused):
         >>> from treadle.engine import TorchTensorParallelPlugin
         >>> TorchTensorParallelPlugin()
         Traceback (most recent call last):
-        ValueError: TorchTensorParallelPlugin is not supported: use ParallelismConfig(tp_size=N).
+        ValueError: TorchTensorParallelPlugin is not supported. Use ParallelismConfig(tp_size=N).
     """
 
-    instead = "use ParallelismConfig(tp_size=N)."
+    instead = "Use ParallelismConfig(tp_size=N)."
 
 
 class FP8RecipeKwargs(_Refused):
@@ -434,10 +434,10 @@ class FP8RecipeKwargs(_Refused):
         >>> from treadle.engine import FP8RecipeKwargs
         >>> FP8RecipeKwargs()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: FP8RecipeKwargs is not supported: ...
+        ValueError: FP8RecipeKwargs is not supported. ...
     """
 
-    instead = "Treadle uses torchao's float8 with its defaults; pass mixed_precision='fp8' alone."
+    instead = "Treadle uses torchao's float8 with its defaults. Set only mixed_precision='fp8'."
 
 
 class AORecipeKwargs(FP8RecipeKwargs):
@@ -447,7 +447,7 @@ class AORecipeKwargs(FP8RecipeKwargs):
         >>> from treadle.engine import AORecipeKwargs
         >>> AORecipeKwargs()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: AORecipeKwargs is not supported: ...
+        ValueError: AORecipeKwargs is not supported. ...
     """
 
 
@@ -458,7 +458,7 @@ class TERecipeKwargs(FP8RecipeKwargs):
         >>> from treadle.engine import TERecipeKwargs
         >>> TERecipeKwargs()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: TERecipeKwargs is not supported: ...
+        ValueError: TERecipeKwargs is not supported. ...
     """
 
 
@@ -469,7 +469,7 @@ class MSAMPRecipeKwargs(FP8RecipeKwargs):
         >>> from treadle.engine import MSAMPRecipeKwargs
         >>> MSAMPRecipeKwargs()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: MSAMPRecipeKwargs is not supported: ...
+        ValueError: MSAMPRecipeKwargs is not supported. ...
     """
 
 
@@ -499,11 +499,11 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
         if name is None:
             valid = [kind.__name__ for kind in kinds.values()]
             raise TypeError(
-                f"kwargs_handlers has an entry of type {type(handler).__name__}; valid are {', '.join(valid)}."
-                f"{nearest(type(handler).__name__, valid)}"
+                f"kwargs_handlers contains an object of type {type(handler).__name__}, but supports only "
+                f"{', '.join(valid)}.{nearest(type(handler).__name__, valid)}"
             )
         if sorted_handlers[name] is not None:
-            raise ValueError(f"kwargs_handlers has two {type(handler).__name__} objects; give one.")
+            raise ValueError(f"kwargs_handlers contains two {type(handler).__name__} objects. Pass only one.")
         sorted_handlers[name] = handler
     return sorted_handlers
 
@@ -522,7 +522,7 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
     """
     if unknown:
         name = next(iter(unknown))
-        hint = " It is ProjectConfiguration(logging_dir=)." if name == "logging_dir" else nearest(name, valid)
+        hint = " Use ProjectConfiguration(logging_dir=...)." if name == "logging_dir" else nearest(name, valid)
         raise TypeError(f"Accelerator() has no argument {name!r}.{hint}")
     reasons = {
         "deepspeed_plugin": DeepSpeedPlugin.instead,
@@ -532,7 +532,7 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
     }
     for name, value in plugins.items():
         if value is not None:
-            raise ValueError(f"{name}= is not supported: {reasons[name]}")
+            raise ValueError(f"{name}= is not supported. {reasons[name]}")
 
 
 def resolve_timeout(timeout: Any) -> float | None:
@@ -574,8 +574,8 @@ def merge_group(options: dict[str, Any], strategy: Any) -> dict[str, Any]:
     for name, value in of_strategy.items():
         if options[name] not in (None, value):
             raise ValueError(
-                f"the strategy's {name}={value!r} contradicts {name}={options[name]!r}, from InitProcessGroupKwargs or "
-                "from the Accelerator's timeout. Set one of them."
+                f"the strategy's {name}={value!r} contradicts {name}={options[name]!r}, from InitProcessGroupKwargs "
+                "or from the Accelerator's timeout. Set only one of them."
             )
     return {**options, **of_strategy}
 
@@ -591,7 +591,7 @@ def resolve_device(accelerator: str, cpu: bool) -> str:
         ValueError: If both arguments contradict each other.
     """
     if cpu and accelerator not in ("auto", "cpu"):
-        raise ValueError(f"cpu=True contradicts accelerator={accelerator!r}; give one of them.")
+        raise ValueError(f"cpu=True contradicts accelerator={accelerator!r}. Set only one of them.")
     return "cpu" if cpu else accelerator
 
 
@@ -609,8 +609,8 @@ def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
     for kind in rng_types or ():
         if getattr(kind, "value", kind) != "generator":
             raise ValueError(
-                f"rng_types has {kind!r}, but only 'generator' is supported: the order of the data is synchronized, "
-                "other RNG states are not. To synchronize them, call seed_everything(seed) or "
+                f"rng_types contains {kind!r}, but only 'generator' is supported: the order of the data is "
+                "synchronized, other RNG states are not. To synchronize those, call seed_everything(seed) or "
                 "utils.synchronize_rng_states."
             )
 
@@ -643,7 +643,9 @@ def resolve_project(
     if directory is not None and config.project_dir is None:
         config.set_directories(directory)
     if directory is not None and os.fspath(directory) != os.fspath(config.project_dir or ""):
-        raise ValueError(f"project_dir={directory!r} contradicts project_config's {config.project_dir!r}; give one.")
+        raise ValueError(
+            f"project_dir={directory!r} contradicts project_config's {config.project_dir!r}. Set only one of them."
+        )
     return config
 
 
@@ -696,8 +698,8 @@ def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) 
         return GradientAccumulationPlugin(steps)
     if steps not in (1, plugin.num_steps):
         raise ValueError(
-            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin(num_steps="
-            f"{plugin.num_steps}); give one of them."
+            f"gradient_accumulation_steps={steps} contradicts "
+            f"gradient_accumulation_plugin(num_steps={plugin.num_steps}). Set only one of them."
         )
     return plugin
 
@@ -713,7 +715,7 @@ def resolve_compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> Torch
         ValueError: If both are given, or if torch does not have the backend.
     """
     if plugin is not None and backend is not None:
-        raise ValueError("dynamo_plugin and dynamo_backend both configure compilation; give one of them.")
+        raise ValueError("dynamo_plugin and dynamo_backend both configure compilation. Set only one of them.")
     plugin = plugin or TorchDynamoPlugin(backend)
     if isinstance(plugin.backend, str) and plugin.backend != "no":
         choose("dynamo_backend", plugin.backend, ["no", *torch.compiler.list_backends(exclude_tags=None)])

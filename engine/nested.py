@@ -74,7 +74,8 @@ def recursively_apply(
         if error_on_other_type:
             name = getattr(func, "__name__", "the function")
             raise TypeError(
-                f"{name} got a {type(value).__name__}; it supports lists, tuples and dicts of the values it applies to."
+                f"{name} got a {type(value).__name__}, but supports only the values that it applies to, and lists, "
+                "tuples and dicts of them."
             )
         return value
 
@@ -120,7 +121,9 @@ def find_batch_size(data: Any) -> int | None:
     """
     tensors = _list_tensors(data)
     if not tensors:
-        raise TypeError(f"find_batch_size got a {type(data).__name__} without tensors; pass one with a tensor.")
+        raise TypeError(
+            f"find_batch_size got a {type(data).__name__} without tensors. Pass a batch that contains a tensor."
+        )
     return next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
 
 
@@ -160,7 +163,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     """
     data = list(data)
     if not data:
-        raise ValueError("concatenate got an empty list; pass at least one value.")
+        raise ValueError("concatenate got an empty list. Pass at least one value.")
     first = data[0]
     if isinstance(first, list | tuple):
         return honor_type(first, (concatenate(parts, dim) for parts in zip(*data, strict=True)))
@@ -168,7 +171,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         items = {key: concatenate([part[key] for part in data], dim) for key in first}
         return items if type(first) is dict else with_items(first, items)
     if not isinstance(first, Tensor):
-        raise TypeError(f"concatenate got a {type(first).__name__}; pass tensors in lists, tuples or dicts.")
+        raise TypeError(f"concatenate got a {type(first).__name__}. Pass tensors in lists, tuples or dicts.")
     return torch.cat(data, dim=dim)
 
 

@@ -76,8 +76,8 @@ class Process:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} can't be pickled: it is bound to this process and its process group. Create one "
-            "in each process, in the function that runs there."
+            f"{type(self).__name__} can't be pickled, because it is bound to this process and its process group. "
+            "Create one in each process, in the function that runs there."
         )
 
     @property
@@ -351,7 +351,7 @@ class Process:
 
     def _is_chosen(self, index: int | None, rank: int, size: int, name: str) -> bool:
         if index is None:
-            raise TypeError(f"{name} is missing: pass the index of the process that runs the function.")
+            raise TypeError(f"{name} is missing. Pass the index of the process that runs the function.")
         if self.world.size == 1 and isinstance(index, int) and index >= 0:
             return True
         collectives.check_process(index, size, name)

@@ -65,7 +65,7 @@ class WeightQuantizer:
         """
         names = {name for name, _ in model.named_modules()}
         if unknown := [name for name in self.skip if name not in names]:
-            raise ValueError(f"skip names {unknown[0]!r}, but the model has no such module; see model.named_modules().")
+            raise ValueError(f"skip names {unknown[0]!r}, but the model has no such module. See model.named_modules().")
         uses: dict[torch.Tensor, int] = {}
         for part in model.modules():
             for parameter in part.parameters(recurse=False):
@@ -121,7 +121,7 @@ def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
             f"precision='float8', but {torch.cuda.get_device_name(device)} does not support float8, which needs an "
-            "Ada, Hopper or newer GPU: use 'bf16-mixed'."
+            "Ada, Hopper or newer GPU. Use 'bf16-mixed'."
         )
     if any(_is_float8(part) for part in model.modules()):
         return
@@ -130,7 +130,7 @@ def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     if not chosen:
         warn(
             f"precision='float8', but {type(model).__name__} has no nn.Linear submodule whose sizes are multiples of "
-            f"{_MULTIPLE}: nothing is computed in float8."
+            f"{_MULTIPLE}, so nothing is computed in float8."
         )
         return
     from torchao.float8 import convert_to_float8_training

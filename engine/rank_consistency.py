@@ -45,7 +45,7 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World) ->
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
     raise ValueError(
-        f"{subject}, so they would not take the same steps, or would wait for each other without end:\n"
+        f"{subject}, so they would not take the same steps, or would wait for each other forever:\n"
         + "\n".join(lines or ["  the order"])
         + "\nPass the same values on every rank."
     )
@@ -93,7 +93,7 @@ def check_model_matches(model: nn.Module, world: World) -> None:
     if lazy is not None:
         raise ValueError(
             f"{type(model).__name__}.{lazy} belongs to a lazy layer without weights, and {world.size} ranks need them "
-            "before the first batch: run a batch through the model when it is built (in __init__ or configure_model)."
+            "before the first batch. Run a batch through the model when it is built (in __init__ or configure_model)."
         )
     values = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

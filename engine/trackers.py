@@ -63,7 +63,7 @@ class GeneralTracker:
         needed = ("name", "requires_logging_directory", "tracker")
         missing = [name for name in needed if name not in dir(self)]
         if missing and not _blank:
-            raise NotImplementedError(f"{type(self).__name__} lacks {', '.join(missing)}; define them in the class.")
+            raise NotImplementedError(f"{type(self).__name__} lacks {', '.join(missing)}. Define them in the class.")
 
     def start(self) -> None:
         """Start the tracker. `Accelerator.init_trackers` calls it."""
@@ -233,7 +233,7 @@ class WandBTracker(RunTracker):
         import wandb
 
         if dataframe is None and (columns is None or data is None):
-            raise ValueError(f"log_table({table_name!r}) has no table: pass columns= and data=, or dataframe=.")
+            raise ValueError(f"log_table({table_name!r}) has no table. Pass columns= and data=, or dataframe=.")
         self.run.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step=step, **kwargs)
 
 
@@ -384,7 +384,7 @@ class ClearMLTracker(RunTracker):
             ValueError: If neither ``data`` nor ``dataframe`` is given.
         """
         if dataframe is None and data is None:
-            raise ValueError(f"log_table({table_name!r}) has no table: pass data=, or dataframe=.")
+            raise ValueError(f"log_table({table_name!r}) has no table. Pass data=, or dataframe=.")
         table = dataframe if dataframe is not None else ([columns, *data] if columns else data)  # type: ignore[misc]
         logger = self.task.get_logger()
         logger.report_table(title=table_name, series=table_name, table_plot=table, iteration=step, **kwargs)
@@ -466,12 +466,16 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         ValueError: If it is not such a class.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise ValueError(f"{tracker_class!r} is not a subclass of GeneralTracker; pass one to register_tracker_class.")
+        raise ValueError(
+            f"{tracker_class!r} is not a subclass of GeneralTracker. Pass a subclass to register_tracker_class."
+        )
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
-        raise ValueError(f"{tracker_class.__name__} lacks the class attribute name or requires_logging_directory.")
+        raise ValueError(
+            f"{tracker_class.__name__} lacks the class attribute name or requires_logging_directory. Define both."
+        )
     if name in _registered or name in _LOGGERS:
-        warn(f"a tracker named {name!r} is already registered; {tracker_class.__name__} replaces it.")
+        warn(f"a tracker named {name!r} is already registered. {tracker_class.__name__} replaces it.")
     _registered[name] = tracker_class
 
 
@@ -520,13 +524,13 @@ def _to_tracker(value: Any) -> GeneralTracker:
     if isinstance(value, GeneralTracker):
         return value
     if isinstance(value, type):
-        raise TypeError(f"log_with={value.__name__} is a class, not a tracker; pass {value.__name__}(...).")
+        raise TypeError(f"log_with={value.__name__} is a class, not a tracker. Pass {value.__name__}(...).")
     if callable(getattr(value, "log_metrics", None)):
         return LoggerTracker(value, type(value).__name__.removesuffix("Logger").lower())
     if all(hasattr(value, name) for name in ("name", "tracker", "log", "finish", "requires_logging_directory")):
         return value  # of the same form
     raise TypeError(
-        f"log_with={value!r} is not a tracker: pass one of {', '.join(_LOGGERS)}, a GeneralTracker or a logger of "
+        f"log_with={value!r} is not a tracker. Pass one of {', '.join(_LOGGERS)}, a GeneralTracker or a logger of "
         "treadle.loggers."
     )
 
@@ -538,7 +542,7 @@ def _is_installed(name: str) -> bool:
 
 def _make_directory_error(name: str) -> str:
     return (
-        f"log_with={name!r} writes files, but no directory is set: pass Accelerator(project_dir=...) or "
+        f"log_with={name!r} writes files, but no directory is set. Pass Accelerator(project_dir=...) or "
         "ProjectConfiguration(logging_dir=...)."
     )
 
@@ -641,7 +645,7 @@ class Trackers:
         """
         if self.sources and not self.started and self._world.is_main:
             raise RuntimeError(
-                "accelerator.log was called before accelerator.init_trackers(...), so the values would be lost; call "
+                "accelerator.log was called before accelerator.init_trackers(...), so the values would be lost. Call "
                 "init_trackers first."
             )
         trackers = self._on_this_rank()
@@ -666,7 +670,7 @@ class Trackers:
         if not self.started and not self._world.is_main and name in self.sources:  # started on the main process only
             return _Silent()
         names = [str(tracker.name) for tracker in self.started]  # type: ignore[attr-defined]
-        raise ValueError(f"{name!r} is not a started tracker; the started ones are {names}.{nearest(name, names)}")
+        raise ValueError(f"{name!r} is not a started tracker. The started trackers are {names}.{nearest(name, names)}")
 
     def finish(self) -> None:
         """Finish all trackers."""

@@ -71,7 +71,7 @@ class DistributedDataParallelKwargs:
         """
         for name, default in (("dim", 0), ("check_reduction", False)):
             if getattr(self, name) != default:
-                raise ValueError(f"{name}={getattr(self, name)!r} no longer has an effect in torch; leave it out.")
+                raise ValueError(f"{name}={getattr(self, name)!r} no longer has an effect in torch. Remove it.")
         return DDP(
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
@@ -133,12 +133,14 @@ class ParallelismConfig:
         for name in ("cp_size", "sp_size"):
             if getattr(self, name) != 1:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} must be 1: Treadle does not split a sequence over processes. Use "
-                    "dp_shard_size and tp_size, which split the model."
+                    f"{name}={getattr(self, name)} must be 1, because Treadle does not split a sequence over "
+                    "processes. Use dp_shard_size and tp_size, which split the model."
                 )
         for name in ("tp_handler", "cp_handler", "sp_handler", "cp_backend", "sp_backend"):
             if getattr(self, name) is not None:
-                raise ValueError(f"{name}= is not supported: the sizes describe the layout completely; leave it out.")
+                raise ValueError(
+                    f"{name}= is not supported, because the sizes describe the layout completely. Remove it."
+                )
 
     @property
     def total_size(self) -> int:
@@ -156,8 +158,9 @@ class ParallelismConfig:
         """
         if self.total_size != world.size:
             raise ValueError(
-                f"parallelism_config needs {self.dp_replicate_size} (dp_replicate) x {self.dp_shard_size} (dp_shard) x "
-                f"{self.tp_size} (tp) = {self.total_size} processes, but the world size is {world.size}."
+                f"parallelism_config needs {self.dp_replicate_size} (dp_replicate) x {self.dp_shard_size} (dp_shard) "
+                f"x {self.tp_size} (tp) = {self.total_size} processes, but the world size is {world.size}. Change the "
+                f"sizes, or start {self.total_size} processes."
             )
 
     @property
@@ -185,11 +188,11 @@ _ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "param_init_fn": (None,),
 }
 _ALTERNATIVES = {
-    "cpu_ram_efficient_loading": "build the model in accelerator.init_module() and load a checkpoint",
-    "param_init_fn": "build the model in accelerator.init_module()",
-    "state_dict_type": "save_state, save_model and get_state_dict write what any strategy can read",
-    "state_dict_config": "save_state, save_model and get_state_dict write what any strategy can read",
-    "optim_state_dict_config": "save_state writes what any strategy can read",
+    "cpu_ram_efficient_loading": "Build the model in accelerator.init_module() and load a checkpoint",
+    "param_init_fn": "Build the model in accelerator.init_module()",
+    "state_dict_type": "Remove it: any strategy can load what save_state, save_model and get_state_dict produce",
+    "state_dict_config": "Remove it: any strategy can load what save_state, save_model and get_state_dict produce",
+    "optim_state_dict_config": "Remove it: any strategy can load what save_state writes",
 }
 
 
@@ -258,7 +261,7 @@ class FullyShardedDataParallelPlugin:
             value = getattr(self, name)
             if getattr(value, "name", value) not in accepted:
                 alternative = _ALTERNATIVES.get(name)
-                raise ValueError(f"{name}={value!r} is not supported: {alternative or 'leave it out'}.")
+                raise ValueError(f"{name}={value!r} is not supported. {alternative or 'Remove it'}.")
         sharding = self.sharding_strategy
         if sharding is None and isinstance(self.reshard_after_forward, str | Enum):
             sharding, self.reshard_after_forward = self.reshard_after_forward, None
@@ -278,7 +281,7 @@ class FullyShardedDataParallelPlugin:
         if policy in (None, "size_based_wrap") and self.min_num_params:
             return self.min_num_params
         if policy == "size_based_wrap":
-            raise ValueError("auto_wrap_policy='size_based_wrap' needs min_num_params; pass it too.")
+            raise ValueError("auto_wrap_policy='size_based_wrap' needs min_num_params. Set it too.")
         return (lambda _: False) if policy == "no_wrap" else "auto"
 
     def strategy(self, world: World, parallelism: ParallelismConfig | None = None) -> Strategy:
@@ -315,7 +318,10 @@ def _convert_mixed_precision(value: Any) -> Any:
 
     if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):  # FSDP1's
         return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
-    raise TypeError(f"mixed_precision_policy={value!r} must be torch.distributed.fsdp.MixedPrecisionPolicy.")
+    raise TypeError(
+        f"mixed_precision_policy={value!r} must be a torch.distributed.fsdp.MixedPrecisionPolicy, not a "
+        f"{type(value).__name__}."
+    )
 
 
 def choose_strategy(
@@ -352,7 +358,7 @@ def choose_strategy(
         strategy_arguments.remove("strategy")
     if len(strategy_arguments) > 1:
         raise ValueError(
-            f"{' and '.join(strategy_arguments)} both configure the layout of the model; pass one of them."
+            f"{' and '.join(strategy_arguments)} both configure the layout of the model. Pass only one of them."
         )
     if plugin is not None:
         return plugin.strategy(world, parallelism)

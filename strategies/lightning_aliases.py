@@ -70,7 +70,7 @@ class StrategyAliases:
         if len(optimizers) != len(prepared):
             raise ValueError(
                 f"strategy.optimizers got {len(optimizers)} optimizers, but configure_optimizers returned "
-                f"{len(prepared)}; pass the same number."
+                f"{len(prepared)}. Pass the same number."
             )
         for slot, optimizer in zip(prepared, optimizers, strict=True):
             slot.replace(optimizer)
@@ -96,7 +96,9 @@ class StrategyAliases:
         """
         operation = str(getattr(reduce_op, "name", reduce_op) or "mean").rpartition(".")[2].lower()
         if operation not in ("mean", "avg", "sum"):
-            raise ValueError(f'reduce_op={reduce_op!r} must be "mean" or "sum"; use torch.distributed for others.')
+            raise ValueError(
+                f'reduce_op={reduce_op!r} must be "mean" or "sum". For other operations, use torch.distributed.'
+            )
         if not isinstance(tensor, torch.Tensor):
             return tensor
         world = self.world if group is None else self.world.of_group(group)
@@ -115,8 +117,8 @@ class StrategyAliases:
         """
         if sync_grads:
             raise ValueError(
-                "strategy.all_gather(sync_grads=True) is not supported: call self.all_gather of the task, which has "
-                "gradients."
+                "strategy.all_gather(sync_grads=True) is not supported. Call self.all_gather in the task, which "
+                "propagates gradients."
             )
         world = self.world if group is None else self.world.of_group(group)
         return tensor if world.size == 1 else torch.stack(world.all_gather(tensor))
@@ -134,7 +136,7 @@ class StrategyAliases:
         """
         task: Any = None if self.model is None else self.unwrap(self.model)
         if task is None or not hasattr(task, "transfer_batch_to_device"):
-            raise ValueError("strategy.batch_to_device needs a prepared task: call it within a stage of the Trainer.")
+            raise ValueError("strategy.batch_to_device needs a prepared task. Call it within a stage of the Trainer.")
         batch = task.on_before_batch_transfer(batch, dataloader_idx)
         batch = task.transfer_batch_to_device(batch, device or self.root_device, dataloader_idx)
         return task.on_after_batch_transfer(batch, dataloader_idx)

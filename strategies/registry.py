@@ -38,7 +38,7 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
         ValueError: If the name is already registered.
     """
     if name in strategy_names():
-        raise ValueError(f"a strategy named {name!r} is already registered; choose another name.")
+        raise ValueError(f"a strategy named {name!r} is already registered. Choose another name.")
     _FACTORIES[name] = factory
 
 
@@ -63,14 +63,14 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
         return accelerator, devices
     if accelerator not in ("auto", device.type) and (accelerator, device.type) != ("gpu", "cuda"):
         raise ValueError(
-            f"strategy={type(strategy).__name__}({str(device)!r}) contradicts accelerator={accelerator!r}. Leave "
-            "accelerator out, or build the strategy for such a device."
+            f"strategy={type(strategy).__name__}({str(device)!r}) contradicts accelerator={accelerator!r}. Remove "
+            "accelerator, or create the strategy for such a device."
         )
     chosen = [0 if device.index is None else device.index] if device.type == "cuda" else 1
     if devices not in ("auto", 1, "1", -1, "-1", chosen):
         raise ValueError(
-            f"strategy={type(strategy).__name__}({str(device)!r}) contradicts devices={devices!r}: it uses one device. "
-            "Leave devices out."
+            f"strategy={type(strategy).__name__}({str(device)!r}) contradicts devices={devices!r}, because it uses "
+            "one device. Remove devices."
         )
     return device.type, chosen
 

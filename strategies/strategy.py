@@ -127,8 +127,8 @@ class Strategy(StrategyAliases):
         """
         if self.sharded or self.world.size > 1:
             raise ValueError(
-                f"strategy={self.name!r} can't run a task with automatic_optimization=False: it reduces gradients, or "
-                "gathers the model, once for the whole of training_step. Use 'ddp', or DDP(zero=True)."
+                f"strategy={self.name!r} can't run a task with automatic_optimization=False, because it reduces "
+                "gradients, or gathers the model, once for the whole training_step. Use 'ddp', or DDP(zero=True)."
             )
         return self.wrap(module)
 
@@ -275,8 +275,8 @@ class Strategy(StrategyAliases):
         """
         if self.world.size > 1:
             raise ValueError(
-                f"strategy={self.name!r} can't step separately on each process; use 'ddp', which has a full replica on "
-                "each."
+                f"strategy={self.name!r} can't step separately on each process. Use 'ddp', which has a full replica "
+                "on each."
             )
         return nullcontext()
 
@@ -294,7 +294,7 @@ class Strategy(StrategyAliases):
         if self.world.size > 1:
             warn(
                 f"join_uneven_inputs has no effect with {setting}, which needs every rank in each step. Ranks that "
-                "read prepared DataLoaders stay in step without it; a user-defined loop must take the same number of "
+                "read prepared DataLoaders stay in step without it. A user-defined loop must take the same number of "
                 "steps on each rank."
             )
         return nullcontext()
@@ -470,7 +470,7 @@ class Strategy(StrategyAliases):
         """
         if self.world.size == 1:
             return None
-        raise ValueError(f"strategy={self.name!r} is not supported in a plan; use 'ddp' or 'fsdp'.")
+        raise ValueError(f"strategy={self.name!r} is not supported in a plan. Use 'ddp' or 'fsdp'.")
 
     @property
     def reduces_unused_gradients(self) -> bool:
@@ -518,11 +518,11 @@ class Strategy(StrategyAliases):
         """
         settings = {
             "shards to replicate": replicate,
-            "activations to compute again": recompute,
+            "activations to recompute": recompute,
             "parameters to gather": gather,
         }
         for setting in (setting for setting, value in settings.items() if value is not None):
-            raise ValueError(f"strategy={self.name!r} has no {setting}; use 'fsdp'.")
+            raise ValueError(f"strategy={self.name!r} has no {setting}. Use 'fsdp'.")
         return copy.copy(self)
 
     # -- what the processes agree on -----------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def _choose_by_class(model: nn.Module, classes: Collection[Any], flag: str) -> l
 
 def _choose_by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
     if least < 1:
-        raise ValueError(f"{flag}={least} must be a number of parameters of at least 1.")
+        raise ValueError(f"{flag}={least} must be a number of parameters, at least 1.")
     chosen: list[nn.Module] = []
     covered: set[Any] = set()
     for part in _list_inner_first(model):

@@ -125,8 +125,8 @@ def _fill(
     if waiting:
         left = sum(part.size for part, _ in waiting)
         raise ValueError(
-            f"the model does not fit: {format_bytes(left)} remain from {waiting[0][0].names[0]!r} on. Give a device "
-            "more in max_memory, or remove 'disk' from it, which then has no limit."
+            f"the model does not fit: {format_bytes(left)} are left over, from {waiting[0][0].names[0]!r} on. Raise "
+            "the limit of a device in max_memory, or remove 'disk' from max_memory, so that the disk has no limit."
         )
     return placed
 
@@ -242,14 +242,15 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     missed = [name for name in tensors if look_up_device(device_map, name) is None]
     if missed:
         raise ValueError(
-            f"device_map has no device for {abbreviate(missed)}. Add them, or '' for everything that is not named."
+            f"device_map has no device for {abbreviate(missed)}. Add them, or add '' for all tensors that are not "
+            "listed."
         )
     for names in group_tied_names(tensors):
         _check_together(device_map, names, "are one tensor")
     for path, module in model.named_modules():
         if isinstance(module, READ_FROM_OUTSIDE):
             names = [f"{path}.{name}" if path else name for name in named_tensors(module)]
-            _check_together(device_map, names, f"are read together by {type(module).__name__}")
+            _check_together(device_map, names, f"are used together by {type(module).__name__}")
 
 
 def _check_together(device_map: Mapping[str, Device], names: list[str], why: str) -> None:
@@ -257,6 +258,6 @@ def _check_together(device_map: Mapping[str, Device], names: list[str], why: str
     for name in names:
         if (device := look_up_device(device_map, name)) != first:
             raise ValueError(
-                f"device_map puts {names[0]!r} on {first} and {name!r} on {device}, but they {why}. Put both on one "
-                "device."
+                f"device_map puts {names[0]!r} on {first} and {name!r} on {device}, but they {why}. Put both on the "
+                "same device."
             )

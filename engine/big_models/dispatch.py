@@ -335,8 +335,9 @@ def _disk_weights(
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:
         announce(
-            f"the values of {abbreviate(replaced)} are those that were offloaded earlier "
-            f"({'offload_index' if index is not None else Path(str(folder)) / INDEX}), not the model's own."
+            "the values that were offloaded earlier "
+            f"({'offload_index' if index is not None else Path(str(folder)) / INDEX}) replace the model's own values "
+            f"of {abbreviate(replaced)}."
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name not in covered}
     if offloaded and any(tensor.is_meta for tensor in tensors.values()):
@@ -349,7 +350,7 @@ def _disk_weights(
         return offloaded
     if folder is None:
         raise ValueError(
-            f"device_map puts {abbreviate(list(tensors))} on the disk: pass offload_dir, the folder to write them into."
+            f"device_map puts {abbreviate(list(tensors))} on the disk. Set offload_dir, the folder for their values."
         )
     weights = open_weights(folder) if any(tensor.is_meta for tensor in tensors.values()) else {}
     firsts = [names[0] for names in group_tied_names(tensors)]

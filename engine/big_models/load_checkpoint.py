@@ -226,21 +226,24 @@ def _check_names(model: nn.Module, tensors: Mapping[str, Tensor], weights: Weigh
     groups = [names for names in group_tied_names(tensors) if not any(name in weights for name in names)]
     missing = [names[0] for names in groups if not unsaved.issuperset(names)]
     empty = [names[0] for names in groups if tensors[names[0]].is_meta]
-    differences = [f"it has tensors that the model does not have: {abbreviate(unknown)}"] if unknown else []
-    differences += [f"it lacks tensors of the model: {abbreviate(missing)}"] if missing else []
+    differences = [f"has tensors that the model does not have ({abbreviate(unknown)})"] if unknown else []
+    differences += [f"lacks tensors of the model ({abbreviate(missing)})"] if missing else []
     if strict and differences:
-        raise ValueError(f"checkpoint: {'; '.join(differences)}. To load what fits, pass strict=False.")
+        raise ValueError(f"the checkpoint {' and '.join(differences)}. To load what fits, pass strict=False.")
     if empty:
         more = f" It has tensors that the model does not have: {abbreviate(unknown)}." if unknown else ""
-        raise ValueError(f"checkpoint: it lacks {abbreviate(empty)}, and the model has no values for them.{more}")
+        raise ValueError(
+            f"the checkpoint lacks {abbreviate(empty)}, and the model has no values for them.{more} Load a checkpoint "
+            "of this model."
+        )
     if differences:
         warn(
-            f"checkpoint: {'; '.join(differences)}. "
-            "The model's other values are not changed; strict=True makes this an error."
+            f"the checkpoint {' and '.join(differences)}. The model's other values are not changed. Set strict=True "
+            "to raise an error instead."
         )
 
 
 def _refuse_sharded(full_state_dict: Any, broadcast_from_rank0: Any) -> None:
     if not full_state_dict or broadcast_from_rank0:
         name = "broadcast_from_rank0=True" if broadcast_from_rank0 else "full_state_dict=False"
-        raise ValueError(f"{name} is not supported, since each process loads the full model. Leave it out.")
+        raise ValueError(f"{name} is not supported, because each process loads the full model. Remove it.")

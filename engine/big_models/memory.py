@@ -37,7 +37,8 @@ def parse_bytes(size: int | str) -> int:
     # "Gb" would be bits to some and a slip of the pen to others.
     if match is None or match[2].upper() not in _UNITS or match[2].endswith("b"):
         raise ValueError(
-            f"memory {size!r} is not a size. Pass bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB, TiB."
+            f"memory {size!r} is not a size. Pass a number of bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB "
+            "or TiB."
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 

@@ -35,7 +35,9 @@ def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) ->
         if name in weights and weights[name].shape != tensor.shape
     ]
     if wrong:
-        raise ValueError(f"checkpoint: {abbreviate(wrong)}. Load a checkpoint of this model.")
+        raise ValueError(
+            f"the checkpoint does not fit the model: {abbreviate(wrong)}. Load a checkpoint of this model."
+        )
 
 
 def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None = None) -> Weights:
@@ -67,7 +69,7 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
             continue
         if folder is None:
             raise ValueError(
-                f"offload_index has no safetensors_file for {name!r}: pass offload_dir, the folder with {name}.dat."
+                f"offload_index has no safetensors_file for {name!r}. Set offload_dir, the folder with {name}.dat."
             )
         weights[name] = _open_raw_file(Path(folder).absolute() / f"{name}.dat", entry)
     return weights
@@ -76,7 +78,9 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
 def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
     dtype = getattr(torch, str(entry.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or "shape" not in entry:
-        raise ValueError(f"{path.parent / INDEX}: {dict(entry)} has no dtype of torch or no shape.")
+        raise ValueError(
+            f"{path.parent / INDEX}: {dict(entry)} lacks a torch dtype or a shape. Offload the weights again."
+        )
     shape = torch.Size(entry["shape"])
     needed = shape.numel() * dtype.itemsize
     try:

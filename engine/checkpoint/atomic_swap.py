@@ -92,7 +92,8 @@ def swap_in(staging: Path, target: Path) -> None:
         retire(gone, target)
     except OSError as error:
         warnings.warn(
-            f"{target} is saved, but the checkpoint it replaced can't be deleted: {error}. The next start deletes it."
+            f"{target} is saved, but the checkpoint that it replaced can't be deleted: {error}. The next start "
+            "deletes it."
         )
 
 
@@ -108,14 +109,14 @@ def finish(target: Path) -> str:
     part, old = beside(target, "part"), beside(target, "old")
     if os.path.lexists(target):
         if not is_whole(target):
-            return f"{target}: is damaged; the checkpoint it replaced is kept as {old.name}"
+            return f"{target}: damaged; the checkpoint that it replaced is kept as {old.name}"
         retire(old, target)
-        return f"{target}: removed the checkpoint it replaced"
+        return f"{target}: removed the checkpoint that it replaced"
     if is_whole(part, digests=True):
         filesystem.rename(part, target)
         filesystem.fsync(target.parent)
         retire(old, target)
-        return f"{target}: finished replacing it by the newer checkpoint"
+        return f"{target}: finished replacing it with the newer checkpoint"
     filesystem.rename(old, target)
     filesystem.fsync(target.parent)
     return f"{target}: restored, since its replacement was never completed"
@@ -160,11 +161,13 @@ def take_away(path: Path) -> None:
     if others := list(_find_foreign_entries(path, listed_files)):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
-            f"{path} contains other files ({', '.join(others[:5])}{more}) than the checkpoint's, so it isn't "
+            f"{path} contains files that do not belong to the checkpoint ({', '.join(others[:5])}{more}), so it isn't "
             "deleted. Move them elsewhere, or delete the directory yourself."
         )
     if os.path.lexists(gone):
-        raise ValueError(f"{gone} is needed to delete {path.name}, but was not created by Treadle. Move it.")
+        raise ValueError(
+            f"{gone} is needed to delete {path.name}, but was not created by Treadle. Move {gone.name} elsewhere."
+        )
     filesystem.rename(path, gone)
     filesystem.fsync(path.parent)
     _clear(gone, listed_files)

@@ -20,8 +20,8 @@ _REPLACED = re.compile(r"\.checkpoint_(\d+)\.old")
 def _require_folder(project: ProjectConfiguration, method: str) -> AnyPath:
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         raise ValueError(
-            f"{method}() needs a directory: pass one, or use Accelerator(project_config=ProjectConfiguration("
-            "project_dir=..., automatic_checkpoint_naming=True))."
+            f"{method}() needs a directory. Pass one, or use "
+            "Accelerator(project_config=ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
         )
     return as_path(project.project_dir) / "checkpoints"
 
@@ -119,7 +119,7 @@ def drop_oldest(folder: AnyPath, limit: int) -> None:
     try:
         store.CheckpointStore(folder).recover()  # what was killed while it deleted
     except (OSError, ValueError) as error:
-        warn(f"leftovers of older checkpoints in {folder} can't be deleted: {error}. The next save tries again.")
+        warn(f"remains of older checkpoints in {folder} can't be deleted: {error}. The next save tries again.")
     for number in numbers[:-limit]:
         try:
             store.remove(folder / f"checkpoint_{number}")

@@ -47,8 +47,8 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
     if any(by_host.setdefault(host, paths) != paths for host, paths in by_rank):
         listed = "; ".join(f"rank {rank}: {', '.join(paths)}" for rank, (_, paths) in enumerate(by_rank))
         raise ValueError(
-            f"save_state got directories that differ by rank ({listed}). All ranks write into one checkpoint: pass the "
-            "same path, and broadcast a time in it from rank zero."
+            f"save_state got directories that differ by rank ({listed}). All ranks write into one checkpoint. Pass "
+            "the same path on every rank. If it contains a time, broadcast it from rank zero."
         )
 
 
@@ -140,11 +140,11 @@ class Checkpointer:
         if not safe_serialization:
             raise ValueError(
                 "save_state(safe_serialization=False) is not supported: checkpoints are safetensors and JSON, never "
-                "pickle. For weights in torch's format use accelerator.save(accelerator.get_state_dict(model), "
+                "pickle. For weights in torch's format, use accelerator.save(accelerator.get_state_dict(model), "
                 "'weights.pt')."
             )
         if isinstance(also, str | os.PathLike):
-            raise TypeError(f"save_state(also={also!r}) must be a list of directories: pass [{also!r}].")
+            raise TypeError(f"save_state(also={also!r}) must be a list of directories. Pass [{also!r}].")
         accelerator, world = self._accelerator, self._accelerator.world
         world.meet("accelerator.save_state")
         accelerator.finish_saving()
@@ -158,8 +158,8 @@ class Checkpointer:
         _check_equal_targets(targets, world)
         if self.save_hooks and len(targets) > 1:
             raise ValueError(
-                "save_state(also=...) can't be combined with a save_state pre-hook, whose files would be in one "
-                "checkpoint only: save one directory at a time."
+                "save_state(also=...) can't be combined with a save_state pre-hook, whose files would be in only one "
+                "of the checkpoints. Save one directory at a time."
             )
         copying = None
         with snapshot.discard_on_failure(accelerator, targets[0]), world.together():
@@ -240,7 +240,10 @@ class Checkpointer:
         accelerator.finish_saving()
         check_schedule(schedule)
         if load_kwargs:
-            raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}) must be empty: loading has no options.")
+            raise ValueError(
+                f"load_state(load_kwargs={dict(load_kwargs)!r}) must be empty, because loading has no options. Remove "
+                "it."
+            )
         if input_dir is None:
             opened, skipped = automatic_naming.find_newest(world, project, state)
             for text in skipped:

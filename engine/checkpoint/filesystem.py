@@ -434,7 +434,7 @@ def _wrap_read_errors(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise ValueError(f"{path.parent}: {path.name} is missing, so it is not a complete checkpoint.") from error
+        raise ValueError(f"{path.parent}: {path.name} is missing, so this is not a complete checkpoint.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.parent}: {path.name} can't be read: {error}. Use another checkpoint.") from error
 
@@ -474,7 +474,7 @@ def probe(directory: Path, nbytes: int = 0) -> None:
         raise OSError(error.errno, text) from error
     if free < nbytes:
         text = (
-            f"can't save checkpoints in {directory}: one needs {nbytes:,} bytes, but only {free:,} are free. Free "
-            "space there."
+            f"can't save checkpoints in {directory}: a checkpoint needs {nbytes:,} bytes, but only {free:,} are free. "
+            "Free space there."
         )
         raise OSError(errno.ENOSPC, text)

@@ -131,7 +131,7 @@ def _refuse(value: Any, place: str, fix: str, kind: str = "") -> NoReturn:
     raise TypeError(
         f"{place}: a {kind} can't be stored in a checkpoint. A checkpoint contains only data (numbers, text, bytes, "
         "None, dicts, lists, tuples, sets, tensors, numpy values, dtypes, devices, paths, dates), so that loading "
-        f"never imports or runs code. To fix it, {fix}, or leave it out of the state."
+        f"never imports or runs code. To fix this, {fix}, or remove it from the state."
     )
 
 
@@ -144,7 +144,7 @@ def _convert_config(config: Any, path: tuple[str, ...]) -> Any:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
-        _refuse(config, _format_place(path), "set what it refers to", f"{type(config).__name__} ({reason})")
+        _refuse(config, _format_place(path), "set the value that it refers to", f"{type(config).__name__} ({reason})")
 
 
 def _encode_float(value: float) -> Any:
@@ -209,10 +209,10 @@ class _Encoder:
     def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
         if len(path) - len(self.root) >= MAX_DEPTH:
             raise ValueError(
-                f"{_format_place(path[:8])}...: the state is nested more than {MAX_DEPTH} levels deep; flatten it."
+                f"{_format_place(path[:8])}...: the state is nested more than {MAX_DEPTH} levels deep. Flatten it."
             )
         if id(value) in self._open:
-            raise ValueError(f"{_format_place(path)}: the state contains itself; break the cycle.")
+            raise ValueError(f"{_format_place(path)}: the state contains itself. Break the cycle.")
         self._open.add(id(value))
         kind = type(value)
         if kind in (dict, OrderedDict, defaultdict):
@@ -315,7 +315,7 @@ def _suggest_storage(value: Any) -> str:
     if hasattr(value, "state_dict"):
         return "store its .state_dict()"
     if callable(value):
-        return "store its name, and look it up yourself on loading"
+        return "store its name, and look it up after loading"
     return "store its fields as a dict"
 
 
@@ -350,7 +350,7 @@ class _Decoder:
         reader = _READERS.get(tag) if len(document) == 1 else None
         if reader is None:
             raise _Malformed(
-                f"{_format_place(path)}: {str(list(document))[:80]} is not a tag of this version of Treadle."
+                f"{_format_place(path)}: {str(list(document))[:80]} is not a tag that this version of Treadle supports."
             )
         inside = (*path, tag)
         try:
@@ -410,7 +410,7 @@ def _require(condition: bool, rule: str) -> None:
 
 
 def _require_type(kind: type, value: Any) -> Any:
-    _require(type(value) is kind, f"{type(value).__name__} in place of {kind.__name__}")
+    _require(type(value) is kind, f"{type(value).__name__} instead of {kind.__name__}")
     return value
 
 

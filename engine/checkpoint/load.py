@@ -118,8 +118,8 @@ def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
         return info
     announce(
         f"the checkpoint was saved with the last batch of epoch {epochs[finished.index(True)]}, so the loader starts "
-        "the next epoch. For loops that resume in the saved epoch, load_state(finish_epoch=False) makes the first pass "
-        "empty."
+        "the next epoch. If the loop resumes in the saved epoch, call load_state(finish_epoch=False), which makes "
+        "the first pass empty."
     )
     # A number that differs from the loader's is the script's own count.
     return info | {"epoch": epochs[0] + 1} if finished[0] and info.get("epoch") == epochs[0] else info
@@ -200,8 +200,8 @@ def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> Non
         place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
         if (place, steps) == (path, accelerator.steps) and not _is_identical_save(of_models, manifest):
             raise ValueError(
-                f"{opened.path} was replaced after the models were loaded from it. Load models and state again, "
-                "together."
+                f"{opened.path} was replaced after the models were loaded from it. Load the models and the state "
+                "again, together."
             )
 
 
@@ -355,7 +355,7 @@ def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint,
         saved = _merge_optimizer_state(opened, number)
         names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
         if lines := optimizer_state.list_differences(saved, optimizer, names):
-            text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
+            text = (f"{path} was saved with a different optimizer:\n  ") + "\n  ".join(lines[:30])
             if strict:
                 raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
             warn(f"{text}\nState that does not fit is not restored.")
@@ -389,7 +389,10 @@ def _choose_schedule(
     # Where not all has to fit: a schedule keeps values for each group of parameters, so the saved one can't go on.
     regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.optimizer.param_groups)]
     if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(accelerator, loaded.optimizer)]:
-        warn(f"{path} has another number of parameter groups: learning rates and schedules are those of the script.")
+        warn(
+            f"{path} has a different number of parameter groups, so learning rates and schedules are those of the "
+            "script."
+        )
         resume_options.follow_script(accelerator, regrouped, state)
     if schedule is None:
         resume_options.compare(accelerator, path, [loaded for loaded in optimizers if loaded not in regrouped], state)
@@ -424,10 +427,10 @@ def _check_counts(
         # Loaders may also be made for each epoch. A Trainer, which asks to be strict, has all that it will have.
         left_out = not asked and (kind == "loaders" or (prepared == 0 and kind != "models"))
         if not left_out and (strict or kind in ("models", "optimizers")):
-            raise ValueError(f"{text}: prepare the same ones before it is loaded.")
+            raise ValueError(f"{text}. Prepare the same objects before loading it.")
         warn(
-            f"{text}, so they are not restored. To restore them, prepare the same ones before load_state; to load "
-            "weights alone, call load_state(..., state=False)."
+            f"{text}, so they are not restored. To restore them, prepare the same objects before load_state. To load "
+            "only weights, call load_state(..., state=False)."
         )
         if kind == "loaders":
             state["loaders"] = []
@@ -446,10 +449,10 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, str
     registered = state["registered"]
     if missing := sorted(set(accelerator.checkpointer.registered) - set(registered)):
         lines.append(
-            f"no state for {', '.join(missing)}; it has the registered objects {', '.join(registered) or '(none)'}"
+            f"no state for {', '.join(missing)}; its registered objects are {', '.join(registered) or '(none)'}"
         )
     if lines:
-        text = f"{path} was saved by another run:\n  " + "\n  ".join(lines)
+        text = (f"{path} was saved by a run with other objects:\n  ") + "\n  ".join(lines)
         if strict:
             raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
         warn(f"{text}\nState that does not fit is not restored.")
@@ -461,7 +464,7 @@ def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
     current, saved = run_metadata(accelerator), manifest.info
     if saved.get("precision", current["precision"]) != current["precision"]:
         old, new = saved["precision"], current["precision"]
-        warn(f"the checkpoint was saved with precision {old}, but this run has {new}: its results will differ.")
+        warn(f"the checkpoint was saved with precision {old}, but this run has {new}, so the results will differ.")
     if None in (current["global_batch_size"], saved.get("global_batch_size")):
         return
     if current["global_batch_size"] != saved["global_batch_size"]:
@@ -469,7 +472,10 @@ def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
             f"{f['global_batch_size']} ({f['batch_size']} over {f['world_size']} processes, x {f['accumulate']})"
             for f in (current, saved)
         )
-        warn(f"the checkpoint was saved with a global batch of {old}, but this run has {new}: its results will differ.")
+        warn(
+            f"the checkpoint was saved with a global batch of {old}, but this run has {new}, so the results will "
+            "differ."
+        )
 
 
 def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None:

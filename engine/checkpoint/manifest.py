@@ -102,7 +102,7 @@ class Manifest:
         info, tensors = encode(noted, "info")
         if tensors:
             raise TypeError(
-                f"{next(iter(tensors))} is a tensor, which a manifest can't contain; use .item() or a part."
+                f"{next(iter(tensors))} is a tensor, which a manifest can't contain. Use .item() or a part."
             )
         counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
         folder = {"folder": self.folder} if self.folder else {}
@@ -154,7 +154,7 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
             raise ValueError(f"{path} has no {name}, so it is not a complete checkpoint.") from error
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"{path} {problem}; a checkpoint is a directory with a {MANIFEST}.")
+        raise ValueError(f"{path} {problem}. A checkpoint is a directory with a {MANIFEST}.")
     return filesystem.read_bytes(path / name, _MAX_BYTES)
 
 
@@ -197,10 +197,13 @@ def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
 def _parse(document: Any) -> Manifest:
     _require(isinstance(document, dict), "it is not an object")
     version = document.get("format")
-    _require(type(version) is int and 1 <= version <= FORMAT, f"format is {version!r:.40}")
+    _require(
+        type(version) is int and 1 <= version <= FORMAT,
+        f"its format is {version!r:.40}, not a number from 1 to {FORMAT}",
+    )
     counts = {name: document.get(name) for name in (*_COUNTS, "sequence")}
     for name, value in counts.items():
-        _require(type(value) is int and value >= 0, f"{name} is {value!r:.40}, but must be an int of 0 or more")
+        _require(type(value) is int and value >= 0, f"{name} is {value!r:.40}, but must be an integer of at least 0")
     files = document.get("files")
     _require(isinstance(files, dict) and bool(files or document.get("others")), "it lists no files")
     folder = document.get("folder", "")
@@ -209,7 +212,7 @@ def _parse(document: Any) -> Manifest:
         f"{folder!r:.40} is not a valid folder name",
     )
     others = document.get("others", {})
-    _require(isinstance(others, dict), "others is not an object")
+    _require(isinstance(others, dict), "its entry 'others' is not an object")
     for name in files:
         _require(
             name != MANIFEST and bool(filesystem.FILE.fullmatch(name)),
@@ -218,10 +221,10 @@ def _parse(document: Any) -> Manifest:
     for name in others:
         _require(
             name not in files and name != MANIFEST and filesystem.is_inside(name),
-            f"{name!r:.80} is not a valid name for a file in it",
+            f"{name!r:.80} is not a valid name for a file",
         )
     for name, entry in (*files.items(), *others.items()):
-        _require(isinstance(entry, dict), f"{name} has no entry")
+        _require(isinstance(entry, dict), f"the entry of {name} is not an object")
         size, digest = entry.get("bytes"), entry.get(filesystem.DIGEST)
         _require(type(size) is int and size >= 0, f"{name} has no size")
         _require(type(digest) is str and bool(_DIGEST.fullmatch(digest)), f"{name} has no digest")

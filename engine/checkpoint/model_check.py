@@ -168,12 +168,12 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
         return
     more = f" and {len(other) - 5} more" if len(other) > 5 else ""
     text = (
-        f"{path} contains only trained weights, and {len(other)} of the {len(saved)} frozen weights that it leaves out "
-        f"have other values in this model: {', '.join(other[:5])}{more}. Build the model from the same pretrained "
-        "weights, in the same precision"
+        f"{path} contains only trained weights, and {len(other)} of the {len(saved)} frozen weights that it omits "
+        f"have different values in this model: {', '.join(other[:5])}{more}. Build the model from the same pretrained "
+        "weights in the same precision"
     )
     if strict:
-        raise ValueError(f"{text}; to load it anyway, pass strict=False (in a task: strict_loading = False).")
+        raise ValueError(f"{text}. To load it anyway, pass strict=False (in a task: strict_loading = False).")
     warn(f"{text}.")
 
 
@@ -209,7 +209,7 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
     ]
     if other:
         more = f"\n  and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
-        warn(f"{path} was saved by a model with other submodules:\n  " + "\n  ".join(other[:_SHOWN]) + more)
+        warn(f"{path} was saved by a model with different submodules:\n  " + "\n  ".join(other[:_SHOWN]) + more)
 
 
 def check_weights(
@@ -248,10 +248,10 @@ def check_weights(
     if not lines:
         return weights
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
-    text = f"{path} was saved by another model:\n  " + "\n  ".join(lines[:30]) + more
+    text = (f"{path} was saved by a different model:\n  ") + "\n  ".join(lines[:30]) + more
     if strict:
         raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
-    warn(f"{text}\nWeights that do not fit are left out.")
+    warn(f"{text}\nWeights that do not fit are skipped.")
     return {name: value for name, value in weights.items() if name in state and name not in {**reshaped, **untied}}
 
 
@@ -323,7 +323,7 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
     if lines:
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         text = "\n  ".join(lines[:_SHOWN]) + more
-        warn(f"{path} was saved by a model with other dtypes, so the run does not resume exactly:\n  {text}")
+        warn(f"{path} was saved by a model with different dtypes, so the run does not resume exactly:\n  {text}")
 
 
 def find_not_finite(model: nn.Module) -> list[str]:

@@ -64,8 +64,8 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     """
     if not _PART.fullmatch(name) or name == "manifest" or _SHARD.fullmatch(name):
         raise ValueError(
-            f"{name!r:.80} is not a valid name of a part: use letters, digits, '_', '-', '.', but not 'manifest' or "
-            "'-shard-1'."
+            f"{name!r:.80} is not a valid name of a part. Use letters, digits, '_', '-' and '.', but neither "
+            "'manifest' nor an ending such as '-shard-1'."
         )
     files: Files = {}
     header = {"format": "pt", **(notes or {})}
@@ -97,7 +97,7 @@ def _encode_json(name: str, document: Any) -> bytes:
     if len(text) > _MAX_JSON_BYTES:
         raise ValueError(
             f"part {name!r} has {len(text):,} bytes without its tensors, but at most {_MAX_JSON_BYTES:,} can be "
-            "loaded: store long lists of numbers as tensors or numpy arrays."
+            "loaded. Store long lists of numbers as tensors or numpy arrays."
         )
     return text
 
@@ -300,8 +300,8 @@ def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         )
     for name, tensor in state.items():
         if type(name) is not str or name == "__metadata__":
-            raise ValueError(f"{part}: {name!r} is not a valid name of a tensor in a safetensors file; rename it.")
+            raise ValueError(f"{part}: {name!r} is not a valid name of a tensor in a safetensors file. Rename it.")
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{part}.{name} is a {type(tensor).__name__}, not a tensor; store it in another part.")
+            raise TypeError(f"{part}.{name} is a {type(tensor).__name__}, not a tensor. Store it in another part.")
         check_tensor(tensor, f"{part}.{name}")
     return split_tied(state)

@@ -412,5 +412,5 @@ def _add_all(tensors: dict[str, Stored], pieces: dict[str, Any], notes: dict[str
         whole = torch.Size(shapes[name]) if name in shapes else piece.shape
         stored = tensors.setdefault(name, Stored(name, whole, piece.dtype))
         if (stored.dtype, stored.shape) != (piece.dtype, whole):
-            raise ValueError(f"tensor {name!r} has another dtype or shape in another file")
+            raise ValueError(f"tensor {name!r} has a different dtype or shape in another file")
         stored.add(piece, offsets[name]["saved_offsets"] if name in offsets else [0] * len(piece.shape))

@@ -95,11 +95,14 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
         holder = registered.get(name)
         if holder is not None and value is not (holder.metric if isinstance(holder, Counts) else holder):
             raise ValueError(
-                f"register_for_checkpointing({name}=...): another object is registered under this name. Choose another "
-                "name."
+                f"register_for_checkpointing({name}=...): another object is registered under this name. Choose a "
+                "different name."
             )
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-            raise TypeError(f"{name} ({type(value).__name__}) needs state_dict and load_state_dict to be saved.")
+            raise TypeError(
+                f"{name} ({type(value).__name__}) can only be saved with the methods state_dict and load_state_dict. "
+                "Define them."
+            )
         is_metric = isinstance(value, nn.Module) and hasattr(value, "compute") and metric_state.find(value)
         registered[name] = Counts(value, world) if is_metric else value
 
@@ -141,9 +144,9 @@ def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: 
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise ValueError(
-            f"{', '.join(bad[:3])}{more} contain NaN or infinity after optimizer step {accelerator.steps}, so {target} "
-            "is not saved; earlier checkpoints stay. Resume from one with a lower learning rate or with clipped "
-            "gradients."
+            f"{', '.join(bad[:3])}{more} contain NaN or infinity after optimizer step {accelerator.steps}, so "
+            f"{target} is not saved. Earlier checkpoints are kept. Resume from one of them with a lower learning rate "
+            "or with clipped gradients."
         )
 
 
@@ -285,8 +288,9 @@ def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
         more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
         warn(
             f"an optimizer steps {len(shapes)} parameters that are not in a prepared model, of shapes "
-            f"{', '.join(map(str, shapes[:5]))}{more}: their optimizer state is saved, but their values are not, so a "
-            "resumed run would start with other values. Pass their module to prepare() or register_for_checkpointing()."
+            f"{', '.join(map(str, shapes[:5]))}{more}. Their optimizer state is saved, but their values are not, so a "
+            "resumed run would start with different values. Pass their module to prepare() or "
+            "register_for_checkpointing()."
         )
 
 
@@ -357,7 +361,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
     try:
         if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
             raise ValueError(
-                f"a save_state pre-hook wrote {clashing[0]}, which is a file of the checkpoint itself; use another "
+                f"a save_state pre-hook wrote {clashing[0]}, which is a file of the checkpoint itself. Use another "
                 "name."
             )
         entries = save.write(files)
@@ -386,8 +390,8 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
         existing = next(parent for parent in folder.parents if os.path.exists(parent))
         needed += f", but only {shutil.disk_usage(existing).free:,} are free"
     if isinstance(target, RemotePath):
-        needed += f" in {folder.parent.parent}, where it is assembled: set TMPDIR to a larger disk"
-    return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. Earlier checkpoints stay.")
+        needed += f" in {folder.parent.parent}, where it is assembled. Set TMPDIR to a folder on a larger disk"
+    return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. Earlier checkpoints are kept.")
 
 
 def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
@@ -472,10 +476,10 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
     """
     metadata = run_metadata(accelerator)
     if clashing := sorted(metadata.keys() & info.keys()):
-        raise ValueError(f"save_state(info=...) names {clashing[0]!r}, which is always saved: choose another name.")
+        raise ValueError(f"save_state(info=...) names {clashing[0]!r}, which is always saved. Choose another name.")
     document, tensors = encode(info, "info")
     if tensors:
-        raise TypeError(f"save_state(info=...) has a tensor, {next(iter(tensors))}: pass its .item(), or use parts=.")
+        raise TypeError(f"save_state(info=...) has a tensor, {next(iter(tensors))}. Pass its .item(), or use parts=.")
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
     counts = {"step": accelerator.steps, "epoch": 0 if training is None else training.epoch}
     return {**metadata, **counts, **decode(document, {})}

@@ -250,7 +250,7 @@ def remove(path: AnyPath | str) -> None:
         remote.remove(path)
         return
     if path.is_symlink():
-        raise ValueError(f"{path} is a link, not a checkpoint; remove its target, or unlink it yourself.")
+        raise ValueError(f"{path} is a link, not a checkpoint. Remove its target, or unlink it yourself.")
     atomic_swap.take_away(path)
 
 

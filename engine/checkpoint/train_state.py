@@ -186,7 +186,7 @@ def open_train_state(opened: OpenCheckpoint) -> TrainState:
     """
     if not opened.has(STATE):
         raise ValueError(
-            f"{opened.path} contains weights only, so no run can resume from it: load them into a model before fit."
+            f"{opened.path} contains weights only, so no run can resume from it. Load them into a model before fit."
         )
     return check_form(TrainState, opened.open_part(STATE), opened.path, STATE)
 

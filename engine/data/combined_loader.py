@@ -51,11 +51,11 @@ class CombinedLoader:
         self._running: Iterator[Any] | None = None
         leaves = list(_iter_leaves(iterables, True))
         if not leaves:
-            raise ValueError(f"CombinedLoader({iterables!r}) contains no loader: pass at least one.")
+            raise ValueError(f"CombinedLoader({iterables!r}) contains no loader. Pass at least one.")
         for leaf in leaves:
             if not isinstance(leaf, Iterable) and not hasattr(leaf, "__getitem__"):
                 raise TypeError(
-                    f"CombinedLoader got {leaf!r:.100} ({type(leaf).__name__}), which is not a loader: pass a "
+                    f"CombinedLoader got {leaf!r:.100} ({type(leaf).__name__}), which is not a loader. Pass a "
                     "DataLoader or another iterable of batches."
                 )
         self._flattened = leaves
@@ -68,7 +68,10 @@ class CombinedLoader:
     @flattened.setter
     def flattened(self, iterables: list[Any]) -> None:
         if len(iterables) != len(self._flattened):
-            raise ValueError(f"flattened has {len(iterables)} iterables, but must have {len(self._flattened)}.")
+            raise ValueError(
+                f"flattened has {len(iterables)} iterables, but must have {len(self._flattened)}, as many as the "
+                "CombinedLoader."
+            )
         self.iterables = self.in_form(iterables)
         self._flattened = list(iterables)
 
@@ -83,7 +86,7 @@ class CombinedLoader:
             limits = [limits] * len(self._flattened)
         if limits is not None and len(limits) != len(self._flattened):
             raise ValueError(
-                f"limits has {len(limits)} values, but there are {len(self._flattened)} iterables; set one per "
+                f"limits has {len(limits)} values, but there are {len(self._flattened)} iterables. Set one limit per "
                 "iterable."
             )
         self._limits = limits
@@ -140,7 +143,7 @@ class CombinedLoader:
         limits = map(self.limit_of, range(len(lengths)))
         count = compute_joint_length(self.mode, [find_least(*pair) for pair in zip(lengths, limits, strict=True)])
         if count is None:
-            raise TypeError(f"CombinedLoader(mode={self.mode!r}) has no length: one of its iterables has none.")
+            raise TypeError(f"CombinedLoader(mode={self.mode!r}) has no length, because one of its iterables has none.")
         return count
 
     def reset(self) -> None:
@@ -257,7 +260,7 @@ def read_rows(
             row[number] = next(again, _ENDED)
             if row[number] is _ENDED:
                 raise ValueError(
-                    f"combined loader {number} yields nothing in its pass {passes[number] + 1}, so it can't be cycled: "
-                    "pass an iterable that can be iterated again, or choose another mode."
+                    f"iterable {number} of the CombinedLoader yields nothing in its pass {passes[number] + 1}, so it "
+                    "can't be cycled. Pass an iterable that can be iterated over again, or choose another mode."
                 )
         yield [None if b is _ENDED else b for b in row], [n for n, b in enumerate(row) if b is not _ENDED]

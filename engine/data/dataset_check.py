@@ -57,9 +57,9 @@ def share_data(dataset: Any, world: World) -> bool:
     sketches = world.gather_objects(_sketch_samples(dataset))
     if all(sketch is not None for sketch in sketches) and _are_disjoint(sketches):
         announce(
-            f"{type(dataset).__name__} holds different samples on every rank, so it is already split by rank: each "
-            "rank trains on its own samples. If all ranks should hold the same random data, call seed_everything(seed) "
-            "before it is created."
+            f"{type(dataset).__name__} holds different samples on every rank, so it is already split by rank, and "
+            "each rank trains on its own samples. If all ranks should hold the same random data, call "
+            "seed_everything(seed) before it is created."
         )
         return False
     lengths = [length for length, _ in identities]
@@ -67,9 +67,9 @@ def share_data(dataset: Any, world: World) -> bool:
     if len(set(lengths)) > 1:
         differ = "differ in length (" + ", ".join(f"rank {r}: {length}" for r, length in enumerate(lengths)) + ")"
     raise ValueError(
-        f"the datasets of the ranks {differ}, but one dataset is sharded over the ranks: samples would be missed or "
-        f"seen twice. Build the same {type(dataset).__name__} on every rank: call seed_everything(seed) before random "
-        "data is created or split, and sort what is listed from a directory or a set. If each rank should hold its own "
+        f"the datasets of the ranks {differ}, but a dataset is sharded by index, so samples would be missed or "
+        f"repeated. Build the same {type(dataset).__name__} on every rank: call seed_everything(seed) before random "
+        "data is created or split, and sort the entries of a directory or a set. If each rank should hold its own "
         "share, pass Trainer(use_distributed_sampler=False) or prepare_data_loader(..., shard=False)."
     )
 
@@ -83,8 +83,8 @@ def say_other_length(saved: int | None, current: int | None) -> None:
     """
     if saved is not None and current is not None and saved != current:
         warn(
-            f"the checkpoint was saved within an epoch of {saved:,} samples, but the dataset now has {current:,}: the "
-            "rest of the epoch differs from the uninterrupted run, and samples may be missed or seen twice. To train "
+            f"the checkpoint was saved within an epoch of {saved:,} samples, but the dataset now has {current:,}. The "
+            "rest of the epoch differs from the uninterrupted run, and samples may be missed or repeated. To train "
             "on other data, resume from the end of an epoch."
         )
 

@@ -127,7 +127,7 @@ class JointLoader(Loader):
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
         if any(isinstance(dataloader, Loader) for dataloader in source.flattened):
             raise TypeError(
-                "CombinedLoader contains a prepared loader: combine the DataLoaders themselves, and prepare the result."
+                "CombinedLoader contains a prepared loader. Combine the DataLoaders themselves, and prepare the result."
             )
         # As in evaluation no process is left without a share of a last, short batch: its stand-in would be one part of
         # a batch whose others count.
@@ -163,7 +163,7 @@ class JointLoader(Loader):
             if other is not loader and mine & set(map(id, other._plan.draws.private)):
                 raise ValueError(
                     f"two combined loaders draw from one generator, and {type(loader.source).__name__} does so during "
-                    "the epoch, so neither could be resumed: give each loader a separate generator."
+                    "the epoch, so neither could be resumed. Give each loader a separate generator."
                 )
 
     def _begin(self) -> Iterator[Any]:
@@ -283,7 +283,7 @@ class JointLoader(Loader):
             ValueError: If it was not.
         """
         if text := self._describe_difference(state):
-            raise ValueError(f"{text}: pass the same loaders, or resume with weights only.")
+            raise ValueError(f"{text}. Pass the same loaders, or resume with weights only.")
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
             loader.check(saved)
 

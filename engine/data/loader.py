@@ -86,7 +86,7 @@ class Loader:
     ) -> None:
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise TypeError(
-                f"{source!r} ({type(source).__name__}) is not a loader: pass a DataLoader or another iterable of "
+                f"{source!r} ({type(source).__name__}) is not a loader. Pass a DataLoader or another iterable of "
                 "batches."
             )
         self.source = source
@@ -339,7 +339,7 @@ class Loader:
         if not self._resuming or self.length is None or self.batches < self.length:
             return False
         for _ in self._run(None):  # not only `end_epoch`: a sampler may draw, or a stream change, after its last item
-            raise AssertionError("an epoch that was saved behind its last batch yields another one")
+            raise AssertionError("an epoch that was saved after its last batch yields another batch")
         self._finished = True
         return True
 
@@ -524,9 +524,9 @@ class Loader:
         if isinstance(plan, StreamedBatches):
             if state.get("own") and state["width"] != plan.full and state["order"] is not None:
                 warn(
-                    "the checkpoint was saved within an epoch in which each rank read its own stream, with another "
-                    f"world size. Each rank skips {plan.batches_of(state['items'])} batches, which is exact only if "
-                    "the stream is distributed over the ranks sample by sample."
+                    "the checkpoint was saved with a different world size, within an epoch in which each rank read "
+                    f"its own stream. Each rank skips {plan.batches_of(state['items'])} batches, which is exact only "
+                    "if the stream is distributed over the ranks sample by sample."
                 )
             plan.load_state(state["source"], state.get("first_digest", ""))
             plan.workers = state.get("workers")
@@ -552,7 +552,7 @@ class Loader:
             ValueError: If it was not.
         """
         if text := self._plan.draws.difference(state):
-            raise ValueError(f"{text}: pass the same kind of sampler, or resume with weights only.")
+            raise ValueError(f"{text}. Pass the same kind of sampler, or resume with weights only.")
 
     def reading_state(self) -> dict[str, Any]:
         """Return the state of this rank alone: its dataset's generators, and its position in its own data."""

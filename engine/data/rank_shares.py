@@ -80,7 +80,7 @@ class RankShares:
         defined_counts = [count for count in counts if count is not None]
         if len(defined_counts) == self.size and len(set(defined_counts)) > 1:
             by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-            self._announce(f"each rank reads its own data, of different length (batches of {by_rank})")
+            self._announce(f"each rank reads its own data, and their lengths differ (batches of {by_rank})")
 
     @property
     def batches(self) -> int | None:
@@ -138,7 +138,7 @@ class RankShares:
         if not self._announced:
             self._announced = True
             announce(
-                f"{event}: ranks without data take part with weight 0 until all ranks are done; no sample is lost."
+                f"{event}. Ranks without data take part with weight 0 until all ranks are done, so no sample is lost."
             )
 
 
@@ -168,8 +168,9 @@ def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bo
             f"as each rank's own data. Split it over all {world.size} ranks, or not at all."
         )
     announce(
-        f"{source} yields different {kind} on each rank, so it is treated as already split by rank: each rank trains "
-        "on everything that its own yields. If all ranks should have the same, seed its generator: then it is sharded."
+        f"{source} yields different {kind} on each rank, so it is treated as already split by rank, and each rank "
+        "trains on all of its own batches. If all ranks should read the same data, seed its generator, and the data "
+        "is sharded."
     )
     return False
 
@@ -182,6 +183,6 @@ def _count_samples(share: Share, batch: int) -> int:
 def _make_empty_error(ranks: list[int], source: str) -> ValueError:
     names = ", ".join(map(str, ranks))
     return ValueError(
-        f"{source} yields no batch on rank {names}, but batches on other ranks: a rank without data cannot take part. "
-        "Split the data so that every rank gets some, or use fewer processes."
+        f"{source} yields no batch on rank {names}, but batches on other ranks, and a rank without data cannot take "
+        "part. Split the data so that every rank gets some, or use fewer processes."
     )

@@ -191,8 +191,8 @@ class Draws:
             if changed:
                 name = type(sampler).__name__
                 warn(
-                    f"{name}.{changed[0]} changed from one epoch to the next, but is not saved in a checkpoint: if the "
-                    f"order depends on it, a resumed run has another order. Give {name} state_dict and "
+                    f"{name}.{changed[0]} changed from one epoch to the next, but is not saved in a checkpoint. If "
+                    f"the order depends on it, a resumed run has a different order. Give {name} state_dict and "
                     "load_state_dict, or set_epoch(epoch)."
                 )
                 self._counting = []

@@ -31,15 +31,15 @@ def explain_split(dataset: Any, ranks: int) -> str:
         split = f"datasets.distributed.split_dataset_by_node(dataset, rank, {ranks})"
         shards = getattr(dataset, "num_shards", 0)
         if shards % ranks == 0:
-            return f"Pass {split}: then each rank reads {shards // ranks} of its {shards} shards."
+            return f"Pass {split}, so that each rank reads {shards // ranks} of its {shards} shards."
         return (
-            f"Its {shards} shards cannot be divided evenly: create it from a multiple of {ranks} files or shards, and "
+            f"Its {shards} shards cannot be divided evenly. Create it from a multiple of {ranks} files or shards, and "
             f"pass {split}."
         )
     if library == "webdataset":
         if type(dataset).__name__ == "WebDataset":
-            return "Pass nodesplitter=webdataset.split_by_node to WebDataset: then each rank reads its own shards."
-        return "Put webdataset.split_by_node after the list of shards: then each rank reads its own shards."
+            return "Pass nodesplitter=webdataset.split_by_node to WebDataset, so that each rank reads its own shards."
+        return "Put webdataset.split_by_node after the list of shards, so that each rank reads its own shards."
     return f"Let its __iter__ read only this rank's share, such as files[rank::{ranks}]."
 
 
@@ -81,7 +81,7 @@ def explain_not_repeatable(dataset: Any) -> str:
         dataset: The stream.
     """
     if any(kind.__module__.partition(".")[0] == "streaming" for kind in type(dataset).__mro__):
-        return "StreamingDataset counts its epochs by itself; read it through streaming.StreamingDataLoader"
+        return "StreamingDataset counts its epochs on its own; read it through streaming.StreamingDataLoader"
     if _name_library(dataset) != "webdataset":
         return ""
     for part in iter_parts(dataset):
@@ -89,9 +89,12 @@ def explain_not_repeatable(dataset: Any) -> str:
         if getattr(getattr(part, "f", None), "__name__", "") == "_shuffle":
             seed_arguments = (arguments.get("seed"), arguments.get("rng"), *getattr(part, "args", ())[2:])
             if all(value is None for value in seed_arguments):
-                return "shuffle(n) of WebDataset draws from the clock; give it seed=, or use detshuffle"
+                return "shuffle(n) of WebDataset takes its seed from the clock; set seed=, or use detshuffle"
         if type(part).__name__ == "ResampledShards" and not part.deterministic:
-            return "resampled=True of WebDataset draws from the clock; use ResampledShards(urls, deterministic=True)"
+            return (
+                "resampled=True of WebDataset takes its seed from the clock; use ResampledShards(urls, "
+                "deterministic=True)"
+            )
     return ""
 
 

@@ -288,8 +288,8 @@ class StreamedBatches:
             ValueError: Always.
         """
         raise ValueError(
-            "split_batches=True needs a dataset that can be indexed: the batches of a stream are not split, each goes "
-            "to one process. Divide batch_size by the world size instead."
+            "split_batches=True needs a dataset that can be indexed, because the batches of a stream are not split: "
+            "each goes to one process. Divide batch_size by the world size instead."
         )
 
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
@@ -515,8 +515,8 @@ class StreamedBatches:
         if expected and self.first_digest != expected:
             warn(
                 f"{self._name} does not begin with the same batches as the checkpoint's epoch, so this resume is not "
-                "exact: samples may be lost or repeated. Seed the stream (shuffle(seed=...)), give it state_dict and "
-                "load_state_dict, or resume from the end of an epoch."
+                "exact, and samples may be lost or repeated. Seed the stream (shuffle(seed=...)), give it state_dict "
+                "and load_state_dict, or resume from the end of an epoch."
             )
 
     def state(self, drawn: Draw | None) -> dict[str, Any] | None:
@@ -589,8 +589,8 @@ class StreamedBatches:
         if self.skip and not isinstance(self.source, list | tuple):
             warn(
                 f"{self._explain_rereading()}, so {self.skip} samples are read again and skipped to resume where the "
-                "run stopped. A dataset with state_dict and load_state_dict resumes at once without workers, and with "
-                "workers in torchdata's StatefulDataLoader."
+                "run stopped. A dataset with state_dict and load_state_dict resumes immediately without workers, and "
+                "with workers in torchdata's StatefulDataLoader."
             )
         with self._lend():
             while (batches < self.done if presharded else passed < self.skip) and (read := self._read(source, 1)):

@@ -169,17 +169,19 @@ class Metrics:
         previous = self._entries.get(name)
         if previous is not None and previous.spec is not None:
             raise ValueError(
-                f"{name!r} was logged twice in one stage with different arguments; use another name for one of them."
+                f"{name!r} was logged twice in one stage with different arguments. Use another name for one of them."
             )
         if not isinstance(name, str):
-            raise TypeError(f"the name {name!r} in self.log is a {type(name).__name__}, but must be a str.")
+            raise TypeError(
+                f"the name {name!r} in self.log is a {type(name).__name__}, but must be a str. Pass a string."
+            )
         prog_bar, logger, on_step, on_epoch, reduce_fx = spec
         per_step = self.training and self._entries is self._in_step
         on_step = per_step if on_step is None else on_step
         on_epoch = not per_step if on_epoch is None else on_epoch
         if self._entries is self._in_epoch and on_step:
             raise ValueError(
-                f"{name!r} is logged with on_step=True outside of a batch, so it has no step: omit on_step."
+                f"{name!r} is logged with on_step=True outside of a batch, so it has no step. Omit on_step."
             )
         if not (on_step or on_epoch):
             raise ValueError(
@@ -422,14 +424,14 @@ def _to_number(name: str, value: Any) -> Any:
         if value.numel() == 1:
             return value.reshape(())
         raise ValueError(
-            f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}, but logs one number: log its mean, or "
-            "another reduction of it."
+            f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}, but can log only one number. Log its "
+            "mean, or another reduction."
         )
     try:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(
-            f"self.log({name!r}) got {value!r} ({type(value).__name__}): log a number, a tensor with one element or a "
+            f"self.log({name!r}) got {value!r} ({type(value).__name__}). Log a number, a tensor with one element or a "
             "torchmetrics.Metric."
         ) from None
 
@@ -461,8 +463,8 @@ def _check_names_match(names: list[str], world: World) -> None:
         f"rank {rank} alone: {', '.join(sorted(set(part) - common)) or '(nothing)'}" for rank, part in enumerate(every)
     ]
     raise ValueError(
-        "the processes logged different names, or in a different order, so they cannot be reduced; log the same "
-        f"names on every rank. {'; '.join(odd)}"
+        "the processes logged different names, or logged them in a different order, so the values cannot be reduced "
+        f"({'; '.join(odd)}). Log the same names on every rank."
     )
 
 
@@ -575,7 +577,8 @@ class Entry:
         if self.on_epoch:
             raise ValueError(
                 f"{self.name!r} was logged as two {type(metric).__name__} objects in one epoch, so its value would be "
-                "that of the last one alone. Log one object, kept as an attribute of the task, or use two names."
+                "that of the last object only. Log a single object, kept as an attribute of the task, or use two "
+                "names."
             )
         self.metric = metric
 

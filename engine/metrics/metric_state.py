@@ -99,7 +99,7 @@ def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Modul
         elif owner is not None:
             warn(
                 f"{name!r} was logged as a {type(metric).__name__} that is not an attribute of "
-                f"{type(owner).__name__}, or can't save its state: its state is not in the checkpoint."
+                f"{type(owner).__name__}, or can't save its state, so its state is not in the checkpoint."
             )
     return logged_places
 
@@ -257,6 +257,6 @@ def _share_list(items: list[Any], reduction: Any, world: World) -> list[Any] | N
 def _make_refusal(metric: Any, place: str, before: int, world: World, why: str) -> ValueError:
     return ValueError(
         f"the metric {place!r} ({type(metric).__name__}) was saved by {before} process(es) within an epoch, and its "
-        f"state can't be split over {world.size}: {why}. Resume with {before}, or from a checkpoint of the end of an "
-        "epoch."
+        f"state can't be split over {world.size}: {why}. Resume with {before} process(es), or from a checkpoint saved "
+        "at the end of an epoch."
     )

@@ -236,7 +236,7 @@ class Accumulation:
         if weight is not None:
             if self._unweighted:
                 raise ValueError(
-                    f"backward(weight={weight}), but earlier micro-batches of this group reported no weight: pass "
+                    f"backward(weight={weight}), but earlier micro-batches of this group reported no weight. Pass "
                     "weight= in every micro-batch of a group, or in none."
                 )
             if micro is not None and not micro.samples:
@@ -246,7 +246,7 @@ class Accumulation:
             loss = loss * weight
         elif self._weight is not None:
             raise ValueError(
-                "backward() without weight=, but earlier micro-batches of this group reported a weight: pass weight= "
+                "backward() without weight=, but earlier micro-batches of this group reported a weight. Pass weight= "
                 "in every micro-batch of a group, or in none."
             )
         else:

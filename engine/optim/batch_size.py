@@ -112,8 +112,8 @@ def _check_arguments(
         signature.bind(size, *args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"{body.__name__} was called with arguments that do not fit; find_executable_batch_size passes the "
-            f"batch size as its first one: {error}"
+            f"{body.__name__} was called with wrong arguments ({error}). Omit the batch size, which "
+            "find_executable_batch_size passes as the first argument."
         ) from None
 
 
@@ -202,7 +202,7 @@ def _choose_smaller(size: int, starting: int, reduce: Callable[[], int] | None) 
 def _announce(function: Callable[..., Any], size: int, starting: int, first: int | None) -> None:
     name = getattr(function, "__name__", "the function")
     if first is None:
-        rest = f" The global batch becomes smaller; give {name} a parameter {_ACCUMULATION} to keep its size."
+        rest = f" The global batch becomes smaller. Give {name} a parameter {_ACCUMULATION} to keep its size."
     else:
         steps = -(-first * starting // size)
         unchanged = size * steps == first * starting

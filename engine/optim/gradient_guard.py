@@ -116,10 +116,10 @@ class GradientGuard:
         if self.policy == "raise":
             tool = ""
             if accumulation.world.size > 1:
-                tool = " The reduced gradients do not show the rank: use torch.autograd.detect_anomaly() to find it."
+                tool = " The reduced gradients do not show the rank. Use torch.autograd.detect_anomaly() to find it."
             spoiled = "" if self.immediate or optimizer.guarded else SPOILED
             raise ValueError(
-                f"{problem}.{samples}{tool}{spoiled} Check that batch, lower the learning rate or clip the gradients; "
+                f"{problem}.{samples}{tool}{spoiled} Check that batch, lower the learning rate or clip the gradients. "
                 "Accelerator(on_nonfinite='skip') skips such steps."
             )
         announce(f"{problem}, which is skipped.{samples}")

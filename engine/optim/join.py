@@ -29,8 +29,8 @@ class _JoinedAgreement(Agreement):
     def vote(self, weight: float | Tensor | None) -> None:
         if self._cursor.micro is None:
             raise ValueError(
-                "inside join_uneven_inputs, backward(loss, weight=...) needs batches of a prepared DataLoader: a rank "
-                "that has left the loop can't contribute to the sum of the weights. Leave out weight=."
+                "inside join_uneven_inputs, backward(loss, weight=...) needs batches of a prepared DataLoader, "
+                "because a rank that has left the loop can't contribute to the sum of the weights. Remove weight=."
             )
         super().vote(weight)
 
@@ -53,13 +53,13 @@ def join_uneven_inputs(
         raise TypeError(f"even_batches={even_batches!r} must be True, False or None.")
     if isinstance(joinables, nn.Module) or not isinstance(joinables, Iterable):
         raise TypeError(
-            f"joinables is a {type(joinables).__name__}, but must be a list of prepared models: pass [model]."
+            f"joinables is a {type(joinables).__name__}, but must be a list of prepared models. Pass [model]."
         )
     joinables = list(joinables)
     for value in joinables:
         if not isinstance(value, nn.Module) and not hasattr(value, "step"):
             raise TypeError(
-                f"joinables has a {type(value).__name__}, but may contain only prepared models and optimizers."
+                f"joinables contains a {type(value).__name__}, but may contain only prepared models and optimizers."
             )
     if even_batches or accelerator.world.size == 1:
         yield
@@ -86,7 +86,7 @@ def _catch_up(accelerator: Accelerator) -> None:
         return
     if any(position for _, position in counts):
         warn(
-            "join_uneven_inputs: on some rank the batches ended inside an accumulation group; the gradients of that "
+            "join_uneven_inputs: on some rank, the batches ended inside an accumulation group. The gradients of this "
             "unfinished group are dropped."
         )
         accelerator.drop_gradients()

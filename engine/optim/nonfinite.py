@@ -15,8 +15,8 @@ from ..data import batch_indices
 from ..parameter_names import strip_compile_prefix
 
 SPOILED = (
-    " That step was already applied to the weights in memory: resume from a checkpoint. torch's fused optimizers, such "
-    "as AdamW(..., fused=True), skip such a step."
+    " This step was already applied to the weights in memory. Resume from a checkpoint. torch's fused optimizers, "
+    "such as AdamW(..., fused=True), skip such a step."
 )
 """Added for optimizers that cannot skip a step which the device reports one step later."""
 _MOST_SAMPLES = _MOST_RANKS = 8
@@ -77,7 +77,7 @@ def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings
     bad_inputs = {rank: known for rank, known in evidence.items() if known.has_bad_input}
     samples = list_samples(bad_inputs or evidence)
     if len(evidence) > 1 and not bad_inputs:
-        samples += " The reduced gradients do not show the rank: use callbacks=[NonFiniteWatch()] to find it."
+        samples += " The reduced gradients do not show the rank. Use callbacks=[NonFiniteWatch()] to find it."
     batches = str(last) if first == last else f"{first} to {last}"
     return Findings(f"every loss is finite, but {origin} is not{order}", batches, samples, False)
 
@@ -174,7 +174,7 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
         if indices is not None and tensor.ndim and len(tensor) == len(indices):
             rows = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
             where = f" in {_name_samples([indices[row] for row in rows])}"
-        parts.append(f"{path} holds {kind}{where}")
+        parts.append(f"{path} contains {kind}{where}")
     return "; ".join(parts), bool(bad)
 
 

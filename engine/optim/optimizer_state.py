@@ -111,7 +111,7 @@ def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[st
         if name in shapes and saved_shape != shapes[name]
     ]
     if not lines and _list_group_members(saved["groups"]) != _list_group_members(_name_groups(optimizer, names)):
-        lines.append(f"the parameters are in other groups: {len(saved['groups'])} of them in the checkpoint")
+        lines.append(f"the parameters are in different groups: {len(saved['groups'])} groups in the checkpoint")
     return lines
 
 

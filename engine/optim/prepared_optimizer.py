@@ -85,7 +85,7 @@ class PreparedOptimizer(Optimizer):
     def scaler(self, value: torch.amp.GradScaler | None) -> None:
         if value is not self.accumulation.scaler:
             raise ValueError(
-                "a prepared optimizer's scaler cannot be set, since all share one: set accelerator.scaler."
+                "a prepared optimizer's scaler cannot be set, because all share one. Set accelerator.scaler."
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -214,7 +214,7 @@ class PreparedOptimizer(Optimizer):
 
     def __getstate__(self) -> Any:
         raise TypeError(
-            "a prepared optimizer can't be pickled, as it is bound to its Accelerator: pickle its state_dict()."
+            "a prepared optimizer can't be pickled, because it is bound to its Accelerator. Pickle its state_dict()."
         )
 
 
@@ -266,7 +266,7 @@ class PreparedScheduler:
             self._warn(
                 f"{type(self.scheduler).__name__} has reached total_steps={self.scheduler.total_steps}; the learning "
                 f"rate stays at {self.scheduler.get_last_lr()[0]:.3g}. It advances by {self.advances} per optimizer "
-                "step: increase total_steps."
+                "step. Increase total_steps."
             )
         for _ in range(self.advances):
             # OneCycleLR raises beyond its end, which the last, short batches of epochs can reach.

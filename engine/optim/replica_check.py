@@ -133,4 +133,7 @@ def _describe_other_forms(forms: list[list[str]]) -> str:
         for holder, missing in ((0, sorted({*forms[0]} - {*forms[rank]})), (rank, sorted({*forms[rank]} - {*forms[0]})))
         if missing
     ]
-    return f"the processes do not hold the same parameters: {'; '.join(only) or 'their order differs'}."
+    return (
+        f"the processes do not hold the same parameters: {'; '.join(only) or 'their order differs'}. Build the "
+        "same model on every process."
+    )

@@ -80,7 +80,7 @@ def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOpti
         )
     if lines:
         text += "\nThe saved values are used. Pass schedule='script' to use the script's learning rate and schedule."
-    warn(f"{path} was saved by a run with another optimizer configuration or schedule:\n  {text}")
+    warn(f"{path} was saved by a run with a different optimizer configuration or schedule:\n  {text}")
 
 
 def _compare_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]) -> list[str]:
@@ -135,7 +135,7 @@ def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
         return []
     return [
         f"LambdaLR: lr {_format(before)} in the checkpoint, {_format(rates)} by this script's function at its step "
-        f"{step}. Functions are not saved: the script's is used from the next step on"
+        f"{step}. Functions are not saved, so the script's function is used from the next step on"
     ]
 
 

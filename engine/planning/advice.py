@@ -53,17 +53,17 @@ def _advise_fit(plan: Plan, again: Again) -> str:
         and not candidate.strategy.recomputes_activations
     ):
         with suppress(ValueError):  # the model has no repeated blocks
-            candidate = attempt("compute activations again (activation_checkpointing_policy=True)", recompute=True)
+            candidate = attempt("recompute activations (activation_checkpointing_policy=True)", recompute=True)
     if not candidate.fits and candidate.micro_batch > 1:
         candidate = _shrink_micro_batch(candidate, attempt, plan)
     if candidate.fits:
-        return f"to make it fit, {' and '.join(words)}: then {format_size(candidate.reserved)} are held"
+        return f"to make it fit, {' and '.join(words)}, with {format_size(candidate.reserved)} held"
     states = sum(candidate.states.values())
     tried = f"; {', '.join(words)}: {format_size(candidate.reserved)} still" if words else ""
     if states > candidate.gpu.memory:
-        return f"parameters and optimizer alone are {format_size(states)} per process{tried}. Take more processes."
+        return f"parameters and optimizer alone are {format_size(states)} per process{tried}. Use more processes."
     return (
-        f"nothing simple makes it fit{tried}. Take a smaller micro-batch or shorter samples, more processes, or share "
+        f"nothing simple makes it fit{tried}. Use a smaller micro-batch, shorter samples or more processes, or share "
         "the work on one sample (tensor_parallel_size)."
     )
 
@@ -77,7 +77,7 @@ def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Pla
     while samples * 2 < candidate.micro_batch and samples * 2 * sample_bytes <= room:
         samples *= 2
     times = max(1, round(plan.micro_batch * plan.accumulate / samples))
-    return attempt(f"take micro-batches of {samples}, {times} accumulated", micro_batch=samples, accumulate=times)
+    return attempt(f"use micro-batches of {samples}, {times} accumulated", micro_batch=samples, accumulate=times)
 
 
 def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:

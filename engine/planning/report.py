@@ -12,14 +12,14 @@ from .plan import Plan
 
 _LABEL = 12
 _BARS = "▁▂▃▄▅▆▇█"
-_NAMES = {ACTIVATIONS: "activations", PARAMETERS: "parameters and buffers", "gathered": "gathered and to send"}
+_NAMES = {ACTIVATIONS: "activations", PARAMETERS: "parameters and buffers", "gathered": "communication buffers"}
 
 CHECKED = (
     "step times against torchtitan's published H100 runs: Llama 8B on 8 GPUs (fitted), on 64 and 128, 70B on 256; "
     "see docs/plan.md for how far off each was. Counts and bytes against real processes."
 )
 UNCHECKED = "No step like this one was among them, so the band is wide."
-FURTHER = "Nobody published such runs past 512 GPUs: there the time is an extrapolation, and the band wider."
+FURTHER = "No such runs are published for more than 512 GPUs, so the time is an extrapolation and the band is wider."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +121,9 @@ def _describe_batch(plan: Plan) -> str:
 def _describe_steps(plan: Plan, schedule: Schedule) -> str:
     epoch_text = "" if schedule.per_epoch is None else f"{schedule.per_epoch:,} per epoch"
     if schedule.samples is not None and schedule.samples < plan.samples:
-        epoch_text += f", which has no more than {schedule.samples:,} samples"
+        epoch_text += f", which has only {schedule.samples:,} samples"
     if schedule.steps is None:
-        unknown = "how many is not known: say how long with --max-steps, or --samples and --max-epochs"
+        unknown = "number unknown: set --max-steps, or --samples and --max-epochs"
         return f"{epoch_text}; {unknown}" if epoch_text else unknown
     return f"{schedule.steps:,} in all" + (epoch_text and f", {epoch_text}")
 
@@ -138,8 +138,8 @@ def _describe_checkpoint(plan: Plan) -> str:
 def _describe_fit(plan: Plan) -> str:
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     return (
-        f"{verdict}: of {format_size(plan.gpu.memory)} per process {format_size(plan.peak)} at the peak, "
-        f"with the allocator's share about {format_size(plan.reserved)}"
+        f"{verdict}: {format_size(plan.peak)} of {format_size(plan.gpu.memory)} per process at the peak, about "
+        f"{format_size(plan.reserved)} with the allocator's share"
     )
 
 
@@ -163,9 +163,9 @@ def _describe_time(plan: Plan) -> str:
     share = plan.flops / likely / plan.gpu.half
     peak = "less than 1%" if share < 0.01 else f"{share:.0%}"
     return (
-        f"{format_duration(low)} to {format_duration(high)}, "
-        f"{format_rounded(plan.samples / high)} to {format_rounded(plan.samples / low)} samples per second; "
-        f"{peak} of the peak arithmetic, what is computed again included"
+        f"{format_duration(low)} to {format_duration(high)}, {format_rounded(plan.samples / high)} to "
+        f"{format_rounded(plan.samples / low)} samples per second; {peak} of the peak arithmetic, recomputation "
+        "included"
     )
 
 
@@ -174,8 +174,8 @@ def _describe_bound(plan: Plan) -> str:
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (
-            f"bound by the host, which sends {plan.launched:,} operations in {format_rounded(low)} to "
-            f"{format_rounded(high)} us each (a guess); the GPU needs {format_duration(plan.seconds)} for them"
+            f"bound by the host, which launches {plan.launched:,} operations in {format_rounded(low)} to "
+            f"{format_rounded(high)} us each (an estimate); the GPU needs {format_duration(plan.seconds)} for them"
         )
     shares = sorted(((seconds / plan.seconds, category) for category, seconds in plan.spent.items()), reverse=True)
     return ", ".join(f"{share:.0%} {category}" for share, category in shares if share >= 0.005)

@@ -61,7 +61,10 @@ class Deadline:
         following.start()
         if not self._over.wait(self._seconds):
             number = signal.SIGTERM if first == _HEARD or first == getattr(signal, "SIGUSR1", None) else first
-            text = f"grace={self._seconds:g} s after the signal have passed: ending; resume from the latest checkpoint"
+            text = (
+                f"grace={self._seconds:g} s have passed since the signal, so the process ends now. Resume from the "
+                "latest checkpoint."
+            )
             with contextlib.suppress(OSError):
                 os.write(2, f"treadle: {text}\n".encode())
             end_at_once(128 + number)

@@ -243,7 +243,7 @@ class Preemption:
             self._accelerator.watchdog.awaits_others = False
         self._speaks = self._accelerator.world.claim("leaves before the first step")  # others may not get the signal
         if self._speaks:
-            _say(f"{self.caught.name} ends the run before its first step, so nothing has to be saved")
+            _say(f"{self.caught.name} ends the run before its first step, so there is nothing to save")
         self._agreed = self.caught
         self.leave()
 
@@ -258,7 +258,7 @@ class Preemption:
             self._interrupted_at = time.monotonic()
             if self._accelerator.is_main_process:
                 last_action = "step, where the run is saved" if self.interrupts else "save"
-                _say(f"Ctrl-C: the run ends after this {last_action}; press Ctrl-C again to end it at once")
+                _say(f"Ctrl-C: the run ends after this {last_action}; press Ctrl-C again to end it immediately")
             if self.interrupts:
                 self._set(signal.SIGINT)
             handler = self._replaced[signal.SIGINT]
@@ -347,7 +347,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
     if accelerator.num_processes > 1 and accelerator.watchdog is None:
         raise ValueError(
             f"preemptible() with {accelerator.num_processes} processes needs torch 2.8 or newer, but this is "
-            f"{torch.__version__}. Upgrade torch, or leave it out: signals then end the run without a save."
+            f"{torch.__version__}. Upgrade torch. Without preemptible(), signals end the run without a save."
         )
     seconds = None if grace is None else parse_duration("grace", grace).total_seconds()
     preemption = Preemption(accelerator, seconds)

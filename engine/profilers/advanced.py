@@ -45,11 +45,11 @@ class AdvancedProfiler(Profiler):
         super().__init__(dirpath, filename)
         if isinstance(line_count_restriction, bool) or not isinstance(line_count_restriction, int | float):
             raise TypeError(
-                f"line_count_restriction={line_count_restriction!r} must be a number, or a share up to 1.0."
+                f"line_count_restriction={line_count_restriction!r} must be a number, or a fraction up to 1.0."
             )
         if line_count_restriction < 0 or (isinstance(line_count_restriction, float) and line_count_restriction > 1):
             raise ValueError(
-                f"line_count_restriction={line_count_restriction!r} must be a number, or a share up to 1.0."
+                f"line_count_restriction={line_count_restriction!r} must be a number, or a fraction up to 1.0."
             )
         self.line_count_restriction = line_count_restriction
         self.dump_stats = dump_stats
@@ -94,7 +94,9 @@ class AdvancedProfiler(Profiler):
             ValueError: If it is not running.
         """
         if action_name not in self._running:
-            raise ValueError(f"stop({action_name!r}) without a running action of this name: call start first.")
+            raise ValueError(
+                f"stop({action_name!r}) was called, but no action of this name is running. Call start first."
+            )
         self.profiled_actions[self._running[-1]].disable()
         place = len(self._running) - 1 - self._running[::-1].index(action_name)
         del self._running[place]

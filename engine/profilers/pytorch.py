@@ -78,7 +78,7 @@ class PyTorchProfiler(Profiler):
         _check_names("PyTorchProfiler", profiler_kwargs, torch.profiler.profile.__init__, ("self",))
         self.plan = profiler_kwargs.pop("schedule", schedule(wait=1, warmup=1, active=3, repeat=1))
         if self.plan is not None and not (callable(self.plan) and isinstance(self.plan(0), ProfilerAction)):
-            raise TypeError(f"schedule={self.plan!r} must be what torch.profiler.schedule(...) returns, or None.")
+            raise TypeError(f"schedule={self.plan!r} must be a result of torch.profiler.schedule(...), or None.")
         self.on_trace_ready: Callable[..., Any] | None = profiler_kwargs.pop("on_trace_ready", None)
         if group_by_input_shapes:
             profiler_kwargs["record_shapes"] = True
@@ -120,7 +120,9 @@ class PyTorchProfiler(Profiler):
         self.traces, self._table, self._steps, self._running = [], "", 0, []
         if self.emit_nvtx:
             if not torch.cuda.is_available():
-                raise ValueError("PyTorchProfiler(emit_nvtx=True) needs a CUDA device, but this process has none.")
+                raise ValueError(
+                    "PyTorchProfiler(emit_nvtx=True) needs a CUDA device, but this process has none. Remove emit_nvtx."
+                )
             self.profiler = torch.autograd.profiler.emit_nvtx(**_select_nvtx_options(self.profiler_kwargs))
         else:
             self.profiler = torch.profiler.profile(
@@ -153,7 +155,7 @@ class PyTorchProfiler(Profiler):
             if self._running[place][0] == action_name:
                 self._running.pop(place)[1].__exit__(None, None, None)
                 return
-        raise ValueError(f"stop({action_name!r}) without a running action of this name: call start first.")
+        raise ValueError(f"stop({action_name!r}) was called, but no action of this name is running. Call start first.")
 
     def step(self) -> None:
         """Advance the schedule; see `Profiler.step`."""

@@ -92,7 +92,9 @@ class SimpleProfiler(Profiler):
         while place >= 0 and running[place][0] != action_name:
             place -= 1
         if place < 0:
-            raise ValueError(f"stop({action_name!r}) without a running action of this name: call start first.")
+            raise ValueError(
+                f"stop({action_name!r}) was called, but no action of this name is running. Call start first."
+            )
         _, begun, span = running.pop(place)
         took = end - begun
         exclusive = took - self._inner.pop(place)
@@ -129,7 +131,9 @@ class SimpleProfiler(Profiler):
         on_device = self._clock is not None
         lines = [f"{title}: {_format_seconds(elapsed)}", *table(self.actions, elapsed, self.extended, on_device)]
         if self.device is not None and self.device.type != "cpu" and not on_device:
-            lines.append(f"The process runs ahead of {self.device.type}: these times cover launching and waiting only.")
+            lines.append(
+                f"The process runs ahead of {self.device.type}, so these times cover only launching and waiting."
+            )
         if words := verdict(self.actions, self.advice, on_device):
             lines.append(words)
         return "\n".join(lines)

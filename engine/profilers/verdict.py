@@ -9,11 +9,11 @@ ENOUGH = 0.2
 
 COMPUTING = ("forward", "backward", "optimizer", "zero_grad", "clip", "agree", "test_step", "predict_step")
 _KINDS = {
-    "data": ("waits for data", "read and transform it in more, or other, processes"),
-    "transfer": ("moves batches to the device", "DataLoader(pin_memory=True) lets the copy run beside the computation"),
-    "logging": ("reduces and writes what is logged", "a larger log_every_n_steps, or fewer values, makes it rarer"),
-    "validation": ("validates", "a larger val_check_interval, or limit_val_batches, makes it shorter"),
-    "checkpoint": ("saves checkpoints", "saving less often, or ModelCheckpoint(async_save=True), makes it shorter"),
+    "data": ("waits for data", "load it in more processes, or make the transforms faster"),
+    "transfer": ("moves batches to the device", "DataLoader(pin_memory=True) overlaps the copy with the computation"),
+    "logging": ("reduces and writes logged values", "raise log_every_n_steps, or log fewer values"),
+    "validation": ("validates", "raise val_check_interval, or set limit_val_batches"),
+    "checkpoint": ("saves checkpoints", "save less often, or use ModelCheckpoint(async_save=True)"),
 }
 
 
@@ -91,7 +91,7 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
     text = f"Verdict: {subject} computes {_to_percent(spent['computing'] / total)} of the time"
     if worst:
         does = _KINDS[worst][0] if worst in _KINDS else f"is in {worst}"
-        text += f"; next, it {does} {_to_percent(others[worst] / total)} of it"
+        text += f" and {does} {_to_percent(others[worst] / total)} of it"
     return text + "."
 
 

@@ -60,7 +60,7 @@ def fetch_from_store(source: RemotePath, folder: Path) -> Path:
         return folder / source.name
     names = source.files()
     if not names:
-        raise ValueError(f"{source} does not exist, or has no files.")
+        raise ValueError(f"{source} does not exist or is empty.")
     for name in names:
         (source / name).download(folder / name)
     return folder
@@ -107,7 +107,7 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
         parts = urllib.parse.urlsplit(url)
         path = Path(urllib.parse.unquote(parts.path))
         if parts.netloc not in ("", "localhost") or not path.is_file():
-            raise ValueError(f"{url} is not a file of this machine.")
+            raise ValueError(f"{url} is not a file on this machine.")
         check_digest(path, sha256)
         return path
     target = folder / "weights"
@@ -163,5 +163,5 @@ def _parse_digest(sha256: object) -> str:
 def _compare(place: object, actual: str, expected: str) -> None:
     if actual != expected:
         raise ValueError(
-            f"{place} has the sha256 {actual}, not {expected}. It is another file; nothing in it was read."
+            f"{place} has the sha256 {actual}, not {expected}. It is a different file, and nothing in it was read."
         )

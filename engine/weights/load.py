@@ -139,8 +139,8 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
     if empty or is_dispatched(unwrapped):
         lacking = abbreviate(empty) if empty else "some of its weights"
         raise ValueError(
-            f"load_weights: the model has no memory for {lacking}, since it was built empty, or spread over devices. "
-            "Use load_checkpoint_and_dispatch, or call model.to_empty(device=...) first."
+            f"load_weights: the model has no memory for {lacking}, because it was built empty or is spread over "
+            "devices. Use load_checkpoint_and_dispatch, or call model.to_empty(device=...) first."
         )
     return unwrapped
 
@@ -186,7 +186,8 @@ def _compare(
     ]
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     raise ValueError(
-        f"{source.place} contains another model's weights:\n  "
+        f"{source.place} contains the weights of a different model:\n"
+        "  "
         + "\n  ".join(line[:300] for line in lines[:30])
         + more
         + f"\nTo load what fits, pass strict=False.{_suggest_prefix(weights, targets)}"
@@ -208,10 +209,10 @@ def _unwrap_hook(hook: Any) -> Any:
 
 
 def _say_left_out(place: str, *left: tuple[str, ...]) -> None:
-    words = ("not in it, so the model keeps its own", "not in the model", "of another shape")
+    words = ("Missing in the source, so the model keeps its values", "Not in the model", "Of a different shape")
     reasons = [f"{word}: {abbreviate(list(names))}" for word, names in zip(words, left, strict=True) if names]
     if reasons:
-        warn(f"load_weights({place!r}, strict=False) left out what is {'; '.join(reasons)}.")
+        warn(f"load_weights({place!r}, strict=False) did not load all weights. {'. '.join(reasons)}.")
 
 
 def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, model_names: set[str]) -> dict[str, Any]:
@@ -223,7 +224,7 @@ def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, m
         values = _strip_wrappers(values, model_names)
     elif not any(name.startswith(prefix) for name in values):
         raise ValueError(
-            f"{source.place}: no name begins with prefix={prefix!r}; its names are {abbreviate(list(values))}."
+            f"{source.place}: no name begins with prefix={prefix!r}. Its names are {abbreviate(list(values))}."
         )
     for name, value in values.items():
         if prefix is not None and not name.startswith(prefix):
@@ -234,7 +235,7 @@ def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, m
         if not isinstance(new, str):
             raise TypeError(f"rename({name!r:.100}) must be a name or None, not {new!r:.100}.")
         if new in result:
-            raise ValueError(f"{source.place}: prefix and rename map two names to {new!r:.100}; make them distinct.")
+            raise ValueError(f"{source.place}: prefix and rename map two names to {new!r:.100}. Make them distinct.")
         result[new] = value
     return result
 

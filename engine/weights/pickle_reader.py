@@ -163,8 +163,8 @@ def _make_name(module: Any, name: Any) -> Name:
     root = module.partition(".")[0]
     if root in _HARMFUL or (root == "builtins" and name not in _PLAIN_BUILTINS):
         raise ValueError(
-            f"it asks to run {module}.{name}, which is not data: the file was made to attack those who load it. "
-            "Nothing in it was run. Delete it, and get the weights elsewhere, as safetensors if possible"
+            f"it asks to run {module}.{name}, which is not data. The file was made to attack programs that load it. "
+            "Nothing in it was run. Delete it, and get the weights from another source, as safetensors if possible"
         )
     return Name(sys.intern(f"{module}.{name}"))
 

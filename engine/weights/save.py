@@ -64,7 +64,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     if safe:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
             raise TypeError(
-                f"safe_serialization=True got a {type(obj).__name__}, but writes only a dict of tensors by name."
+                f"safe_serialization=True got a {type(obj).__name__}, but supports only a dict of tensors by name."
             )
         _check(obj, any_dtype=False)
         tensors, aliases = split_tied(obj)
@@ -216,7 +216,7 @@ def refuse_checkpoint(directory: AnyPath) -> None:
     """
     if (directory / MANIFEST).is_file():
         raise ValueError(
-            f"{directory} is a checkpoint (it has a {MANIFEST}), and files written into it would destroy it: choose "
+            f"{directory} is a checkpoint (it has a {MANIFEST}), and files written into it would destroy it. Choose "
             "another folder."
         )
 
@@ -225,7 +225,7 @@ def _check(tensors: Mapping[str, Tensor], any_dtype: bool) -> None:
     """Check that all tensors can be written, before the first is."""
     for name, tensor in tensors.items():
         if is_sharded(tensor):
-            raise TypeError(f"{name} is one process's shard of a tensor: save accelerator.get_state_dict(model).")
+            raise TypeError(f"{name} is one process's shard of a tensor. Save accelerator.get_state_dict(model).")
         check_tensor(tensor, name, any_dtype=any_dtype)
 
 
@@ -343,12 +343,12 @@ def make_readable(value: Any, place: str) -> Any:
         items = [make_readable(item, f"{place}.{number}") for number, item in enumerate(value)]
         return value if _has_identical_items(value, items) else kind(items)
     if is_sharded(value):
-        raise TypeError(f"{place} is one process's shard of a tensor; save accelerator.get_state_dict(model).")
+        raise TypeError(f"{place} is one process's shard of a tensor. Save accelerator.get_state_dict(model).")
     for refused, advice in _ADVICE.items():
         if isinstance(value, refused):
             raise TypeError(
-                f"{place} is a {kind.__name__}, which torch.load(weights_only=True) does not load: {advice}, or leave "
-                "it out."
+                f"{place} is a {kind.__name__}, which torch.load(weights_only=True) does not load. To fix this, "
+                f"{advice}, or remove it."
             )
     return value
 

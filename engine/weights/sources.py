@@ -39,7 +39,7 @@ _USUAL = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bi
 _OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "numpy", b"\x1f\x8b": "gzip"}
 _MAX_INDEX_BYTES = 32 * 2**20  # some 300,000 tensors
 _ACCEPTED_SOURCES = (
-    "Weights are a checkpoint of Treadle (a folder with a manifest.json), a safetensors file, a file of torch.save, "
+    "Pass a checkpoint of Treadle (a folder with a manifest.json), a safetensors file, a file written by torch.save, "
     "or a folder with these"
 )
 
@@ -132,12 +132,12 @@ def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
         find_again(path)
         if path.is_dir():
             if sha256 is not None:
-                raise ValueError("sha256= is the digest of one file, but this is a folder; pass the file")
+                raise ValueError("sha256= is the digest of one file, but this is a folder. Pass the file")
             return _open_folder(path, digests)
         assert isinstance(path, Path)
         if not path.is_file():
             raise ValueError(
-                f"{'is not a plain file' if os.path.lexists(path) else 'does not exist'}. {_ACCEPTED_SOURCES}"
+                f"it {'is not a plain file' if os.path.lexists(path) else 'does not exist'}. {_ACCEPTED_SOURCES}"
             )
         if sha256 is not None:
             check_digest(path, sha256)
@@ -164,12 +164,12 @@ def _open_folder(path: AnyPath, digests: bool) -> Opened:
     names = filesystem.list_names(path)
     if ".metadata" in names:
         raise ValueError(
-            "is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle that can run code. If you "
-            "trust it, convert it to one file with `python -m torch.distributed.checkpoint.format_utils "
+            "it is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle that can run code. If "
+            "you trust it, convert it to one file with `python -m torch.distributed.checkpoint.format_utils "
             "dcp_to_torch FOLDER FILE` (Lightning: `python -m lightning.pytorch.utilities.consolidate_checkpoint`)"
         )
     if "zero_to_fp32.py" in names:
-        raise ValueError("is a checkpoint of DeepSpeed; convert it to one file with its own zero_to_fp32.py")
+        raise ValueError("it is a checkpoint of DeepSpeed. Convert it to one file with its own zero_to_fp32.py")
     candidates = [name for name in _USUAL if name in names][:1]
     for ending in (".index.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
         candidates = candidates or [name for name in names if name.endswith(ending)]
@@ -177,9 +177,9 @@ def _open_folder(path: AnyPath, digests: bool) -> Opened:
         problem = (
             f"more than one file of weights: {', '.join(candidates[:8])}"
             if candidates
-            else f"no weights; it has {names[:8]}"
+            else f"no weights (its files: {names[:8]})"
         )
-        raise ValueError(f"contains {problem}. {_ACCEPTED_SOURCES if not candidates else 'Pass the file'}")
+        raise ValueError(f"it contains {problem}. {_ACCEPTED_SOURCES if not candidates else 'Pass the file'}")
     return _open(path / candidates[0], None, digests=digests)
 
 
@@ -188,23 +188,23 @@ def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     document = filesystem.read_json(path.resolve(), _MAX_INDEX_BYTES)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise ValueError("is not an index: it has no weight_map of tensors to files")
+        raise ValueError("it is not an index, since it has no weight_map of tensors to files")
     weights: dict[str, Any] = {}
     others: dict[str, Any] = {}
     names_by_file: dict[str, set[str]] = {}
     for file in dict.fromkeys(places.values()):
         if file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file or "\0" in file:
-            raise ValueError(f"{file!r:.80} is not the name of a file beside it")
+            raise ValueError(f"it lists {file!r:.80}, which is not the name of a file next to it")
         if not (path.parent / file).is_file():
             lost = [name[:80] for name, place in places.items() if place == file]
-            raise ValueError(f"names {file[:80]}, which is missing beside it, for {abbreviate(lost)}")
+            raise ValueError(f"it lists {file[:80]}, which is missing next to it, for {abbreviate(lost)}")
         inside, beside, _ = _open_file(path.parent / file)
         names_by_file[file] = set(inside)
         weights |= {name: piece for name, piece in inside.items() if places.get(name) == file}
         others |= beside
     lost = [name for name, file in places.items() if name not in names_by_file[file]]
     if lost:
-        raise ValueError(f"names tensors that are not in their files: {abbreviate(lost)}")
+        raise ValueError(f"it lists tensors that are not in their files: {abbreviate(lost)}")
     return weights, others
 
 
@@ -218,7 +218,9 @@ def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | 
         file = TorchFile(path)
         return (*read_state_dict(file), file)
     if head[257:262] == b"ustar":
-        raise ValueError(f"{path} is a tar archive of torch.save before 2016; save it again with a newer torch")
+        raise ValueError(
+            f"{path} is a tar archive, the format of torch.save before 2016. Save it again with a newer torch"
+        )
     format_name = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
     problem = f"is a {format_name} file" if format_name else "is empty" if not head else "has an unknown format"
     raise ValueError(f"{path} {problem}. {_ACCEPTED_SOURCES}.")
@@ -235,7 +237,7 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     document = file.reader.container(file.document)
     if not isinstance(document, dict):
-        raise ValueError(f"it contains {_name_kind(document)}, not a dict of tensors; save model.state_dict()")
+        raise ValueError(f"it contains {_name_kind(document)}, not a dict of tensors. Save model.state_dict()")
     key = next((key for key in _STATE_KEYS if isinstance(file.reader.container(document.get(key)), dict)), "")
     before = set(file.reader.dropped)
     state = file.reader.mapping(document[key] if key else document, key)
@@ -249,7 +251,7 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"its weights are not all tensors: {abbreviate([w[:120] for w in wrong])}")
     if not weights and not key:
         raise ValueError(
-            f"it has no tensors by name, nor under {', '.join(_STATE_KEYS)}. It contains "
+            f"it has no tensors by name, neither at the top level nor under {', '.join(_STATE_KEYS)}. It contains "
             f"{abbreviate([str(name)[:60] for name in document])}{_describe_module(document)}"
         )
     return weights, others
@@ -262,7 +264,7 @@ def _name_kind(document: Any) -> str:
 def _describe_module(document: dict[Any, Any]) -> str:
     objects = [f"{key} is a {value.name}" for key, value in document.items() if hasattr(value, "name")]
     return (
-        f" ({abbreviate(objects)}, an object that only its own program can create): save its state_dict()"
+        f" ({abbreviate(objects)}, an object that only its own program can create). Save its state_dict()"
         if objects
         else ""
     )

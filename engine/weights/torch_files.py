@@ -160,7 +160,7 @@ class TorchFile:
                     self._places[name.removeprefix(f"{root}/data/")] = _locate_entry(file, entry, size)
                 order = self._read_small(file, f"{root}/byteorder", 16) or b"little"
                 if order.strip() != b"little":
-                    raise ValueError("it was written by a big-endian machine; save it again as safetensors")
+                    raise ValueError("it was written by a big-endian machine. Save it again as safetensors")
                 data = self._read_small(file, f"{root}/data.pkl", pickle_reader.MAX_BYTES)
         except (zipfile.BadZipFile, struct.error, EOFError, NotImplementedError) as error:
             raise ValueError(f"it is a damaged archive: {error}") from error
@@ -178,10 +178,10 @@ class TorchFile:
         # Mapped, so that only what the pickles take up is read; they come first.
         with mmap.mmap(file.fileno(), min(size, pickle_reader.MAX_BYTES), access=mmap.ACCESS_READ) as stream:
             if pickle_reader.read(stream) != _MAGIC or pickle_reader.read(stream) != _LEGACY_VERSION:
-                raise ValueError("it is a pickle, but not a file of torch.save; save weights as safetensors")
+                raise ValueError("it is a pickle that torch.save did not write. Save the weights as safetensors")
             system = pickle_reader.read(stream)
             if not isinstance(system, dict) or system.get("little_endian") is not True:
-                raise ValueError("it was written by a big-endian machine; save it again as safetensors")
+                raise ValueError("it was written by a big-endian machine. Save it again as safetensors")
             document, keys = pickle_reader.read(stream), pickle_reader.read(stream)
             if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
                 raise ValueError("its list of storages is damaged")
@@ -237,14 +237,14 @@ def _read_directory_bytes(file: Any, size: int) -> int:
 def _check_entries(listed: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
     entries = {entry.filename: entry for entry in listed}
     if any("/code/__torch__" in name or name.endswith("/constants.pkl") for name in entries):
-        raise ValueError("it is a TorchScript program; save its state_dict() as safetensors instead")
+        raise ValueError("it is a TorchScript program. Save its state_dict() as safetensors instead")
     if len(entries) != len(listed):
         raise ValueError("two of its entries have the same name")
     for name, entry in entries.items():
         if name.startswith("/") or "\\" in name or ".." in name.split("/") or entry.orig_filename != name:
             raise ValueError(f"its entry {name!r:.60} has a name that leads elsewhere")
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-            raise ValueError(f"its entry {name!r:.60} is compressed or encrypted, as torch.save never writes")
+            raise ValueError(f"its entry {name!r:.60} is compressed or encrypted, which torch.save never does")
     return entries
 
 
@@ -252,7 +252,7 @@ def _find_root(entries: dict[str, zipfile.ZipInfo]) -> str:
     roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]
     if len(roots) != 1:
         content = "numpy arrays" if any(name.endswith(".npy") for name in entries) else "no data.pkl"
-        raise ValueError(f"it is a zip archive with {content}, but not a file of torch.save")
+        raise ValueError(f"it is a zip archive with {content}, which torch.save did not write")
     return roots[0]
 
 
@@ -260,7 +260,7 @@ def _locate_entry(file: Any, entry: zipfile.ZipInfo, size: int) -> tuple[int, in
     file.seek(entry.header_offset)
     head = file.read(30)
     if head[:4] != b"PK\x03\x04":
-        raise ValueError(f"its entry {entry.filename!r:.60} is not where its list says")
+        raise ValueError(f"its entry {entry.filename!r:.60} is not at the position that the archive's directory states")
     start = entry.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
     if start + entry.file_size > size:
         raise ValueError(f"its entry {entry.filename!r:.60} was cut short")
@@ -303,7 +303,7 @@ def _build_view_v3(
     reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
 ) -> View:
     if any(more) or not isinstance(dtype, torch.dtype | pickle_reader.Name):
-        raise Unknown("a tensor of no dtype")
+        raise Unknown("a tensor without a dtype")
     resolved_dtype = dtype if isinstance(dtype, torch.dtype) else reader.data(dtype)
     return _build_view(reader, storage, offset, shape, stride, dtype=resolved_dtype)
 

@@ -41,7 +41,7 @@ def synchronise(module: nn.Module, world: World) -> None:
     # torch's SyncBatchNorm refuses the CPU, up to 2.13 at least.
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
     if isinstance(module, _BatchNorm):
-        raise ValueError("sync_batchnorm=True, but the model itself is a BatchNorm layer: put it inside a module.")
+        raise ValueError("sync_batchnorm=True, but the model itself is a BatchNorm layer. Put it inside a module.")
     replacements: dict[nn.Module, nn.Module] = {}
     for name, parent in list(module.named_modules()):
         for child_name, child in list(parent._modules.items()):
@@ -51,7 +51,7 @@ def synchronise(module: nn.Module, world: World) -> None:
                 layer_name = f"{name}.{child_name}" if name else child_name
                 raise ValueError(
                     f"sync_batchnorm=True supports BatchNorm1d, 2d and 3d, but {layer_name} is a "
-                    f"{type(child).__name__}. Use one of these classes, or synchronize it yourself."
+                    f"{type(child).__name__}. Use one of these classes, or synchronize the layer yourself."
                 )
             if child not in replacements:
                 replacements[child] = _convert_layer(kind, child, world.group)
@@ -72,7 +72,9 @@ class GlobalBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"the input has {input.dim()} dimensions, but batch normalization needs at least 2.")
+            raise ValueError(
+                f"batch normalization needs an input with at least 2 dimensions, but got one with {input.dim()}."
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the input; see ``torch.nn.SyncBatchNorm``.
@@ -113,7 +115,9 @@ class _Normalise(torch.autograd.Function):
         means, deviations, counts = rank_stats[:, :channels], rank_stats[:, channels:-1], rank_stats[:, -1:]
         total = counts.sum()
         if total < 2:
-            raise ValueError("batch normalization needs more than one value per channel over all processes to train.")
+            raise ValueError(
+                "batch normalization can't train on a single value per channel over all processes. Use a larger batch."
+            )
         mean = (means * counts).sum(0) / total
         # From each process's own mean: the difference of two sums of squares would lose half of the digits.
         var = (deviations + counts * (means - mean).square()).sum(0) / total

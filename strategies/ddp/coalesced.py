@@ -76,7 +76,10 @@ def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor |
         return None
     parameters = list(dict.fromkeys(parameters))
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
-        raise ValueError("sparse gradients can't be averaged on demand: create the embedding with sparse=False.")
+        raise ValueError(
+            "sparse gradients can't be averaged with automatic_optimization=False. Create the embedding with "
+            "sparse=False."
+        )
     holders = torch.tensor([*(float(parameter.grad is not None) for parameter in parameters), 0.0], device=world.device)
     if note is not None:
         holders[-1] = note

@@ -43,13 +43,13 @@ class CommHook:
             )
         if self.hook is None and (self.wrapper is not None or state):
             argument = "comm_state" if self.wrapper is None else "comm_wrapper"
-            raise ValueError(f"{argument} needs a comm_hook, but none is set: pass comm_hook=, or leave it out.")
+            raise ValueError(f"{argument} needs a comm_hook, but none is set. Set comm_hook, or remove {argument}.")
         if self.hook in ("fp16", "bf16") and state:
-            raise ValueError(f"comm_hook={str(self.hook)!r} has no state: leave out comm_state={state!r}.")
+            raise ValueError(f"comm_hook={str(self.hook)!r} has no state. Remove comm_state={state!r}.")
         if getattr(self.hook, "__name__", "") == "post_localSGD_hook":
             raise ValueError(
-                "comm_hook=post_localSGD_hook only stops the reduction; use DDP(local_sgd_steps=K, local_sgd_start=S), "
-                "which averages the parameters as well."
+                "comm_hook=post_localSGD_hook only stops the reduction. Use DDP(local_sgd_steps=K, "
+                "local_sgd_start=S), which averages the parameters as well."
             )
 
     def __bool__(self) -> bool:
@@ -84,7 +84,7 @@ class CommHook:
 
         if self.hook == "bf16":
             return default_hooks.bf16_compress_hook, world.group
-        announce("PowerSGD's error memory is not saved in checkpoints: a resumed run starts with an empty one")
+        announce("PowerSGD's error memory is not saved in checkpoints, so a resumed run starts with an empty one")
         if self.state is not None and not isinstance(self.state, dict):
             return powerSGD_hook.powerSGD_hook, self.state
         # torch's epsilon is 0, with which a gradient that is all zero becomes NaN.

@@ -200,7 +200,7 @@ class DDP(Strategy):
             for clash in (name for name, on in clashes.items() if on):
                 raise ValueError(
                     f"local_sgd_steps={self.local_steps.every} contradicts {clash}, which communicates in every step. "
-                    "Leave out one of them."
+                    "Remove one of them."
                 )
 
     def attach(self, world: World, precision: Precision) -> None:
@@ -217,7 +217,7 @@ class DDP(Strategy):
         if self.local_steps is not None and precision.scaled:
             raise ValueError(
                 f"local_sgd_steps={self.local_steps.every} can't be combined with float16's loss scale, since each "
-                "process would skip different steps: use bf16, or leave it out."
+                "process would skip different steps. Use bf16, or remove local_sgd_steps."
             )
         requested = {"comm_hook": self.comm_hook, "zero": self.zero, "local_sgd_steps": self.local_steps}
         ineffective = [name for name, value in requested.items() if value]
@@ -266,8 +266,8 @@ class DDP(Strategy):
             return super().wrap(module)
         if self.comm_hook or self.local_steps is not None:
             raise ValueError(
-                "DDP(comm_hook=..., local_sgd_steps=...) can't be combined with automatic_optimization=False: leave "
-                "them out."
+                "DDP(comm_hook=..., local_sgd_steps=...) can't be combined with automatic_optimization=False. Remove "
+                "them."
             )
         self.place(module)
         if self.sync_batchnorm:
@@ -301,7 +301,9 @@ class DDP(Strategy):
             self._shards[optimizer] = Shards(optimizer, self.world)
         if self.local_steps is not None:
             if self._local_optimizer not in (None, optimizer):
-                raise ValueError("local_sgd_steps supports one optimizer, but there are several: leave it out.")
+                raise ValueError(
+                    "local_sgd_steps supports only one optimizer, but there are several. Remove local_sgd_steps."
+                )
             self._local_optimizer = optimizer
             optimizer.register_step_post_hook(self._finish_step)
         return optimizer
@@ -345,8 +347,8 @@ class DDP(Strategy):
             return
         if not replica.can_skip_reduction():
             raise ValueError(
-                "static_graph=True needs a reduction in the first backward, so no_sync can't be used before it. Leave "
-                "out static_graph, or no_sync for the first step."
+                "static_graph=True needs a reduction in the first backward, so no_sync can't be used before it. "
+                "Remove static_graph, or skip no_sync in the first step."
             )
         before = replica.require_backward_grad_sync
         replica.apart += 1
@@ -367,7 +369,8 @@ class DDP(Strategy):
         if replica.find_unused_parameters or replica.static_graph:
             option = "static_graph" if replica.static_graph else "find_unused_parameters"
             raise ValueError(
-                f"{option}=True reads the graph in forward, which is too late for a forward in no_sync: leave it out."
+                f"{option}=True reads the graph in forward, and this forward ran in no_sync. Remove {option}, or run "
+                "forward outside no_sync."
             )
         before = replica.require_backward_grad_sync
         replica.require_backward_grad_sync = True  # type: ignore[assignment]
@@ -381,7 +384,7 @@ class DDP(Strategy):
         """See `Strategy.steps_apart`."""
         if self.zero or self.local_steps is not None:
             option = "zero=True" if self.zero else "local_sgd_steps"
-            raise ValueError(f"DDP({option}) exchanges parameters in each step: leave it out to use LocalSGD.")
+            raise ValueError(f"DDP({option}) exchanges parameters in each step. Remove it to use LocalSGD.")
         return self.no_sync(module)
 
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -487,7 +490,7 @@ class DDP(Strategy):
             "sync_batchnorm": self.sync_batchnorm,
         }
         for name in (name for name, value in settings.items() if value):
-            raise ValueError(f"DDP({name}=...) is not supported in a plan; leave it out to plan the rest.")
+            raise ValueError(f"DDP({name}=...) is not supported in a plan. Remove it to plan the rest.")
         from torch.utils._python_dispatch import _disable_current_modes
 
         cap = self.options["bucket_cap_mb"]
@@ -544,7 +547,7 @@ def _resolve_aliases(arguments: dict[str, Any], aliased: dict[str, Any]) -> None
             valid = [*inspect.signature(DDP.__init__).parameters, *_ALIASES]
             raise TypeError(f"DDP() has no argument {alias!r}.{nearest(alias, set(valid) - {'self', 'other'})}")
         if value is not None and arguments[name] is not None:
-            raise ValueError(f"{alias}= is another name of {name}=; pass one of them.")
+            raise ValueError(f"{alias}= is another name of {name}=. Pass only one of them.")
         arguments[name] = value if value is not None else arguments[name]
 
 

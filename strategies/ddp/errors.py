@@ -34,13 +34,13 @@ def _unused_parameter_error(names: list[str], finds_unused: bool) -> ValueError:
     problem = f"no gradient reached these parameters, so this step's gradients were not reduced: {shown or 'unknown'}."
     if finds_unused:
         return ValueError(
-            f"{problem} find_unused_parameters=True skips only parameters that the model's output does not depend on; "
-            "the output depends on these, or the loss does not use that output. Compute the loss from the output of "
+            f"{problem} find_unused_parameters=True skips only parameters that the model's output does not depend on. "
+            "The output depends on these, or the loss does not use that output. Compute the loss from the output of "
             "the prepared model."
         )
     return ValueError(
         f"{problem} If they are unused in some steps on purpose, use strategy='ddp_find_unused_parameters_true' or "
-        "DDP(find_unused_parameters=True); if they are never used, freeze them with requires_grad_(False). If they "
+        "DDP(find_unused_parameters=True). If they are never used, freeze them with requires_grad_(False). If they "
         "should be used, compute the loss from the complete output of the prepared model."
     )
 
@@ -48,6 +48,6 @@ def _unused_parameter_error(names: list[str], finds_unused: bool) -> ValueError:
 def _ready_twice_error(name: str) -> ValueError:
     return ValueError(
         f"the gradient of {name} was ready twice in one backward. This happens if layers are used more than once and "
-        "checkpointed with use_reentrant=True: pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If every "
-        "step computes the same graph, DDP(static_graph=True) permits it too."
+        "checkpointed with use_reentrant=True. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If "
+        "every step computes the same graph, DDP(static_graph=True) permits it too."
     )

@@ -112,5 +112,7 @@ def parse_local_steps(every: Any, start: Any) -> LocalSteps | None:
         if value is not None:
             check_int(name, value, least)
     if every is None and start:
-        raise ValueError(f"local_sgd_start={start} needs local_sgd_steps, the steps between two averages.")
+        raise ValueError(
+            f"local_sgd_start={start} needs local_sgd_steps, the number of steps between two averages. Set it."
+        )
     return None if every is None else LocalSteps(every, start)

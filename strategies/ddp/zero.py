@@ -34,7 +34,7 @@ class Shards:
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("zero=True does not support LBFGS, which treats its parameters as one; use zero=False.")
+            raise ValueError("zero=True does not support LBFGS, which treats its parameters as one. Use zero=False.")
         self.world = world
         self.owner: dict[Tensor, int] = {}
         self._load = [0] * world.size

@@ -155,8 +155,8 @@ class _Examination:
             socket.getaddrinfo(host, None)  # torch would try again until the limit
         except OSError as error:
             raise ValueError(
-                f"MASTER_ADDR={host!r} does not resolve on {socket.gethostname()} ({error}); set the address of rank "
-                "0's machine"
+                f"MASTER_ADDR={host!r} does not resolve on {socket.gethostname()} ({error}). Set it to the address of "
+                "rank 0's machine."
             ) from None
         if address is None and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             # Rank zero keeps the store. Torch's own rendezvous would wait in it for all ranks, and name none.
@@ -183,7 +183,7 @@ class _Examination:
         """
         rank, size = self.launched.rank, self.launched.world_size
         if store.add(f"arrivals of {rank}", 1) > 1:
-            raise ValueError(f"another process is rank {rank} of {size} too; set a different RANK for each process")
+            raise ValueError(f"another process is also rank {rank} of {size}. Set a different RANK for each process.")
         store.set(f"facts of {rank}", json.dumps(facts))
         if rank == 0 or not self._await(store, "roll"):
             names = [f"facts of {other}" for other in range(size)]
@@ -195,7 +195,7 @@ class _Examination:
             ]
             store.set("roll", json.dumps([other for other in range(size) if not present[other]]))
         elif not self._await(store, "roll"):
-            raise RuntimeError("rank 0 has reported, but not which ranks are missing")
+            raise RuntimeError("rank 0 reported, but did not state which ranks are missing")
         self.missing = json.loads(store.get("roll"))
 
     def _await_keys(self, store: dist.Store, names: list[str]) -> list[bool]:
@@ -298,4 +298,4 @@ def _describe_failed_meeting(launched: LaunchEnvironment, error: Exception, limi
     text = str(error).strip().split("\n")[0]
     if launched.rank == 0 or isinstance(error, ValueError):
         return text
-    return f"rank 0 or the launcher, which keeps the store, did not answer within {limit:g} s: {text}"
+    return f"rank 0 or the launcher, which keeps the store, did not respond within {limit:g} s: {text}"

@@ -94,7 +94,9 @@ def _judge_presence(ranks: list[Facts], size: int, launched: LaunchEnvironment |
     hosts = list(dict.fromkeys(facts["host"] for facts in ranks))
     place = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} machines"
     if missing:
-        absent = f"{format_ranks(missing)} of {size} did not report: not started, stuck, or unable to reach MASTER_ADDR"
+        absent = (
+            f"{format_ranks(missing)} of {size} did not report: not started, hanging, or unable to reach MASTER_ADDR"
+        )
         return Finding(FAULT, "ranks", absent)
     if launched is None:
         return Finding(GOOD, "ranks", f"this process alone, {place}")
@@ -145,9 +147,7 @@ def _judge_system(facts: Facts) -> Finding:
     name, release = facts["system"]["name"], facts["system"]["release"]
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
     if name == "Linux" and numbers < _OLDEST_LINUX:
-        return Finding(
-            NOTE, "system", f"Linux {release}: processes may hang on kernels older than 5.5. Upgrade the kernel."
-        )
+        return Finding(NOTE, "system", f"Linux {release}: processes may hang on a kernel older than 5.5. Upgrade it.")
     return Finding(GOOD, "system", f"{name} {release}")
 
 
@@ -160,9 +160,9 @@ def _judge_cpus(facts: Facts) -> Finding:
     if "OMP_NUM_THREADS" in environment:
         text += f" (OMP_NUM_THREADS={environment['OMP_NUM_THREADS']})"
     if cpu["threads"] * local_ranks > max(usable, local_ranks):
-        return Finding(NOTE, "CPUs", f"{text}: {local_ranks} ranks slow each other down. Set OMP_NUM_THREADS lower.")
+        return Finding(NOTE, "CPUs", f"{text}: {local_ranks} ranks slow each other down. Lower OMP_NUM_THREADS.")
     if usable < local_ranks:
-        return Finding(NOTE, "CPUs", f"{text}: fewer than the {local_ranks} ranks of this machine.")
+        return Finding(NOTE, "CPUs", f"{text}: fewer CPUs than this machine's {local_ranks} ranks.")
     return Finding(GOOD, "CPUs", text)
 
 
@@ -179,7 +179,7 @@ def _judge_devices(facts: Facts) -> Finding:
     cuda = devices["cuda"]
     if not cuda:
         if devices["files"] and visible != "":
-            text = "torch sees no CUDA device, but this machine has an NVIDIA driver: compare its version with torch's"
+            text = "torch sees no CUDA device, but this machine has an NVIDIA driver. Compare its version with torch's"
             return Finding(FAULT, "devices", f"{text} CUDA.")
         hidden = ", hidden by CUDA_VISIBLE_DEVICES=''" if devices["files"] else ""
         return Finding(GOOD, "devices", f"{'mps' if devices['mps'] else 'CPU only'}{hidden}")
@@ -208,7 +208,7 @@ def _judge_backends(facts: Facts) -> Finding:
     text = ", ".join(f"{name} {version}".strip() for name, version in backends.items())
     absent = [name for name in ("gloo", *(["nccl"] if cuda else [])) if name not in backends]
     if absent:
-        return Finding(FAULT, "backends", f"torch was built without {' and '.join(absent)}; it has {text or 'none'}.")
+        return Finding(FAULT, "backends", f"torch was built without {' and '.join(absent)}. It has {text or 'none'}.")
     return Finding(GOOD, "backends", text)
 
 
@@ -217,7 +217,7 @@ def _judge_limits(facts: Facts) -> Finding:
     text = f"open files {'unlimited' if files < 0 else files}"
     text += f", locked memory {'unlimited' if memory < 0 else format_bytes(memory)}"
     if 0 <= files < _FEW_FILES:
-        return Finding(NOTE, "limits", f"{text}: many data workers need more files; see `ulimit -n`.")
+        return Finding(NOTE, "limits", f"{text}: too few for many data workers. Raise the limit with `ulimit -n`.")
     return Finding(GOOD, "limits", text)
 
 
@@ -227,7 +227,7 @@ def _judge_start_method(facts: Facts) -> Finding:
 
 def _judge_port(facts: Facts) -> Finding:
     if facts["free port"] is None:
-        return Finding(FAULT, "ports", "the system has no free port to listen on at 127.0.0.1.")
+        return Finding(FAULT, "ports", "there is no free port at 127.0.0.1.")
     return Finding(GOOD, "ports", "free ports are available")
 
 
@@ -247,14 +247,14 @@ def _folder_judge(name: str) -> Callable[[Facts], Finding]:
         space = f"{where}{format_bytes(free)} of {format_bytes(folder['total'])} free"
         if name == "/dev/shm":
             if free < _SMALL_SHM:
-                hint = "data workers die of a bus error; docker run --shm-size=8g, or --ipc=host"
+                hint = "data workers crash with a bus error. Use docker run --shm-size=8g, or --ipc=host"
                 return Finding(FAULT, name, f"{space}: {hint}.")
             return Finding(NOTE if free < _MODEST_SHM else GOOD, name, space)
         if free < _FULL_DISK:
-            return Finding(FAULT, name, f"{space}: too little space for checkpoints.")
+            return Finding(FAULT, name, f"{space}: too little for checkpoints.")
         if name == "temp folder" and len(folder["path"]) > _LONGEST_TEMP:
-            text = "too long for the sockets of data workers under `treadle launch` or devices=; set TMPDIR"
-            return Finding(NOTE, name, f"{where}{text} to at most {_LONGEST_TEMP} letters.")
+            text = "too long for the sockets of data workers under `treadle launch` or devices=. Set TMPDIR to a path"
+            return Finding(NOTE, name, f"{where}{text} of at most {_LONGEST_TEMP} characters.")
         return Finding(NOTE if free < _MODEST_DISK else GOOD, name, space)
 
     return judge_folder
@@ -287,15 +287,15 @@ def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> It
                 yield (
                     FAULT,
                     f"RANK={env['RANK']}, WORLD_SIZE={env.get('WORLD_SIZE')} contradict "
-                    f"{rank_name}={env.get(rank_name)}, {size_name}={other_size}. Treadle uses RANK; unset it where "
-                    "srun or mpirun starts the ranks.",
+                    f"{rank_name}={env.get(rank_name)}, {size_name}={other_size}. Treadle uses RANK. Unset it if srun "
+                    "or mpirun starts the ranks.",
                 )
     address = env.get("MASTER_ADDR", "")
     if launched is not None and launched.node_count > 1 and (address == "localhost" or address.startswith("127.")):
         yield (
             FAULT,
-            f"MASTER_ADDR={address} is a loopback address, but the run has {launched.node_count} machines. Set the "
-            "address of rank 0's machine.",
+            f"MASTER_ADDR={address} is a loopback address, but the run has {launched.node_count} machines. Set it to "
+            "the address of rank 0's machine.",
         )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         # NCCL takes prefixes, "^" for all others and "=" for an exact name.
@@ -303,13 +303,19 @@ def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> It
         unknown = [part for part in wanted if not any(other.startswith(part) for other in facts["interfaces"])]
         if unknown and not env[name].startswith("^"):
             existing = ", ".join(facts["interfaces"])
-            yield FAULT, f"{name}={env[name]}: this machine has no interface {', '.join(unknown)}, only {existing}."
+            yield (
+                FAULT,
+                f"{name}={env[name]}, but this machine has no interface {', '.join(unknown)}. It has {existing}.",
+            )
     for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE"):
         if env.get(name) == "1" and facts["devices"]["cuda"]:
-            yield NOTE, f"{name}=1 makes collectives slower; unset it unless it is needed."
+            yield NOTE, f"{name}=1 makes collectives slower. Unset it unless it is needed."
     ignored = [f"{name}={env[name]}" for name, default in _OF_ACCELERATE.items() if env.get(name, default) != default]
     if ignored:
-        yield NOTE, f"{', '.join(ignored)}: not read by Treadle. Pass the argument to Accelerator(...) or Trainer(...)."
+        yield (
+            NOTE,
+            f"Treadle does not read {', '.join(ignored)}. Pass the argument to Accelerator(...) or Trainer(...).",
+        )
 
 
 def _judge_measurements(measured: Facts) -> Iterator[Finding]:

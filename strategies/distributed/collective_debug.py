@@ -144,8 +144,8 @@ class Meeting:
             verdict = self._compare(number) if last else self._await(number)
         except dist.DistNetworkError as error:
             raise DistributedOperationException(
-                f"{call}: the store in which the processes compare their calls is not available ({error}); the process "
-                "that keeps it, usually rank 0, has ended."
+                f"{call}: the store in which the processes compare their calls is not available ({error}). The "
+                "process that keeps it, usually rank 0, has ended."
             ) from None
         kind, text = verdict[:1], verdict[1:]
         if kind == _NOTE:
@@ -208,7 +208,7 @@ class Meeting:
             if entry and entry[0] >= number
         }
         absent = {
-            rank: f"missing; its last call was {entry[1]}" if entry else "missing; it has made no call so far"
+            rank: f"missing; its last call was {entry[1]}" if entry else "missing; it has not made a call yet"
             for rank, entry in zip(self._ranks, last_calls, strict=True)
             if not entry or entry[0] < number
         }
@@ -216,8 +216,8 @@ class Meeting:
             f"{named_ranks(list(absent))} did not make a call that needs all processes within {self._timeout:g} s:\n"
             f"{describe_calls({**arrived, **absent})}\n"
             "A call that only some processes make (`if accelerator.is_main_process:`) never ends. A process may also "
-            "have failed, wait in another call (a backward pass of DDP), or need more time: TREADLE_DEBUG_TIMEOUT sets "
-            f"the seconds.{_quote_note(self._note)}"
+            "have failed, wait in another call (a backward pass of DDP), or need more time. TREADLE_DEBUG_TIMEOUT "
+            f"sets the timeout in seconds.{_quote_note(self._note)}"
         )
 
 
@@ -245,15 +245,16 @@ def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> s
         return _MATCHING
     if equal["the call"] and equal["the tensor"] and calls[0].operation.split()[0] in _MAY_STAND_APART:
         return (
-            f"{_NOTE}The processes make the call {calls[0].operation} from different lines:\n{listed}\n"
-            "If this is not intended, some process left out a call."
+            f"{_NOTE}The processes make the call {calls[0].operation} from different lines:\n"
+            f"{listed}\n"
+            "If this is not intended, a process skipped a call."
         )
     differ = " and ".join(aspect for aspect, is_equal in equal.items() if not is_equal)
     advice = (
-        "Dtypes and shapes must be the same: pad_across_processes makes shapes equal; gather supports different "
-        "lengths in dimension 0."
+        "Dtypes and shapes must be the same. Call pad_across_processes to make shapes equal. gather supports "
+        "different lengths in dimension 0."
         if equal["the call"] and equal["the line"]
-        else "All processes must make the same calls in the same order: look for a call under a condition that holds "
+        else "All processes must make the same calls in the same order. Look for a call under a condition that holds "
         "only on some of them."
     )
     return f"{_DIFFERENT}the processes make calls that differ in {differ}:\n{listed}\n{advice}{_quote_note(note)}"

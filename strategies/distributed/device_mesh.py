@@ -49,16 +49,17 @@ class Layout:
         """
         data, left = divmod(world_size, self.tensor)
         if left:
-            raise ValueError(f"tensor_parallel_size={self.tensor} does not divide the world size, {world_size}.")
+            raise ValueError(f"tensor_parallel_size={self.tensor} must divide the world size, {world_size}.")
         if self.data not in ("auto", data):
             raise ValueError(
-                f"data_parallel_size={self.data} times tensor_parallel_size={self.tensor} is not the world size, "
-                f"{world_size}. Leave data_parallel_size at 'auto'."
+                f"data_parallel_size={self.data} times tensor_parallel_size={self.tensor} must be the world size, "
+                f"{world_size}. Use data_parallel_size='auto'."
             )
         shard, left = divmod(data, self.replicate)
         if left:
             raise ValueError(
-                f"data_parallel_replicate={self.replicate} does not divide the {data} processes that share the data."
+                f"data_parallel_replicate={self.replicate} must divide {data}, the number of processes that share the "
+                "data."
             )
         sizes = {REPLICATE: self.replicate, SHARD: shard, TENSOR: self.tensor}
         return {name: size for name, size in sizes.items() if name == SHARD or size > 1}

@@ -78,9 +78,11 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
     if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in chosen):
         raise ValueError(f"devices={devices!r}: {rule}.")
     if not chosen or len(set(chosen)) != len(chosen):
-        raise ValueError(f"devices={devices!r} is empty or has a device twice: {rule}.")
+        raise ValueError(f"devices={devices!r} is empty or lists a device twice: {rule}.")
     if available is not None and max(chosen) >= available:
-        raise ValueError(f"devices={devices!r}, but torch sees {available} CUDA device(s), numbered from 0.")
+        raise ValueError(
+            f"devices={devices!r}, but torch sees {available} CUDA device(s), numbered from 0. Choose from these."
+        )
     if kind == "mps" and len(chosen) > 1:
-        raise ValueError(f"devices={devices!r}, but a machine has only one MPS device; use devices=1.")
+        raise ValueError(f"devices={devices!r}, but a machine has only one MPS device. Use devices=1.")
     return chosen

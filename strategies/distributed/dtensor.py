@@ -96,7 +96,7 @@ def piece_of(tensor: Any) -> Piece:
         TypeError: If it is a term of a sum, which has to be added up first.
     """
     if any(placement.is_partial() for placement in tensor.placements):
-        raise TypeError(f"a tensor placed as {tensor.placements} has no values yet: redistribute it first.")
+        raise TypeError(f"a tensor placed as {tensor.placements} has no values yet. Redistribute it first.")
     mesh = tensor.device_mesh
     copies = [at for at, p in zip(mesh.get_coordinate(), tensor.placements, strict=True) if p.is_replicate()]
     # Where it lies on a part of a larger grid, each such part has a copy; that of rank zero is the first.

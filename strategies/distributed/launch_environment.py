@@ -145,8 +145,8 @@ class LaunchEnvironment:
             )
         if num_nodes not in (1, self.node_count):
             raise ValueError(
-                f"num_nodes={num_nodes}, but the launcher started {self.node_count} machine(s). Leave num_nodes out, "
-                f"or start {machines.format(num_nodes)}."
+                f"num_nodes={num_nodes}, but the launcher started {self.node_count} machine(s). Remove num_nodes, or "
+                f"start {machines.format(num_nodes)}."
             )
 
     def device_index(self, device_indices: list[int], visible_count: int | None) -> int:
@@ -177,9 +177,9 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
         if name not in env:
             assignments = ", ".join(f"{n}={env[n]}" for n in _TORCHRUN if n in env)
             raise ValueError(
-                f"{name} is not set, but {assignments} is: a launch environment is complete or absent. "
-                "Start with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, "
-                f"or unset {assignments.split('=')[0]}."
+                f"{name} is not set, but {assignments} is. A launch environment must be complete or absent. Start "
+                "with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset "
+                f"{assignments.split('=')[0]}."
             )
     size = _parse_number(env, "WORLD_SIZE", low=1)
     rank = _parse_number(env, "RANK", low=0, high=size - 1)
@@ -188,7 +188,9 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     local_rank = _parse_number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else 0
     if local_rank >= local_size:
         size_text = f"={local_size}" if "LOCAL_WORLD_SIZE" in env else ", which is not set and defaults to 1"
-        raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{size_text}.")
+        raise ValueError(
+            f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{size_text}. Set both, as torchrun does."
+        )
     if is_ray_worker(env):
         # torchrun's and our supervisor's variables may be those of the script that connected to Ray.
         device, _, index = env.get("ACCELERATE_TORCH_DEVICE", "").partition(":")
@@ -247,8 +249,8 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
         return None  # free to start more processes on its machine
     if "SLURM_HET_SIZE" in env:
         raise ValueError(
-            f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']} is not supported: each component of a heterogeneous job numbers "
-            "its tasks from 0. Start torchrun in each component, or submit a job with one component."
+            f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']} is not supported, because each component of a heterogeneous job "
+            "numbers its tasks from 0. Start torchrun in each component, or submit a job with one component."
         )
     shares, nodes, hosts = (
         _find_set_name(env, f"SLURM_STEP_{name}", f"SLURM_{name}")
@@ -260,7 +262,7 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
     per_node = task_counts(env[shares], shares)
     count = _parse_number(env, nodes, low=1)
     if len(per_node) != count or sum(per_node) != size:
-        raise ValueError(f"{shares}={env[shares]} does not agree with {nodes}={count} and {tasks}={size}.")
+        raise ValueError(f"{shares}={env[shares]} contradicts {nodes}={count} and {tasks}={size}.")
     node = _parse_number(env, "SLURM_NODEID", low=0, high=count - 1)
     if _is_slurm_batch(env, per_node[node]):
         return None
@@ -320,7 +322,7 @@ def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ValueError(f"{name}={text!r} is not of the form '2(x3),1'.")
+            raise ValueError(f"{name}={text!r} must have the form '2(x3),1'.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -338,7 +340,7 @@ def host_names(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     hosts = [host for item in items for host in _expand_host(item)]
     if not hosts or ",".join(items) != text or not all(re.fullmatch(r"[\w.:-]+", host) for host in hosts):
-        raise ValueError(f"{name}={text!r} is not of the form 'n[1-3,07-09],m5'.")
+        raise ValueError(f"{name}={text!r} must have the form 'n[1-3,07-09],m5'.")
     return hosts
 
 
@@ -364,8 +366,8 @@ def _check_all_set(env: Mapping[str, str], names: tuple[str, ...], assignment: s
     for name in names:
         if name not in env:
             raise ValueError(
-                f"{name} is not set, but {assignment} is: a launch environment is complete or absent. "
-                f"Start with `{start}`, export {name}, or unset {assignment.split('=')[0]}."
+                f"{name} is not set, but {assignment} is. A launch environment must be complete or absent. Start with "
+                f"`{start}`, export {name}, or unset {assignment.split('=')[0]}."
             )
 
 
@@ -406,13 +408,13 @@ class DebugEnvironment:
 
 
 def _parse_number(env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
-    bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
     try:
         value = int(env[name])
     except ValueError:
-        raise ValueError(f"{name}={env[name]!r} is not a whole number; it must be {bounds}.") from None
+        raise ValueError(f"{name}={env[name]!r} must be a whole number {bounds}.") from None
     if value < low or (high is not None and value > high):
-        raise ValueError(f"{name}={value} is out of range; it must be {bounds}.")
+        raise ValueError(f"{name}={value} must be a whole number {bounds}.")
     return value
 
 

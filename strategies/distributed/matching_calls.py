@@ -157,10 +157,7 @@ class Arrivals:
                     raise RuntimeError(self._describe_missing(call, missing, current_time - start_time))
                 if missing and not warned and current_time >= start_time + _FIRST_WORD:
                     warned = True
-                    warn(
-                        f"{call} has waited {current_time - start_time:.0f} s for {_name_ranks(missing)}, "
-                        "which has not called it yet."
-                    )
+                    warn(f"{call} has waited {current_time - start_time:.0f} s for {_name_ranks(missing)} to call it.")
                 next_look = current_time + 1.0
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05 + self._size / 5000)
@@ -201,7 +198,7 @@ class Arrivals:
         if standing.get(rank, (None, 0.0))[0] != count:
             standing[rank] = count, current_time
         return (
-            "has continued, and waits in a later step or exchange"
+            "has continued and waits in a later step or exchange"
             if current_time - standing[rank][1] >= _STANDING
             else ""
         )
@@ -219,9 +216,9 @@ class Arrivals:
             for reason in dict.fromkeys(missing.values())
         )
         return (
-            f"{call} needs all processes, but {_name_ranks(arrived_ranks)} called it and {reasons}. Call it on "
-            "every rank, not under `if trainer.is_global_zero:` or `if accelerator.is_main_process:`; each file is "
-            "still written only once."
+            f"{call} needs all processes, but {_name_ranks(arrived_ranks)} called it and {reasons}. Call it on every "
+            "rank, not under `if trainer.is_global_zero:` or `if accelerator.is_main_process:`. Each file is still "
+            "written only once."
         )
 
 

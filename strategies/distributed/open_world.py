@@ -54,8 +54,8 @@ def open_world(
     if launched is None:
         if num_nodes != 1:
             raise ValueError(
-                f"num_nodes={num_nodes} needs a launcher on every machine: run "
-                f"`treadle launch --nnodes {num_nodes} --rdzv-endpoint HOST:PORT script.py` on each."
+                f"num_nodes={num_nodes} needs a launcher on every machine. Run `treadle launch --nnodes {num_nodes} "
+                "--rdzv-endpoint HOST:PORT script.py` on each."
             )
         if device_indices is None:
             count = torch.cuda.device_count() if kind == "cuda" and spread and supervisor.has_script() else 1

@@ -57,10 +57,10 @@ def connect(
         ValueError: If ``address``, ``backend`` or an existing group can't be used, or if rank 0 has other versions.
     """
     if backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}; use 'gloo'.")
+        raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}. Use 'gloo'.")
     if dist.is_initialized() and backend is not None and backend not in dist.get_backend_config():
         raise ValueError(
-            f"backend={backend!r}, but the existing process group uses {dist.get_backend_config()}; leave backend out."
+            f"backend={backend!r}, but the existing process group uses {dist.get_backend_config()}. Remove backend."
         )
     if not dist.is_initialized():
         spare_lines.clear()  # of a group that has ended
@@ -153,8 +153,8 @@ def _check_versions(store: dist.Store, rank: int) -> None:
         store.set("versions", local_versions)
     elif (rank_zero_versions := store.get("versions").decode()) != local_versions:
         raise ValueError(
-            f"rank {rank} runs {local_versions} (on {socket.gethostname()}), "
-            f"but rank 0 runs {rank_zero_versions}: install the same versions."
+            f"rank {rank} runs {local_versions} (on {socket.gethostname()}), but rank 0 runs {rank_zero_versions}. "
+            "Install the same versions."
         )
 
 
@@ -260,8 +260,8 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
         socket.getaddrinfo(host, port)  # torch would try again until the timeout
     except OSError as error:
         raise ValueError(
-            f"the address of rank 0, {host!r}, is unknown to this machine ({error}). Set MASTER_ADDR to an address of "
-            "the machine of rank 0."
+            f"this machine can't resolve the address of rank 0, {host!r} ({error}). Set MASTER_ADDR to an address of "
+            "rank 0's machine."
         ) from None
     try:
         return dist.TCPStore(
@@ -271,7 +271,7 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
         if rank != 0:
             raise
         raise ValueError(
-            f"rank 0 can't listen on port {port} ({error}). Set MASTER_PORT to a free port, on all processes."
+            f"rank 0 can't listen on port {port} ({error}). Set MASTER_PORT to a free port on all processes."
         ) from None
 
 

@@ -45,7 +45,7 @@ class Attempts:
         launched = LaunchEnvironment.read()
         if launched is None:
             raise ValueError(
-                "the processes were not started by a launcher that Treadle supports, so they could not be reconnected "
+                "the processes were not started by a launcher that Treadle supports, so they can't be reconnected "
                 "after a failure. Start them with torchrun or `treadle launch`."
             )
         self._device = current_world().device.type if dist.is_initialized() else None
@@ -134,7 +134,7 @@ class Attempts:
             silent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
             raise RuntimeError(
                 f"rank(s) {', '.join(map(str, silent))} did not report the result of this attempt within "
-                f"{limit.total_seconds():g} s: they may wait in a collective that can't be aborted."
+                f"{limit.total_seconds():g} s. They may be waiting in a collective that can't be aborted."
             ) from None
         return [self._store.get(name).decode() for name in names]
 

@@ -223,7 +223,7 @@ class Uncaught:
         except RuntimeError:
             self.store = None  # torch prints a warning of many lines for each further question
             if is_consequence(error) and not is_agent_store() and not self._gone:
-                self._gone = f"treadle: rank 0 of {self.size} has ended first, and with it the store of the run\n"
+                self._gone = f"treadle: rank 0 of {self.size} ended first. It kept the store of the run\n"
             return None
 
     def _await_cause(self) -> str:
@@ -235,9 +235,9 @@ class Uncaught:
             # A supervisor of Treadle's names them with their exit status, unless that is one of success.
             if (late or not self._supervised) and (gone := self._find_gone()):
                 return "".join(
-                    f"treadle: rank {rank} of {self.size} has ended first, without an error in Python: process {pid} "
-                    "was killed by a signal, left by os._exit or sys.exit, or reached the end of its script, while "
-                    "this rank makes a call that needs all ranks\n"
+                    f"treadle: rank {rank} of {self.size} ended first, without a Python error: process {pid} was "
+                    "killed by a signal, exited through os._exit or sys.exit, or reached the end of its script, "
+                    "while this rank was in a call that needs all ranks\n"
                     for rank, pid in gone.items()
                 )
             if late:

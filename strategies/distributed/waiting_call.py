@@ -26,8 +26,8 @@ _PAIRWISE = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _WORLDS = (f"{__package__}.world", f"{__package__}.collective_debug", "contextlib")
 _ADVICE = (
-    "All ranks must make the same calls in the same order: look for one under a condition that holds on some ranks "
-    "only, such as `if trainer.is_global_zero:` or `if accelerator.is_main_process:`, and call it on every rank."
+    "All ranks must make the same calls in the same order. Look for a call under a condition that holds only on some "
+    "ranks, such as `if trainer.is_global_zero:` or `if accelerator.is_main_process:`, and call it on every rank."
 )
 
 
@@ -134,7 +134,7 @@ def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
     if len(kinds) < 2 or "" in kinds:
         return ""
     lines = describe_calls({rank: call.words for rank, call in calls.items()})
-    return f"the ranks wait in calls that do not match, so none of them can end:\n{lines}\n{_ADVICE}"
+    return f"the ranks wait in calls that do not match, so none of these calls can end:\n{lines}\n{_ADVICE}"
 
 
 def describe_calls(words: Mapping[int, str]) -> str:

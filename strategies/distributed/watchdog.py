@@ -291,10 +291,10 @@ class Watchdog:
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
-        condition = f"has not answered for {self.limit:g} s and may be stopped"
+        condition = f"has not responded for {self.limit:g} s and may be stopped"
         if self._keeper is not None and is_alive(self._keeper):  # to fetch its stacks would let it go on
             condition = f"{explain_silence(self._keeper)}, process {self._keeper}"
-        _say(f"{keeper} {condition}. It keeps the store of the run, so rank {self.rank} leaves; stacks: {folder}")
+        _say(f"{keeper} {condition}. It keeps the store of the run, so rank {self.rank} exits; stacks: {folder}")
         if self._keeper is not None and "TREADLE_SUPERVISOR" not in os.environ:
             _kill(self._keeper)
         end_at_once(HUNG)
@@ -379,7 +379,7 @@ class Watchdog:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         overdue = time.monotonic() - self._interrupted_at > _INTERRUPT
         if overdue or (self._is_stuck() and self._store.check(["a rank has failed"])):
-            _say(f"rank {self.rank} of {self.size} leaves in the middle of a step, since rank {self.ended} has ended")
+            _say(f"rank {self.rank} of {self.size} exits in the middle of a step, because rank {self.ended} has ended")
             end_at_once(1)
 
     def _tell_stall(self) -> bool:
@@ -493,8 +493,8 @@ class Watchdog:
             return
         blamed = [] if lost else self._blame(answers)
         lines = [
-            f"rank {rank} of {self.size} has ended first, without an error in Python: it was killed by a signal, or "
-            "left by os._exit"
+            f"rank {rank} of {self.size} ended first, without a Python error: it was killed by a signal, or exited "
+            "through os._exit"
             for rank in lost
         ]
         for rank in blamed:
@@ -515,7 +515,7 @@ class Watchdog:
         """Return why a silent rank is stuck and where, and let one of this machine write its stacks."""
         beat = self._read_beat(rank)
         if beat is None:
-            return "has never responded", "it hangs during its start"
+            return "has never responded", "it hangs while starting"
         _, host, pid, dumps, where = json.loads(beat)
         near = host == self._host
         condition = f"{explain_silence(pid if near else None)}, process {pid}"
@@ -652,9 +652,9 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     if world.size > 1 and store is None:
         if strict:
             raise ValueError(
-                f"timeout= with {world.size} processes needs a process group over TCP, or torch 2.8 or newer; this is "
-                f"torch {torch.__version__}, and the script has created the group with another store. Leave timeout= "
-                "out: collectives have a separate limit, InitProcessGroupKwargs(timeout=...)."
+                f"timeout= with {world.size} processes needs a process group over TCP, or torch 2.8 or newer. This is "
+                f"torch {torch.__version__}, and the script created the group with another store. Remove timeout=. "
+                "Collectives have a separate limit, InitProcessGroupKwargs(timeout=...)."
             )
         return None
     _current.append(Watchdog(world, limit, strict, store))

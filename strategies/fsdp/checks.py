@@ -38,13 +38,13 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
     if single:
         raise ValueError(
             f"{', '.join(single[:8])}: a 0-d parameter can't be sharded. Give it a dimension: "
-            "nn.Parameter(torch.ones(1)) in place of nn.Parameter(torch.tensor(1.0))."
+            "nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )
     empty = [name for parameter, name in names.items() if parameter.requires_grad and not parameter.numel()]
     if empty:
         raise ValueError(
-            f"{', '.join(empty[:8])}: torch can't reduce the gradient of a parameter without elements (2.13). Freeze "
-            "it with requires_grad_(False)."
+            f"{', '.join(empty[:8])}: torch 2.13 can't reduce the gradient of a parameter without elements. Freeze it "
+            "with requires_grad_(False)."
         )
     checked: set[nn.Parameter] = set()
     for block in (*blocks, module):
@@ -58,8 +58,9 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
             listed = ", ".join(f"{name} is {dtype}" for dtype, name in formats.items())
             location = type(block).__name__ if block is not module else f"{type(block).__name__}, outside of its blocks"
             raise ValueError(
-                f"in {location}, {listed}: parameters that are gathered together must have one dtype. Convert them, "
-                "choose a precision that does (such as 'bf16-true'), or list the modules in auto_wrap_policy."
+                f"in {location}, {listed}. Parameters that are gathered together must have the same dtype. Convert "
+                "them, choose a precision that converts them (such as 'bf16-true'), or list the modules in "
+                "auto_wrap_policy."
             )
 
 
@@ -75,9 +76,9 @@ def check_parallelized(module: nn.Module, size: int) -> None:
     """
     if not any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(
-            f"{type(module).__name__}.parallelize(mesh) changed no parameter, so tensor_parallel_size={size} would do "
-            f"the same work {size} times. Call torch.distributed.tensor.parallel.parallelize_module in it, with names "
-            "of modules that exist."
+            f"{type(module).__name__}.parallelize(mesh) changed no parameter, so with tensor_parallel_size={size} the "
+            f"same work would be done {size} times. Call torch.distributed.tensor.parallel.parallelize_module in it "
+            "with names of existing modules."
         )
 
 
@@ -96,5 +97,5 @@ def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
         raise ValueError(
             f"{words} was written to after it was created without memory, so the written values are lost. Write them "
             "inside init_module() or configure_model, load weights with load_state_dict(..., assign=True), or write "
-            "them once the model is prepared."
+            "them after the model is prepared."
         )

@@ -55,8 +55,8 @@ class _OutsideTensor:
     def value(self) -> Tensor:
         if _get_version(self.tensor) != self.version:
             raise ValueError(
-                f"a tensor of shape {tuple(self.tensor.shape)}, whose values a model without memory uses, was changed "
-                "before the model was prepared. Prepare the model first, or pass a clone() of the tensor."
+                f"a tensor of shape {tuple(self.tensor.shape)} that a model without memory reads was changed before "
+                "the model was prepared. Prepare the model first, or pass a clone() of the tensor."
             )
         return self.tensor
 
@@ -172,7 +172,7 @@ class Tape(TorchDispatchMode):
         """Return the result, without memory, of an operator that does not support the meta device."""
         if func._schema.is_mutable:
             raise RuntimeError(
-                f"{func} can't change a tensor without memory: create this module outside init_module()."
+                f"{func} can't change a tensor without memory. Create this module outside init_module()."
             )
         output = func(*tree_map(self._materialize, args), **tree_map(self._materialize, kwargs))
 

@@ -106,8 +106,8 @@ class FSDP(Strategy):
         if tensor_parallel_size != 1 and not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward={reshard_after_forward} can't be combined with "
-                f"tensor_parallel_size={tensor_parallel_size}: torch can't reshard to a subset of the processes there "
-                "(2.13); use True or False."
+                f"tensor_parallel_size={tensor_parallel_size}, because torch 2.13 can't reshard to a subset of the "
+                "processes with tensor parallelism. Use True or False."
             )
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
@@ -185,7 +185,7 @@ class FSDP(Strategy):
         elif root._layout != self._describe():
             raise ValueError(
                 f"this {type(module).__name__} was sharded by an earlier run as {root._layout}, but this run needs "
-                f"{self._describe()}. Sharding can't be undone: build a new model and load the weights."
+                f"{self._describe()}. Sharding can't be undone. Build a new model and load the weights."
             )
         elif root not in self._roots:
             start_anew(root)  # the earlier run may have failed half-way
@@ -253,7 +253,7 @@ class FSDP(Strategy):
         name, flag = type(module).__name__, f"auto_wrap_policy={self.auto_wrap_policy!r}"
         chosen = len(chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
         if not chosen:
-            text = f"{name} is gathered as a whole, since {flag} finds no repeated blocks in it. List classes to "
+            text = f"{name} is gathered as a whole, because {flag} finds no repeated blocks in it. List classes to "
             announce(f"FSDP: {text}save memory.")
         elif len(blocks) < chosen:
             text = (
@@ -277,8 +277,8 @@ class FSDP(Strategy):
     def _parallelize(self, module: nn.Module) -> None:
         if not hasattr(module, "parallelize"):
             raise ValueError(
-                f"tensor_parallel_size={self.layout.tensor} needs {type(module).__name__}.parallelize(mesh); define it "
-                "and call torch.distributed.tensor.parallel.parallelize_module on the model's submodules."
+                f"tensor_parallel_size={self.layout.tensor} needs {type(module).__name__}.parallelize(mesh). Define "
+                "it and call torch.distributed.tensor.parallel.parallelize_module on the model's submodules."
             )
         module.parallelize(self._mesh[TENSOR])  # type: ignore[operator]
         check_parallelized(module, self.layout.tensor)
@@ -344,8 +344,8 @@ class FSDP(Strategy):
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / self.layout.tensor / 2**30
         word = str(self.precision.compute).removeprefix("torch.")
         return [
-            f"FSDP gathers {size:,.2f} GiB in each forward and backward, as stored; "
-            f"FSDP(gather_dtype=torch.{word}) sends half, and rounds the weights of norms too"
+            f"FSDP gathers {size:,.2f} GiB in each forward and backward, in the stored dtype; "
+            f"FSDP(gather_dtype=torch.{word}) sends half as much, and also rounds the weights of norms"
         ]
 
     def set_gradient_sync(self, module: Any, on: bool) -> None:
@@ -446,9 +446,7 @@ class FSDP(Strategy):
         if not hasattr(torch.cpu.Stream, "record_event"):
             raise ValueError(f"a plan of strategy='fsdp' needs a newer torch than {torch.__version__}. Upgrade torch.")
         if self.cpu_offload:
-            raise ValueError(
-                "FSDP(cpu_offload=True) is not supported in a plan, which ignores host memory: leave it out."
-            )
+            raise ValueError("FSDP(cpu_offload=True) is not supported in a plan, which ignores host memory. Remove it.")
         self._build = lambda module, unbuilt: None  # type: ignore[method-assign]
         return self.wrap(module)
 
@@ -487,7 +485,9 @@ def _choose_policy(gather_dtype: Any, mixed_precision: MixedPrecisionPolicy | No
     if not isinstance(gather_dtype, torch.dtype) or not gather_dtype.is_floating_point:
         raise TypeError(f"gather_dtype={gather_dtype!r} must be a floating-point dtype, such as torch.bfloat16.")
     if mixed_precision is not None:
-        raise ValueError("gather_dtype and mixed_precision both set the dtype of gathered parameters; pass one.")
+        raise ValueError(
+            "gather_dtype and mixed_precision both set the dtype of gathered parameters. Pass only one of them."
+        )
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return MixedPrecisionPolicy(gather_dtype, torch.float32)

@@ -37,8 +37,8 @@ def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World
                 continue
             if parameter not in moved:
                 raise ValueError(
-                    f"an optimizer has a parameter of shape {tuple(parameter.shape)} that no prepared model has. "
-                    "Prepare the model before its optimizer, or both in one call."
+                    f"an optimizer has a parameter of shape {tuple(parameter.shape)} that does not belong to a "
+                    "prepared model. Prepare the model before its optimizer, or both in one call."
                 )
             group["params"][index] = moved[parameter]
             state = optimizer.state.pop(parameter, None)
@@ -59,7 +59,8 @@ def _cut(value: Any, before: Tensor, after: Tensor, world: World) -> Any:
     if value.shape != before.shape:
         raise ValueError(
             f"an optimizer that has taken steps has a state of shape {tuple(value.shape)} for a parameter of shape "
-            f"{tuple(before.shape)}, which can't be sharded like it; prepare it before the first step."
+            f"{tuple(before.shape)}, which can't be sharded in the same way. Prepare the optimizer before its first "
+            "step."
         )
     whole = value.to(after.device, copy=True).contiguous()
     return cut_like(world.broadcast_tensor(whole), after)

@@ -58,12 +58,14 @@ class Recompute:
             raise ValueError(f"keep={self.keep!r} must be {PRODUCTS!r} or a list of operations.")
         for operation in () if isinstance(self.keep, str) else self.keep:
             if not isinstance(operation, torch._ops.OpOverload):
-                raise TypeError(f"keep has {operation!r}, but must have operations such as torch.ops.aten.mm.default.")
+                raise TypeError(
+                    f"keep contains {operation!r}, which is not an operation such as torch.ops.aten.mm.default."
+                )
         if self.budget is not None:
             if isinstance(self.budget, bool) or not 0.0 <= self.budget <= 1.0:
-                raise ValueError(f"budget={self.budget!r} must be a share from 0.0 to 1.0.")
+                raise ValueError(f"budget={self.budget!r} must be a fraction from 0.0 to 1.0.")
             if self.blocks is not None or self.every != 1 or self.keep:
-                raise ValueError(f"budget={self.budget!r} lets the compiler choose; leave out blocks, every and keep.")
+                raise ValueError(f"budget={self.budget!r} lets the compiler choose. Remove blocks, every and keep.")
 
     @classmethod
     def parse(cls, value: Any) -> Recompute | None:
@@ -100,7 +102,7 @@ class Recompute:
         chosen = blocks if self.blocks is None else chosen_blocks(module, self.blocks, FLAG)
         if not chosen:
             policy = True if self.blocks is None else self.blocks
-            raise ValueError(f"{FLAG}={policy!r} selects nothing in {type(module).__name__}; list module classes.")
+            raise ValueError(f"{FLAG}={policy!r} selects nothing in {type(module).__name__}. List module classes.")
         options: dict[str, Callable[[], Any]] = {}
         if self.keep:
             from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -115,14 +117,14 @@ class Recompute:
     def _set_budget(self, module: nn.Module) -> None:
         if not any(part._compiled_call_impl is not None for part in module.modules()):
             raise ValueError(
-                f"Recompute(budget={self.budget}) needs a compiled model, but {type(module).__name__} is not compiled: "
-                "pass Trainer(compile=True), or use every= or keep=."
+                f"Recompute(budget={self.budget}) needs a compiled model, but {type(module).__name__} is not "
+                "compiled. Set Trainer(compile=True), or use every= or keep=."
             )
         import torch._functorch.config as settings
 
         if settings.activation_memory_budget != self.budget:
             settings.activation_memory_budget = self.budget  # type: ignore[assignment]
-            announce(f"torch.compile limits activations to {self.budget:.0%} of their memory, for the whole process")
+            announce(f"torch.compile limits activations to {self.budget:.0%} of their memory in the whole process")
 
 
 def _list_products() -> list[Any]:

@@ -26,18 +26,18 @@ ends the others, on every machine; its exit status is that of this command.
 Set precision, strategy and accumulation in the script. Accelerate's --num_processes (of all machines together),
 --num_machines, --machine_rank, --main_process_ip and --main_process_port work too."""
 
-_IN_CODE = "set it in the script: Trainer({0}=...) or Accelerator({0}=...)"
+_IN_CODE = "Set it in the script: Trainer({0}=...) or Accelerator({0}=...)"
 _REFUSED = {
-    "mixed_precision": "set it in the script: Accelerator(mixed_precision=...) or Trainer(precision=...)",
+    "mixed_precision": "Set it in the script: Accelerator(mixed_precision=...) or Trainer(precision=...)",
     "gradient_accumulation_steps": _IN_CODE.format("gradient_accumulation_steps"),
     "use_fsdp": _IN_CODE.format("strategy"),
     "use_deepspeed": _IN_CODE.format("strategy"),
     "use_megatron_lm": _IN_CODE.format("strategy"),
-    "dynamo_backend": "call torch.compile(model) in the script",
-    "config_file": "pass its settings as options of this command",
+    "dynamo_backend": "Call torch.compile(model) in the script",
+    "config_file": "Pass its settings as options of this command",
     "tpu": "TPUs are not supported",
-    "start_method": "each rank is a new program, so remove the option",
-    "gpu_ids": "set CUDA_VISIBLE_DEVICES",
+    "start_method": "Each rank is a new program. Remove the option",
+    "gpu_ids": "Set CUDA_VISIBLE_DEVICES",
 }
 
 
@@ -70,32 +70,56 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
         command_parser.add_argument(*dict.fromkeys((*names, *spellings)), **settings)  # type: ignore[arg-type]
 
     add("--nproc-per-node", metavar="N", help="processes on this machine, or auto, gpu, cpu. Default: its GPUs, or 1")
-    add("--nnodes", "--num_machines", metavar="N[:M]", help="number of machines, or fewest and most. Default: 1")
+    add(
+        "--nnodes",
+        "--num_machines",
+        metavar="N[:M]",
+        help="number of machines, or the minimum and the maximum. Default: 1",
+    )
     add("--num_processes", type=int, metavar="N", help="processes on all machines together")
-    add("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: an address of one of them")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="address of one machine, at which all machines meet")
     add("--rdzv-id", metavar="NAME", help="name of the run, the same on all machines")
-    add("--rdzv-backend", metavar="NAME", help="torch's way to meet. Default: c10d, or static with --node-rank")
-    add("--rdzv-conf", metavar="K=V,...", default="", help="more for it: join_timeout, read_timeout, is_host, ...")
+    add("--rdzv-backend", metavar="NAME", help="torch's rendezvous backend. Default: c10d, or static with --node-rank")
+    add(
+        "--rdzv-conf",
+        metavar="K=V,...",
+        default="",
+        help="settings of the backend: join_timeout, read_timeout, is_host, ...",
+    )
     add("--node-rank", "--machine_rank", type=int, metavar="R", help="number of this machine, with --master-addr")
     add("--master-addr", "--main_process_ip", metavar="HOST", help="address of machine 0. Default: 127.0.0.1")
-    add("--master-port", "--main_process_port", metavar="PORT", type=int, help="a free port there. Default: 29500")
-    add("--local-addr", metavar="HOST", help="address of this machine. Default: the one it reaches the others from")
-    add("--max-restarts", type=int, metavar="N", default=0, help="start all ranks again after a failure, so often")
-    add("--monitor-interval", type=float, metavar="S", default=0.1, help="seconds between looks at other machines")
-    add("--log-dir", metavar="FOLDER", help="for the files of --redirects and --tee")
+    add(
+        "--master-port",
+        "--main_process_port",
+        metavar="PORT",
+        type=int,
+        help="a free port of machine 0. Default: 29500",
+    )
+    add(
+        "--local-addr", metavar="HOST", help="address of this machine. Default: the one that reaches the other machines"
+    )
+    add("--max-restarts", type=int, metavar="N", default=0, help="restarts of all ranks after a failure. Default: 0")
+    add(
+        "--monitor-interval",
+        type=float,
+        metavar="S",
+        default=0.1,
+        help="seconds between checks of the other machines. Default: 0.1",
+    )
+    add("--log-dir", metavar="FOLDER", help="folder for the files of --redirects and --tee")
     add(
         "--redirects",
         "-r",
         metavar="0-3",
         default="0",
-        help="write to files: 1 output, 2 error, 3 both, 0:1,1:3 of some",
+        help="write to files: 1 output, 2 error, 3 both; 0:1,1:3 for some ranks",
     )
     add("--tee", "-t", metavar="0-3", default="0", help="the same, and to the terminal as well")
-    add("--module", "-m", action="store_true", help="the script is a module's name, as for python -m")
-    add("--no-python", action="store_true", help="the script is a program of its own")
-    add("--debug", action="store_true", help="TREADLE_DEBUG=1 for every rank")
+    add("--module", "-m", action="store_true", help="the script is the name of a module, as for python -m")
+    add("--no-python", action="store_true", help="run the script directly, without Python")
+    add("--debug", action="store_true", help="set TREADLE_DEBUG=1 for every rank")
     add("--cpu", action="store_true", help="hide the GPUs of this machine from the ranks")
-    add("--multi_gpu", action="store_true", help="refuse to run without a GPU")
+    add("--multi_gpu", action="store_true", help="fail without a GPU")
     add("--standalone", action="store_true", help="one machine only, which is the default")
     command_parser.add_argument("script", help="script, or module with -m, or program with --no-python")
     command_parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -156,7 +180,7 @@ def _check_names(
         if not name.startswith("--") and name[:2] in short:
             name, inline_value = name[:2], inline_value or name[2:]
         if (key := name.lstrip("-").replace("-", "_")) in _REFUSED:
-            raise ValueError(f"{name} is not an option of treadle launch: {_REFUSED[key]}.")
+            raise ValueError(f"{name} is not an option of treadle launch. {_REFUSED[key]}.")
         if name not in (*option_names, *short):
             spelled = [option for option in option_names if "_" in name or "_" not in option]
             begun = [option for option in spelled if option.startswith(name)]
@@ -210,7 +234,7 @@ def _parse_nodes(options: argparse.Namespace) -> Nodes | None:
     text = options.nnodes or "1"
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:
-        raise ValueError(f"--nnodes {text!r} is not of the form N or N:M, such as 2 or 1:4.")
+        raise ValueError(f"--nnodes {text!r} must have the form N or N:M, such as 2 or 1:4.")
     least, most = int(match[1]), int(match[2] or match[1])
     numbered = options.node_rank is not None or options.master_addr or options.master_port
     if options.rdzv_endpoint and numbered:
@@ -219,18 +243,21 @@ def _parse_nodes(options: argparse.Namespace) -> Nodes | None:
         )
     if (least, most) == (1, 1) and not options.rdzv_endpoint:
         if options.node_rank or options.rdzv_conf or options.local_addr:
-            raise ValueError("--node-rank, --rdzv-conf and --local-addr are for several machines: add --nnodes.")
+            raise ValueError("--node-rank, --rdzv-conf and --local-addr are for several machines. Add --nnodes.")
         return None
     if options.standalone:
-        raise ValueError(f"--standalone is for one machine, not for --nnodes {text} or a --rdzv-endpoint.")
+        raise ValueError(
+            f"--standalone is for one machine and contradicts --nnodes {text} or --rdzv-endpoint. Remove one or the "
+            "other."
+        )
     endpoint = options.rdzv_endpoint or ""
     if numbered:
         if options.node_rank is None:
-            raise ValueError("--master-addr and --master-port need a --node-rank for each machine, from 0.")
+            raise ValueError("--master-addr and --master-port need a --node-rank. Number the machines from 0.")
         endpoint = f"{options.master_addr or '127.0.0.1'}:{options.master_port or 29500}"
     conf = dict(part.partition("=")[::2] for part in options.rdzv_conf.split(",") if part)
     if any(not key or not value for key, value in conf.items()):
-        raise ValueError(f"--rdzv-conf {options.rdzv_conf!r} is not of the form KEY=VALUE,KEY=VALUE.")
+        raise ValueError(f"--rdzv-conf {options.rdzv_conf!r} must have the form KEY=VALUE,KEY=VALUE.")
     return Nodes(
         least=least,
         most=most,

@@ -38,7 +38,7 @@ _POLL = 0.01  # seconds; failures closer than this can't be ordered; a rank need
 _HUNG_GRACE = 0.5  # seconds
 _AGAIN_GRACE = 1.0  # seconds
 _NEWS, _NEWS_OF_LEAVING = 1.2, 3.0  # seconds; torch asks for the state of the machines at most once per second
-_CHANGED = "the machines of the run have changed; starting again"
+_CHANGED = "the machines of the run have changed; restarting"
 _LEFT_EARLY = 256  # no exit status of the system's
 _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"  # what the machines' agents tell each other
 
@@ -274,8 +274,8 @@ class Agent(LocalElasticAgent):
         if local is None:
             return ""
         code = self.ends[local]
-        hint = " (by hand, or by the system because memory ran out)" if code == -signal.SIGKILL else ""
-        event = "was asked to end first" if code in _STOPPED else "failed first"
+        hint = " (by a user, or by the system because memory ran out)" if code == -signal.SIGKILL else ""
+        event = "was stopped first" if code in _STOPPED else "failed first"
         return f"rank {self.global_rank(local)} of {self.world_size} {event}: {_describe_ending(code)}{hint}"
 
     def _ask(self, method: str, *args: Any) -> Any:
@@ -377,7 +377,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
             elsewhere = error
         except RendezvousError as error:
             elsewhere = Elsewhere(
-                1, f"the rendezvous of the machines failed, or one has left: {_get_first_line(error)}"
+                1, f"the rendezvous of the machines failed, or a machine has left: {_get_first_line(error)}"
             )
         finally:
             for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
@@ -423,8 +423,9 @@ def _make_rendezvous(job: Job, place: Place | None) -> Any:
         except RendezvousConnectionError as error:
             cause: BaseException = error.__cause__ or error
     raise ValueError(
-        f"the endpoint {place.endpoint}, at which the machines meet, did not answer ({_get_first_line(cause)}). Start "
-        f"the same command on the machine that has this address too, and let {place.local_addr} connect to it."
+        f"the endpoint {place.endpoint}, at which the machines meet, did not respond ({_get_first_line(cause)}). "
+        f"Start the same command on the machine with this address, and make sure that {place.local_addr} can connect "
+        "to it."
     )
 
 

@@ -110,8 +110,8 @@ def _refuse(
         raise ValueError(
             f"rdzv_backend={rdzv_backend!r}, rdzv_conf={rdzv_conf!r}, "
             f"log_line_prefix_template={log_line_prefix_template!r}: only 'static', a 'timeout' and None are "
-            "supported. For more put the code into a file and use `treadle launch`, or print "
-            "`accelerator.process_index` in the function."
+            "supported. For other values, put the code into a file and use `treadle launch`. To label the output, "
+            "print `accelerator.process_index` in the function."
         )
 
 
@@ -119,7 +119,7 @@ def _parse_endpoint(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(
-            f"rdzv_endpoint={endpoint!r} is not of the form HOST:PORT. Check rdzv_endpoint, or master_addr and "
+            f"rdzv_endpoint={endpoint!r} must have the form HOST:PORT. Check rdzv_endpoint, or master_addr and "
             "use_port."
         )
     return host, int(port)
@@ -175,20 +175,25 @@ class _Launch:
         check_int("num_processes", self.count, 1)
         check_int("num_nodes", self.nodes, 1)
         if self.max_restarts and self.nodes > 1:
-            raise ValueError(f"max_restarts={self.max_restarts} is for one machine, not for num_nodes={self.nodes}.")
+            raise ValueError(
+                f"max_restarts={self.max_restarts} is supported on one machine only, but num_nodes={self.nodes}. "
+                "Remove max_restarts."
+            )
         if not 0 <= self.node < self.nodes:
-            raise ValueError(f"node_rank={self.node} must be from 0 to {self.nodes - 1}, as num_nodes={self.nodes}.")
+            raise ValueError(
+                f"node_rank={self.node} must be from 0 to {self.nodes - 1}, because num_nodes={self.nodes}."
+            )
         if not callable(self.function):
             raise TypeError(f"function={self.function!r} must be callable, not a {type(self.function).__name__}.")
         if (launched := LaunchEnvironment.read()) is not None:
             raise ValueError(
-                f"this process is itself rank {launched.rank} of {launched.world_size}: a launcher inside a launched "
-                "process would start processes for each of them. Call the function directly."
+                f"this process is itself rank {launched.rank} of {launched.world_size}, and a launcher in it would "
+                "start more processes for each rank. Call the function directly."
             )
         if dist.is_initialized():
             raise ValueError(
-                "this session has a process group already, created by an Accelerator, a Trainer or "
-                "init_process_group(). Restart it, and create the Accelerator inside the function."
+                "this session already has a process group, created by an Accelerator, a Trainer or "
+                "init_process_group(). Restart the session, and create the Accelerator inside the function."
             )
         if self.count * self.nodes > 1 or self.variables:
             self._check_fork()
@@ -200,22 +205,22 @@ class _Launch:
         for name, value in reach.items():
             if isinstance(value, World) or isinstance(getattr(value, "world", None), World):
                 raise ValueError(
-                    f"{name!r}, which the function uses, was created in this session: it would be a world of one in "
-                    "each process. Create it inside the function."
+                    f"{name!r}, which the function uses, was created in this session. In each process, its world size "
+                    "would be 1. Create it inside the function."
                 )
         if torch.cuda.is_initialized():
             session = {**vars(sys.modules["__main__"]), **reach}
             gpu_names = [name for name, value in session.items() if _on_gpu(value)]
             cause = f"it holds {', '.join(map(repr, gpu_names))}" if gpu_names else "by a call such as `.cuda()`"
             raise ValueError(
-                f"this session has used a GPU ({cause}), and a process that used one can't fork. Restart the session "
-                "and use GPUs only inside the function."
+                f"this session has used a GPU ({cause}), and a process that has used a GPU can't fork. Restart the "
+                "session and use GPUs only inside the function."
             )
         if not self.variables and _has_opened_gpu():
             raise ValueError(
-                "this session has opened the GPU's driver, as `torch.cuda.is_available()` does, and a fork could not "
-                "use a GPU then. Restart the session, and begin it with "
-                "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1': the check then does not open the driver."
+                "this session has opened the GPU's driver, as `torch.cuda.is_available()` does, so a forked process "
+                "could not use a GPU. Restart the session, and start it with "
+                "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1', with which the check does not open the driver."
             )
 
     def _run_attempt(self, attempt: int) -> None:
@@ -326,8 +331,8 @@ def _check_autograd() -> None:
         torch.zeros(1, requires_grad=True).sum().backward()
     except RuntimeError as error:
         raise RuntimeError(
-            "this session has called backward() itself, and a fork does not have its threads. Restart the session, and "
-            "call it only inside the function, or try things with num_processes=1."
+            "this session has called backward(), whose threads do not exist in a forked process. Restart the session "
+            "and call backward() only inside the function, or use num_processes=1."
         ) from error
 
 

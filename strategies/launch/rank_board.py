@@ -105,14 +105,14 @@ class RankBoard:
         """
         beat = _parse(self._read(local_rank))
         if beat is None:
-            return "is silent"
+            return "does not respond"
         folder = Path(beat["directory"], folder_name)
         reason = f"{explain_silence(beat['pid'])}, process {beat['pid']}"
         place = ""
         with contextlib.suppress(OSError):  # a full disk
             folder.mkdir(parents=True, exist_ok=True)
             place = fetch_stacks(beat["pid"], beat["dumps"], folder / f"rank-{beat['rank']}.txt")
-        return f"{reason}, and no other rank of this machine gives a sign of life: last seen {beat['where']}{place}"
+        return f"{reason}, and no other rank of this machine responds: last seen {beat['where']}{place}"
 
     def _read(self, local_rank: int) -> bytes:
         if self._descriptor is None:

@@ -51,13 +51,13 @@ class Nodes:
             )
         if self.rank is not None and not (self.least == self.most and 0 <= self.rank < self.most):
             raise ValueError(
-                f"--node-rank {self.rank} needs a fixed number of machines (--nnodes N) and must be below N; "
-                f"this run has --nnodes {self.least}:{self.most}."
+                f"--node-rank {self.rank} needs a fixed number of machines (--nnodes N) and must be below N, but this "
+                f"run has --nnodes {self.least}:{self.most}."
             )
         if not self.endpoint:
             raise ValueError(
-                f"--nnodes {self.most} needs an endpoint: give every machine the same --rdzv-endpoint HOST:PORT, "
-                "or the same --master-addr HOST with a different --node-rank."
+                f"--nnodes {self.most} needs an endpoint. Give every machine the same --rdzv-endpoint HOST:PORT, or "
+                "the same --master-addr HOST with a different --node-rank."
             )
         object.__setattr__(self, "backend", self.backend or ("c10d" if self.rank is None else "static"))
 
@@ -145,11 +145,11 @@ class Job:
         check_int("max_restarts", self.max_restarts, 0)
         check_positive("monitor_interval", self.monitor_interval)
         if self.log_dir is None and (self.redirects, self.tee) != ("0", "0"):
-            raise ValueError("--redirects and --tee write files: add --log-dir FOLDER.")
+            raise ValueError("--redirects and --tee write files. Add --log-dir FOLDER.")
         if self.nodes is not None and self.nodes.backend == "static" and self.max_restarts:
             raise ValueError(
-                f"max_restarts={self.max_restarts} with a --node-rank: numbered machines can't meet a second time. "
-                "Use --rdzv-endpoint HOST:PORT instead."
+                f"max_restarts={self.max_restarts} can't be combined with --node-rank, because numbered machines "
+                "can't meet a second time. Use --rdzv-endpoint HOST:PORT instead."
             )
 
 
@@ -158,7 +158,7 @@ def _split(endpoint: str, default_port: int) -> tuple[str, int]:
     if not colon or "]" in port:
         host, port = endpoint.strip(), str(default_port)
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{endpoint!r} is not of the form HOST:PORT, with a port from 1 to 65535.")
+        raise ValueError(f"{endpoint!r} must have the form HOST:PORT, with a port from 1 to 65535.")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -211,7 +211,7 @@ def _choose_interface(address: str) -> str | None:
     if is_named_loopback():
         raise ValueError(
             f"this machine's name is a loopback address, and {address} is not the first address of any network "
-            "interface. Set GLOO_SOCKET_IFNAME to the interface by which the others reach it (`ip addr`), or give "
-            "--local-addr."
+            "interface. Set GLOO_SOCKET_IFNAME to the interface through which the other machines reach it (`ip "
+            "addr`), or set --local-addr."
         )
     return None

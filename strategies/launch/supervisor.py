@@ -106,7 +106,10 @@ def supervise_job(job: Job) -> int:
     """
     if threading.current_thread() is not threading.main_thread():
         # Signals reach the main thread only, and Linux ends a rank with the thread that started it.
-        raise ValueError(f"devices={job.nproc} starts {job.nproc} processes, which only the main thread can supervise.")
+        raise ValueError(
+            f"devices={job.nproc} starts {job.nproc} processes, which only the main thread can supervise. Start the "
+            "run in the main thread."
+        )
     # Text still in a buffer would come out after that of the ranks.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -157,8 +160,8 @@ def build_relaunch_command(nproc: int) -> list[str]:
             )
         raise ValueError(
             f"devices={nproc} runs this script again in {nproc} processes, but {obstacle}. Put the code into a file "
-            f"and run `python train.py` or `torchrun --nproc-per-node {nproc} train.py`, or use devices=1. "
-            f"In a notebook: `treadle.notebook_launcher(function, num_processes={nproc})`."
+            f"and run `python train.py` or `torchrun --nproc-per-node {nproc} train.py`, or use devices=1. In a "
+            f"notebook, use `treadle.notebook_launcher(function, num_processes={nproc})`."
         )
     # The function behind multiprocessing's spawn. It omits -u, which shows only in the stream it makes.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -226,7 +229,7 @@ def _read_arguments(target: list[str]) -> list[str]:
 def _find_obstacle() -> str | None:
     """Describe why this process can't be run again; None if it can."""
     if is_ray_worker():
-        return "this is a worker of Ray, which starts the processes of a run itself"
+        return "this is a worker of Ray, which starts the processes of a run on its own"
     ipython = sys.modules.get("IPython")
     if ipython is not None and ipython.get_ipython() is not None:
         return "this is a notebook or an IPython session"

@@ -48,7 +48,7 @@ def explain_silence(pid: int | None) -> str:
     """
     state = "" if pid is None else _read_state(pid)
     return {"T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger"}.get(
-        state, "is silent, stopped or blocked in C code that holds the interpreter"
+        state, "does not respond: it is stopped, or blocked in C code that holds the interpreter"
     )
 
 
@@ -81,7 +81,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
                 os.kill(pid, signal.SIGSTOP)
         file.write_bytes(stacks)
     place = re.search(r'File "(.*)", line (\d+)', stacks.decode(errors="replace"))  # the innermost frame comes first
-    return f"; its main thread stands at {place[1]}:{place[2]}" if place else ""
+    return f"; its main thread is at {place[1]}:{place[2]}" if place else ""
 
 
 def _signal_main_thread(pid: int, number: int) -> None:

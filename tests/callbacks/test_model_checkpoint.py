@@ -579,7 +579,7 @@ def test_the_state_of_earlier_versions_loads(tmp_path):
         ({"save_top_k": 3}, "needs a monitor"),
         ({"mode": "mim"}, "Did you mean 'min'"),
         ({"save_last": "lnk"}, "Did you mean 'link'"),
-        ({"dirpath": "https://host/x"}, "https:// can't be written"),
+        ({"dirpath": "https://host/x"}, "https:// URLs are read-only"),
     ],
 )
 def test_arguments_that_can_not_be_honoured(arguments, words):
@@ -651,7 +651,7 @@ def test_the_room_for_one_checkpoint_is_known_before_the_first_step(tmp_path, mo
     needed = 4 * (10_000 + 3) * copies
     steps = Steps()
     monkeypatch.setattr(shutil, "disk_usage", full(free=needed - 1))
-    with pytest.raises(OSError, match=rf"one needs [0-9,]+ bytes, but only {needed - 1:,} are free") as caught:
+    with pytest.raises(OSError, match=rf"a checkpoint needs [0-9,]+ bytes, but only {needed - 1:,} are free") as caught:
         fit(tmp_path, steps, ModelCheckpoint(tmp_path / "c"), task=task)
     assert caught.value.errno == errno.ENOSPC
     assert list(steps.weights) == [0]
@@ -690,7 +690,7 @@ def test_a_disk_that_is_too_small(tmp_path):
         pytest.skip("this machine does not let us mount")
     steps = Steps()
     try:
-        with pytest.raises(OSError, match=r"one needs [0-9,]+ bytes, but only [0-9,]+ are free"):
+        with pytest.raises(OSError, match=r"a checkpoint needs [0-9,]+ bytes, but only [0-9,]+ are free"):
             fit(tmp_path, steps, ModelCheckpoint(small / "c"), task=Wide(torch.optim.AdamW))
         assert list(steps.weights) == [0]
         assert [*small.rglob("*")] == [small / "c"]

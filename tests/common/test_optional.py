@@ -26,7 +26,7 @@ def test_the_error_names_what_to_install():
     with pytest.raises(ModuleNotFoundError) as raised:
         require("to_onnx", "torch", "no_onnx", extra="onnx")
     assert str(raised.value) == (
-        "to_onnx needs the package 'no_onnx', which is not installed: pip install 'treadle[onnx]', or pip install "
+        "to_onnx needs the package 'no_onnx', which is not installed. Run pip install 'treadle[onnx]', or pip install "
         "no_onnx."
     )
     assert raised.value.name == "no_onnx"

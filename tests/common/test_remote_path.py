@@ -51,10 +51,10 @@ def flaky(monkeypatch):
     ("url", "words"),
     [
         ("bucket/run", "Use scheme://bucket/path"),
-        ("s3://", "must be scheme://bucket/path"),
+        ("s3://", "must have the form scheme://bucket/path"),
         ("s3://bucket/../other", "without '..'"),
         ("s3://bucket/step-*", "without '..'"),
-        ("https://host/run", "https:// can't be written"),
+        ("https://host/run", "https:// URLs are read-only"),
     ],
 )
 def test_a_wrong_url_is_named(url, words):

@@ -66,7 +66,7 @@ REFUSED = {
         ValueError,
         "contradicts",
     ),
-    "random": ({"rng_types": ["generator", "torch"]}, ValueError, "rng_types has 'torch'"),
+    "random": ({"rng_types": ["generator", "torch"]}, ValueError, "rng_types contains 'torch'"),
     "tracker": ({"log_with": "tensorbord", "project_dir": "."}, ValueError, "Did you mean 'tensorboard'"),
     "directory": ({"log_with": "tensorboard"}, ValueError, "project_dir"),
     "projects": (
@@ -80,7 +80,7 @@ REFUSED = {
     "compilers": (
         {"dynamo_backend": "eager", "dynamo_plugin": utils.TorchDynamoPlugin("eager")},
         ValueError,
-        "give one",
+        "Set only one",
     ),
     "grid": ({"parallelism_config": utils.ParallelismConfig(dp_shard_size=2)}, ValueError, "the world size is 1"),
     "typo": ({"gradient_acumulation_steps": 2}, TypeError, "Did you mean 'gradient_accumulation_steps'"),
@@ -88,7 +88,7 @@ REFUSED = {
     "strategies": (
         {"strategy": "single", "fsdp_plugin": utils.FullyShardedDataParallelPlugin()},
         ValueError,
-        "pass one of them",
+        "Pass only one of them",
     ),
 }
 
@@ -102,7 +102,7 @@ def test_what_is_refused_says_why(case):
 
 OWN = {
     "DeepSpeedPlugin": (lambda: utils.DeepSpeedPlugin(zero_stage=3), "strategy='fsdp'"),
-    "FP8": (lambda: utils.TERecipeKwargs(), "mixed_precision='fp8' alone"),
+    "FP8": (lambda: utils.TERecipeKwargs(), "Set only mixed_precision='fp8'"),
     "context": (lambda: utils.ParallelismConfig(cp_size=2), "cp_size=2"),
     "init": (lambda: utils.InitProcessGroupKwargs(init_method="tcp://x"), "init_method"),
     "limit": (lambda: utils.ProjectConfiguration(total_limit=0), "total_limit=0"),
@@ -182,7 +182,7 @@ def test_prepare_returns_what_it_does_not_know(value):
 
 
 def test_prepare_says_that_an_iterable_is_not_shared_out():
-    with pytest.warns(UserWarning, match="Every rank reads all of it; use prepare_data_loader"):
+    with pytest.warns(UserWarning, match="Every rank reads all of it. Use prepare_data_loader"):
         cpu().prepare([torch.ones(1)])
     with pytest.warns(UserWarning, match=r"schedulers and DataLoaders\.$"):
         cpu().prepare(len)
@@ -430,7 +430,7 @@ def split_batches():
     assert loader.total_batch_size == 4
     assert loader.total_dataset_length == 10
     assert len(loader) == 3
-    with pytest.raises(ValueError, match="multiple of 2; this loader has batch_size=3"):
+    with pytest.raises(ValueError, match="multiple of 2, but this loader has batch_size=3"):
         accelerator.prepare(DataLoader(range(10), batch_size=3))
     with pytest.raises(ValueError, match="a custom batch sampler"):
         accelerator.prepare(DataLoader(range(4), batch_sampler=Own(SequentialSampler(range(4)), 2, False)))

@@ -150,7 +150,7 @@ def test_dicts_are_split_by_their_values_and_left_as_they_are():
     [
         ("a prompt", TypeError, "one str, 'a prompt'.*Pass a list"),
         (b"bytes", TypeError, "one bytes"),
-        ({"b", "a"}, TypeError, r"pass sorted\(inputs\)"),
+        ({"b", "a"}, TypeError, r"Pass sorted\(inputs\)"),
         (5, TypeError, "got a int"),
         (torch.tensor(5), TypeError, "0-d tensor"),
         ({"a": [1], "n": 5}, TypeError, "'n' can't be split: .*got a int"),

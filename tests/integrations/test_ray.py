@@ -214,7 +214,7 @@ def test_without_ray_the_error_names_the_extra(name):
         f"{name}()\n"
     )
     done = script(source)
-    assert f"{name} needs the package 'ray', which is not installed: pip install 'treadle[ray]'" in done.stderr
+    assert f"{name} needs the package 'ray', which is not installed. Run pip install 'treadle[ray]'" in done.stderr
 
 
 def test_ray_is_imported_by_those_who_use_it():

@@ -208,7 +208,7 @@ def test_a_copy_of_an_open_logger_opens_its_own_files(kind, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"save_dir": "https://host/logs"}, ValueError, "https:// can't be written"),
+        ({"save_dir": "https://host/logs"}, ValueError, "https:// URLs are read-only"),
         ({"save_dir": 3}, TypeError, "int"),
         ({"name": 3}, TypeError, "name=3 must be a string"),
         ({"prefix": 3}, TypeError, "prefix=3 must be a string"),

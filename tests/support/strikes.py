@@ -116,9 +116,9 @@ class FaultCell:
         if self.action == "raise":
             return r"^(\S*: )?RuntimeError: the planned fault"
         if self.action in HANGING:
-            return rf"rank {rank} of 2 .*(stopped|hung|no progress|silent).*"
+            return rf"rank {rank} of 2 .*(stopped|hung|no progress|not respond).*"
         if self.launcher in ("torchrun", "srun"):
-            return rf"rank {rank} of 2 has ended first"
+            return rf"rank {rank} of 2 ended first"
         ending = {"exit 0": "exit status 0", "exit 3": "exit status 3"}.get(self.action, f"killed by {self.action}")
         return rf"rank {rank} of 2 (failed first: {ending}|.*left)"
 

@@ -470,12 +470,12 @@ def test_checkpoints_of_something_else(tmp_path):
     run.fit(Sized(3), loader())
     run.save_checkpoint(tmp_path / "run")
     run.save_checkpoint(tmp_path / "weights", weights_only=True)
-    with says(ValueError, "another model", "net.weight", "(3, 2)", "(1, 2)"):
+    with says(ValueError, "a different model", "net.weight", "(3, 2)", "(1, 2)"):
         trainer().fit(Plain(), loader(), ckpt_path=tmp_path / "run")
     with says(ValueError, "weights only"):
         trainer().fit(Sized(3), loader(), ckpt_path=tmp_path / "weights")
     assert Sized.load_from_checkpoint(tmp_path / "weights").hparams == {"width": 3}
-    with says(ValueError, "another model"):
+    with says(ValueError, "a different model"):
         Sized.load_from_checkpoint(tmp_path / "run", width=4)
     run.validate(Validated(), loader(), verbose=False)
     with pytest.warns(UserWarning, match="no run can resume from this checkpoint"):

@@ -81,9 +81,11 @@ class Fault:
             raise ValueError(f"{self.point!r} is not a point of a run.{nearest(self.point, POINTS)} See faults.POINTS.")
         on_disk = all(place.startswith("disk:") for place in self.places)
         if self.match is not None and not (on_disk and isinstance(self.match, str)):
-            raise ValueError(f"match={self.match!r} must be a pattern for paths, such as '*/model*', of a disk point.")
+            raise ValueError(
+                f"match={self.match!r} must be a pattern for paths, such as '*/model*', and needs a disk point."
+            )
         if _parse(self.action)[0] == "oserror" and not on_disk:
-            raise ValueError(f"action={self.action!r} is for disk points, and {self.point!r} is not one.")
+            raise ValueError(f"action={self.action!r} is only for disk points, and {self.point!r} is not one.")
 
     @functools.cached_property
     def places(self) -> frozenset[str]:

@@ -93,9 +93,9 @@ class FaultPlan:
         self.faults = tuple(faults)
         for fault in self.faults:
             if not isinstance(fault, Fault):
-                raise TypeError(f"a plan consists of Faults, not of {fault!r}.")
+                raise TypeError(f"a plan must consist of Faults, but contains {fault!r}.")
             if self.faults.count(fault) > 1:
-                raise ValueError(f"{fault} is planned twice: give each its own occurrence.")
+                raise ValueError(f"{fault} is planned twice. Give each fault its own occurrence.")
         if not self.faults:
             raise ValueError("a plan needs at least one fault.")
         self.record = None if record is None else Path(os.path.abspath(record))
@@ -119,7 +119,9 @@ class FaultPlan:
         firings = [Firing(**json.loads(line)) for line in lines if line.endswith("\n")]
         for firing in firings:
             if firing.fault >= len(self.faults) or firing.point not in self.faults[firing.fault].places:
-                raise ValueError(f"{self.record} holds another plan's {firing}. Give each plan its own file.")
+                raise ValueError(
+                    f"{self.record} contains {firing}, which belongs to another plan. Give each plan its own file."
+                )
         return firings
 
     def check(self, world_size: int = 1) -> None:
@@ -153,8 +155,8 @@ class FaultPlan:
 
     def _check(self, expected: set[tuple[int, int]], fired: Counter[tuple[int, int]]) -> None:
         mismatches = [
-            f"fault {number}, {self.faults[number]}, happened {fired[number, rank]} times on rank {rank}; this process "
-            f"came by its place {self._reached[number]} times"
+            f"fault {number}, {self.faults[number]}, happened {fired[number, rank]} times on rank {rank}; this "
+            f"process reached its point {self._reached[number]} times"
             for number, rank in sorted({*expected, *fired})
             if fired[number, rank] != ((number, rank) in expected)
         ]
@@ -216,7 +218,10 @@ class FaultPlan:
         """
         for fault in self.faults:
             if not isinstance(fault.action, str):
-                raise TypeError(f"{fault}: only actions given as text can be passed on, such as 'raise:ValueError'.")
+                raise TypeError(
+                    f"{fault}: only an action that is a string, such as 'raise:ValueError', can be passed to another "
+                    "process."
+                )
         plan = {"faults": [dataclasses.asdict(f) for f in self.faults], "record": self.record and str(self.record)}
         return {_VARIABLE: json.dumps(plan)}
 

@@ -31,8 +31,8 @@ def check_target(target: RemotePath) -> None:
     objects = target.sizes()
     if MANIFEST not in objects and (foreign := _find_foreign(objects)):
         raise ValueError(
-            f"{target} contains {foreign[0]} and is not a checkpoint, so it isn't replaced. Move that, or save "
-            "elsewhere."
+            f"{target} contains {foreign[0]} and is not a checkpoint, so it isn't replaced. Move the other files, or "
+            "save elsewhere."
         )
     if not objects and target.is_file():
         raise ValueError(f"{target} is an object, so a checkpoint can't be written there. Save elsewhere.")
@@ -54,7 +54,8 @@ def check_writable(directory: RemotePath) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(
-            error.errno, f"can't save checkpoints in {directory}: {reason}. Check the bucket and this job's rights."
+            error.errno,
+            f"can't save checkpoints in {directory}: {reason}. Check the bucket and the permissions of this job.",
         ) from error
 
 
@@ -141,7 +142,7 @@ def remove(path: RemotePath) -> None:
     if others := [name for name in _find_foreign(objects) if name not in manifest.names]:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
-            f"{path} contains other files ({', '.join(others[:5])}{more}) than the checkpoint's, so it isn't "
+            f"{path} contains files that do not belong to the checkpoint ({', '.join(others[:5])}{more}), so it isn't "
             "deleted. Move them elsewhere, or delete the folder yourself."
         )
     (path / MANIFEST).unlink()
@@ -169,7 +170,10 @@ def delete_superseded(target: RemotePath, folder: str) -> None:
     try:
         delete(target, (name for name in target.sizes() if _is_data(name) and name.partition("/")[0] != folder))
     except OSError as error:
-        warn(f"{target} is saved, but the checkpoint it replaced can't be deleted: {error}. The next start deletes it.")
+        warn(
+            f"{target} is saved, but the checkpoint that it replaced can't be deleted: {error}. The next start "
+            "deletes it."
+        )
 
 
 def recover(directory: RemotePath) -> list[str]:

@@ -69,7 +69,7 @@ def test_a_full_shared_memory() -> None:
     if os.system("unshare -rm mount -t tmpfs none /dev/shm 2> /dev/null") != 0:
         pytest.skip("this machine gives no mount namespace")
     out = doctor(launcher=(*mounted, sys.executable), status=1)
-    assert "FAULT /dev/shm      1.0 MB of 1.0 MB free: data workers die of a bus error" in out
+    assert "FAULT /dev/shm      1.0 MB of 1.0 MB free: data workers crash with a bus error" in out
 
 
 @pytest.mark.parametrize(

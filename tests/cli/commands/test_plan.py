@@ -165,7 +165,7 @@ def test_a_task_that_is_finished_by_the_run(here, capsys, schedule):
         "stream": "epochs of unknown length",
     }
     assert words[schedule] in out
-    assert ("how many is not known" in out) == (schedule == "stream")
+    assert ("number unknown" in out) == (schedule == "stream")
 
 
 def test_a_run_that_fails_is_no_run_that_does_not_fit(here, capsys):

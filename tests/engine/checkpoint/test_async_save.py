@@ -144,7 +144,7 @@ def test_what_is_noted_is_as_it_was(tmp_path):
     seen.append(2)
     accelerator.finish_saving()
     assert accelerator.load_state(tmp_path / "a")["seen"] == [1]
-    with pytest.raises(TypeError, match=r"info=.*has a tensor, .*: pass its .item\(\)"):
+    with pytest.raises(TypeError, match=r"info=.*has a tensor, .*. Pass its .item\(\)"):
         accelerator.save_state(tmp_path / "b", info={"loss": torch.tensor(1.0)}, blocking=False)
     with pytest.raises(ValueError, match="'world_size', which is always saved"):
         accelerator.save_state(tmp_path / "b", info={"world_size": 3})
@@ -362,4 +362,4 @@ def test_memory_that_can_not_be_pinned_is_used_all_the_same(monkeypatch, caplog)
     with caplog.at_level(logging.INFO):
         async_save.HostCopies()._pin(gpu_files(8), buffers)
     assert len(buffers) == 1
-    assert "could not be pinned (CUDA's error 304)" in caplog.text
+    assert "could not be pinned (CUDA error 304)" in caplog.text

@@ -204,7 +204,7 @@ def save_objects(folder):
     accelerator.save({"x": torch.arange(3)}, f"{folder}/data.safetensors", safe_serialization=True)
     if accelerator.is_main_process:  # alone
         for bad, safe in ((nn.Linear(1, 1), False), ([lambda: 0], False), ({"x": 1}, True)):
-            with pytest.raises(TypeError, match=r"stored|writes only a dict"):
+            with pytest.raises(TypeError, match=r"stored|supports only a dict"):
                 accelerator.save(bad, f"{folder}/bad", safe_serialization=safe)
         accelerator.save_model(model, folder)
     return sorted(os.listdir(folder))
@@ -269,7 +269,7 @@ def test_what_save_writes_is_read_without_trust(tmp_path):
 )
 def test_what_is_not_read_without_trust_is_refused(value, words, tmp_path):
     with pytest.raises(
-        TypeError, match=rf"obj\.a\.1 is a \w+, which torch\.load\(weights_only=True\) does not load: .*{words}"
+        TypeError, match=rf"obj\.a\.1 is a \w+, which torch\.load\(weights_only=True\) does not load\. .*{words}"
     ):
         cpu().save({"a": [0, value]}, tmp_path / "x.pt")
     assert os.listdir(tmp_path) == []
@@ -550,7 +550,7 @@ def test_parameters_of_no_prepared_model_are_named(tmp_path):
     net, head = nn.Linear(2, 3), nn.Linear(3, 5)
     optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
     accelerator.prepare(net, optimizer)
-    with pytest.warns(UserWarning, match=r"2 parameters that are not in a prepared model, of shapes \(5, 3\), \(5,\):"):
+    with pytest.warns(UserWarning, match=r"2 parameters that are not in a prepared model, of shapes \(5, 3\), \(5,\)"):
         accelerator.save_state(tmp_path / "c")
     accelerator.register_for_checkpointing(head=head)
     with warnings.catch_warnings():
@@ -607,7 +607,7 @@ def test_old_ones_that_can_not_go_are_named_and_the_others_go(tmp_path):
     with pytest.warns(UserWarning, match="exceeds total_limit") as said:
         accelerator.save_state()
     assert sorted(os.listdir(folder)) == [f"checkpoint_{n}" for n in (0, 1, 2, 4)]
-    for number, why in enumerate(("is a link", "manifest.json can't be read", "other files (tokenizer.json)")):
+    for number, why in enumerate(("is a link", "manifest.json can't be read", "to the checkpoint (tokenizer.json)")):
         assert [why in str(one.message) for one in said if f"checkpoint_{number} in" in str(one.message)] == [True]
     assert CheckpointStore(tmp_path / "elsewhere").find() == []
     assert (tmp_path / "elsewhere" / "manifest.json").is_file()

@@ -95,7 +95,7 @@ def test_containers_of_omegaconf_come_back_as_plain_ones():
     state = {"cfg": config, "betas": config.betas, "all": (config.inner,)}
     plain = {"betas": [0.9, 0.98], "lr": 0.1, "inner": {"again": 0.1, "later": "???"}}
     assert same(round_trip(state), {"cfg": plain, "betas": plain["betas"], "all": (plain["inner"],)})
-    with pytest.raises(TypeError, match=r"^opt\.cfg: a DictConfig \(Interpolation key 'nowhere'.*set what it"):
+    with pytest.raises(TypeError, match=r"^opt\.cfg: a DictConfig \(Interpolation key 'nowhere'.*set the value"):
         encode({"cfg": OmegaConf.create({"a": "${nowhere}"})}, "opt")
 
 

@@ -150,7 +150,7 @@ def test_another_save_to_the_path_is_noticed(tmp_path, verified):
         model.weight.add_(1)
     accelerator.save_state(path)
     before = model.weight.clone()
-    with pytest.raises(ValueError, match="was replaced during the read"):
+    with pytest.raises(ValueError, match="was replaced while it was read"):
         accelerator.load_state(opened)
     assert torch.equal(model.weight, before)
     accelerator.load_state(path)

@@ -194,7 +194,7 @@ def test_wrong_arguments():
     with pytest.raises(TypeError, match="the name 3"):
         log(metrics, 3, 1.0)
     metrics.between_batches(True)
-    with pytest.raises(ValueError, match="omit on_step"):
+    with pytest.raises(ValueError, match="Omit on_step"):
         log(metrics, "e", 1.0, on_step=True)
 
 

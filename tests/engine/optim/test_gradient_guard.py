@@ -120,7 +120,7 @@ def test_a_finite_run_is_as_without():
 def test_what_a_device_tells_one_step_later(strategy):
     message = failure("raise", strategy=strategy, on_device=True)
     assert "the gradient of middle.bias is not finite" in message
-    assert "optimizer step 6. That step was already applied to the weights in memory" in message
+    assert "optimizer step 6. This step was already applied to the weights in memory" in message
     accelerator = treadle.Accelerator(cpu=True)
     accelerator._gradient_guard.immediate = False
     weight = nn.Parameter(torch.ones(1))

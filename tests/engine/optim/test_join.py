@@ -54,7 +54,7 @@ def joined(accumulate):
         trace.append((weights(model), round(scheduler.get_last_lr()[0], 8)))
         assert not model._join_config.enable  # outside, no forward announces itself
     if accumulate == 1:
-        with pytest.raises(ValueError, match="Leave out weight="), accelerator.join_uneven_inputs([model]):
+        with pytest.raises(ValueError, match="Remove weight="), accelerator.join_uneven_inputs([model]):
             accelerator.backward(model(torch.zeros(1, 4)).sum(), weight=1.0)
     return trace
 
@@ -225,8 +225,8 @@ def test_one_process_has_nothing_to_join():
 @pytest.mark.parametrize(
     ("joinables", "even_batches", "words"),
     [
-        (["model"], None, "has a str"),
-        (Net(), None, r"pass \[model\]"),
+        (["model"], None, "contains a str"),
+        (Net(), None, r"Pass \[model\]"),
         ([], "yes", "even_batches='yes' must be True, False or None"),
     ],
 )

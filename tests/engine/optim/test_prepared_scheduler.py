@@ -152,7 +152,7 @@ def test_one_cycle_may_end_within_a_step_but_is_not_left_silently():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run(one_cycle, 2, 9) == [9, 9]
-    with pytest.warns(UserWarning, match=r"OneCycleLR has reached total_steps=3; the learning rate stays .* increase"):
+    with pytest.warns(UserWarning, match=r"OneCycleLR has reached total_steps=3; the learning rate stays .* Increase"):
         assert one_cycle(3) == 3
 
 

@@ -334,7 +334,7 @@ def test_urls(server, tmp_path):
         treadle.load_weights(net(), f"{url}/w.pt")
     with pytest.raises(ValueError, match="64 hexadecimal digits"):
         treadle.load_weights(net(), f"{url}/w.pt", sha256="abc")
-    with pytest.raises(ValueError, match=r"not a store that fsspec supports\. Did you mean 's3'"):
+    with pytest.raises(ValueError, match=r"not a protocol that fsspec supports\. Did you mean 's3'"):
         treadle.load_weights(net(), "s4://bucket/w.pt", sha256=right)
     assert asked == []
     for source in (f"{url}/w.pt", f"file://{tmp_path}/w.pt", tmp_path / "w.pt"):
@@ -463,7 +463,7 @@ def test_a_lightning_checkpoint_becomes_a_task(elsewhere, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert Task.load_from_checkpoint(path, given=7, map_location="cpu").arguments["given"] == 7
-        with pytest.raises(ValueError, match="another model"):
+        with pytest.raises(ValueError, match="a different model"):
             Task.load_from_checkpoint(path, width=6)
         with pytest.warns(UserWarning, match="weights_only=False has no effect"):
             Task.load_from_checkpoint(path, weights_only=False)

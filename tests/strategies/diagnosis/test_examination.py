@@ -152,7 +152,7 @@ def claim_rank_zero():
 
 def test_two_processes_that_are_the_same_rank():
     errors = [text for texts, _ in run(claim_rank_zero, 2) for text in texts]
-    assert errors == ["another process is rank 0 of 2 too; set a different RANK for each process"]
+    assert errors == ["another process is also rank 0 of 2. Set a different RANK for each process."]
 
 
 def test_an_address_that_does_not_resolve():

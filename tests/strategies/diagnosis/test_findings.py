@@ -44,7 +44,7 @@ SHM = "folders./dev/shm"
     [
         (f"{SHM}.free", 64e6, "/dev/shm", "fault", "docker run --shm-size"),
         (f"{SHM}.free", 500e6, "/dev/shm", "note", "500 MB"),
-        ("folders.run folder.free", 5e6, "run folder", "fault", "too little space for checkpoints"),
+        ("folders.run folder.free", 5e6, "run folder", "fault", "too little for checkpoints"),
         ("folders.temp folder.error", "Read-only file system", "temp folder", "fault", "Read-only file system"),
         ("folders.temp folder.path", "/scratch/users/someone/jobs/1234567/tmp", "temp folder", "note", "TMPDIR"),
         ("system", {"name": "Linux", "release": "5.4.0-99-generic"}, "system", "note", "older than 5.5"),

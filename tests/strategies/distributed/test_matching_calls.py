@@ -48,7 +48,7 @@ def fit(root, strategy, hook, ranks):
 
 
 ALONE = (
-    r"trainer.save_checkpoint needs all processes, but rank {} called it and rank {} has continued, "
+    r"trainer.save_checkpoint needs all processes, but rank {} called it and rank {} has continued "
     r"and waits in a later"
 )
 
@@ -99,7 +99,7 @@ def own_loop(root, strategy, what):
             "accelerator.save_state needs all processes, but rank 0 .* rank 1 has continued",
             marks=pytest.mark.exhaustive,
         ),
-        ("ddp", "barrier", "rank 1 has continued, and waits in a later step or exchange. Call it on every rank"),
+        ("ddp", "barrier", "rank 1 has continued and waits in a later step or exchange. Call it on every rank"),
         ("fsdp", "another call", r"rank 0 .* rank 1 calls accelerator.save_model|rank 1 .* rank 0 calls .*save_state"),
         pytest.param(
             "fsdp",

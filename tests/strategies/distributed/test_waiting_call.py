@@ -101,7 +101,7 @@ def test_a_call_of_one_rank_after_the_others_have_ended_names_its_line(tmp_path,
     (tmp_path / "train.py").write_text(LONE)
     done = script(tmp_path / "train.py", str(rank))
     assert done.returncode == 1, done.stderr
-    assert f"treadle: rank {1 - rank} of 2 has ended first, without an error in Python: process " in done.stderr
-    assert "or reached the end of its script, while this rank makes a call that needs all ranks\n" in done.stderr
+    assert f"treadle: rank {1 - rank} of 2 ended first, without a Python error: process " in done.stderr
+    assert "or reached the end of its script, while this rank was in a call that needs all ranks\n" in done.stderr
     assert "line 17, in <module>" in done.stderr
     assert done.stderr.count("Traceback") == 1

@@ -420,9 +420,9 @@ def test_hybrid_and_tensor_parallel():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"data_parallel_replicate": 3}, "data_parallel_replicate=3 does not divide"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide"),
-        ({"data_parallel_size": 4}, "data_parallel_size=4 times tensor_parallel_size=1 is not"),
+        ({"data_parallel_replicate": 3}, "data_parallel_replicate=3 must divide"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 must divide"),
+        ({"data_parallel_size": 4}, "data_parallel_size=4 times tensor_parallel_size=1 must be"),
     ],
 )
 def test_grids_that_do_not_fit(options, says):
@@ -437,7 +437,7 @@ def test_grids_that_do_not_fit(options, says):
         ({"tensor_parallel_size": True}, ValueError, "tensor_parallel_size=True"),
         ({"auto_wrap_policy": "atuo"}, ValueError, "Did you mean 'auto'"),
         ({"gather_dtype": "bf16"}, TypeError, "gather_dtype='bf16' must be a floating-point dtype"),
-        ({"gather_dtype": torch.bfloat16, "mixed_precision": 1}, ValueError, "pass one"),
+        ({"gather_dtype": torch.bfloat16, "mixed_precision": 1}, ValueError, "Pass only one"),
         ({"auto_wrap_policy": True}, TypeError, "auto_wrap_policy=True"),
         ({"activation_checkpointing_policy": "on"}, ValueError, "activation_checkpointing_policy='on'"),
     ],
@@ -879,7 +879,7 @@ class Mixed(Net):
     ("build", "says"),
     [
         (Single, "temperature: a 0-d parameter"),
-        (Empty, "none: torch can't reduce the gradient of a parameter without elements"),
+        (Empty, "none: torch 2.13 can't reduce the gradient of a parameter without elements"),
         (Mixed, r"in Block, blocks.1.norm.weight is torch.float32, blocks.1.up.bias is torch.bfloat16"),
     ],
 )
@@ -905,7 +905,7 @@ def test_tied_blocks_are_named(caplog):
 
 def test_optimizers_of_other_models():
     accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
-    with pytest.raises(ValueError, match="no prepared model has"):
+    with pytest.raises(ValueError, match="does not belong to a prepared model"):
         accelerator.prepare(torch.optim.SGD(Net().parameters(), lr=0.1))
     net = Net()
     optimizer = torch.optim.Adam(net.parameters())

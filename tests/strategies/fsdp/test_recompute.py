@@ -104,9 +104,9 @@ def test_what_is_computed_again(policy, calls, again):
     [
         ({"every": 0}, ValueError, "every=0"),
         ({"keep": "prodcuts"}, ValueError, "keep='prodcuts' must be 'products'"),
-        ({"keep": ["mm"]}, TypeError, "keep has 'mm', but must have operations"),
-        ({"budget": 1.5}, ValueError, "budget=1.5 must be a share"),
-        ({"budget": 0.5, "every": 2}, ValueError, "leave out blocks, every and keep"),
+        ({"keep": ["mm"]}, TypeError, "keep contains 'mm', which is not an operation"),
+        ({"budget": 1.5}, ValueError, "budget=1.5 must be a fraction"),
+        ({"budget": 0.5, "every": 2}, ValueError, "Remove blocks, every and keep"),
         ({"blocks": "atuo"}, ValueError, "Did you mean 'auto'"),
     ],
 )
@@ -146,6 +146,9 @@ def gathered(gather_dtype):
 
 def test_what_gathering_costs_is_said_with_the_choice():
     for decided in run(gathered, 2, None):
-        assert "GiB in each forward and backward, as stored; FSDP(gather_dtype=torch.bfloat16) sends half" in decided
+        assert (
+            "GiB in each forward and backward, in the stored dtype; FSDP(gather_dtype=torch.bfloat16) sends half"
+            in decided
+        )
     for decided in run(gathered, 2, torch.bfloat16):
         assert "gather_dtype" not in decided

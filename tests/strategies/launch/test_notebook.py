@@ -205,7 +205,7 @@ def nothing() -> None:
         ({"node_rank": 1}, "node_rank=1 must be from 0 to 0"),
         ({"rdzv_backend": "c10d"}, "treadle launch"),
         ({"use_port": "http"}, "127.0.0.1:http"),
-        ({"num_nodes": 2, "max_restarts": 1}, "max_restarts=1 is for one machine"),
+        ({"num_nodes": 2, "max_restarts": 1}, "max_restarts=1 is supported on one machine only"),
         ({"log_line_prefix_template": "[${rank}]"}, "log_line_prefix_template="),
     ],
 )
@@ -244,10 +244,10 @@ def with_a_group() -> str:
 
 def test_a_session_that_has_opened_the_gpus_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia-uvm")
-    with pytest.raises(ValueError, match=r"begin it with os.environ\['PYTORCH_NVML_BASED_CUDA_CHECK'\] = '1'"):
+    with pytest.raises(ValueError, match=r"start it with os.environ\['PYTORCH_NVML_BASED_CUDA_CHECK'\] = '1'"):
         notebook_launcher(print, num_processes=2)
 
 
 def test_no_launch_within_a_launch() -> None:
     assert run(launched_again, 1)[0].startswith("this process is itself rank 0 of 1")
-    assert run(with_a_group, 1)[0].startswith("this session has a process group already")
+    assert run(with_a_group, 1)[0].startswith("this session already has a process group")

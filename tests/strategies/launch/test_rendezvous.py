@@ -193,7 +193,7 @@ def test_nobody_at_the_endpoint_is_said_in_time(script: str, tmp_path: Path) -> 
     codes, texts = run([far, foreign, base], tmp_path, 60)
     assert codes == [2, 2, 2]
     assert (
-        "the endpoint 192.0.2.1:29400, at which the machines meet, did not answer" in texts[0]
+        "the endpoint 192.0.2.1:29400, at which the machines meet, did not respond" in texts[0]
         or "no route to 192.0.2.1" in texts[0]
     )
     assert "--local-addr 192.0.2.1 is not an address of this machine" in texts[1]

@@ -188,7 +188,7 @@ def test_a_path_is_never_skipped(tmp_path):
     (path,) = (tmp_path / "c").iterdir()
     task = Other(lr=0.3)
     assert fit(tmp_path, task, path, max_epochs=2) == 5
-    with pytest.raises(ValueError, match=r"was saved by another model"):
+    with pytest.raises(ValueError, match=r"was saved by a different model"):
         fit(tmp_path, Line(width=2), path, max_epochs=2)
 
 

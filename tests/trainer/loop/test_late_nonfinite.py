@@ -95,7 +95,7 @@ def test_the_bad_step_is_left_out(kind, bad, manual):
 def test_what_can_not_be_left_out_is_said(kind, bad):
     message, unchanged, _ = fit(bad, kind)
     assert not unchanged
-    assert "That step was already applied to the weights in memory: resume from a checkpoint." in message
+    assert "This step was already applied to the weights in memory. Resume from a checkpoint." in message
 
 
 def on_two_ranks(strategy, bad):

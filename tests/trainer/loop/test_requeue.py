@@ -65,7 +65,7 @@ def test_the_job_is_requeued_once(tmp_path, ranks):
         process.kill()
     assert process.returncode == 1
     assert (tmp_path / "calls").read_text() == "requeue 7\n"
-    assert err.count("treadle: SIGUSR1 ends the run before its first step, so nothing has to be saved") == 1
+    assert err.count("treadle: SIGUSR1 ends the run before its first step, so there is nothing to save") == 1
     assert err.count("treadle: job 7 was requeued") == 1
 
 

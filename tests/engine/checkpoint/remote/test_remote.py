@@ -142,7 +142,7 @@ def test_removing_takes_all_of_it_and_refuses_what_holds_more(directory):
     remote.remove(directory / "one")
     assert names(directory) == ["two"]
     (directory / "two/notes.txt").write_bytes(b"mine")
-    with pytest.raises(ValueError, match=r"contains other files \(notes\.txt\)"):
+    with pytest.raises(ValueError, match=r"contains files that do not belong to the checkpoint \(notes\.txt\)"):
         remote.remove(directory / "two")
     assert_holds(directory / "two", 2)
     with pytest.raises(ValueError, match="manifest"):
