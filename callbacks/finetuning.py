@@ -282,7 +282,8 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: Initial rate of the backbone as a fraction of the first group's. Default: 0.1.
         backbone_initial_lr: Initial rate of the backbone; overrides the fraction. Default: None.
         should_align: Limit the backbone's rate to the first group's. Default: True.
-        initial_denom_lr: Accepted for Lightning's signature; the initial rate is given, so nothing is divided by it.
+        initial_denom_lr: Accepted for Lightning's signature; the initial rate is set directly, so nothing is divided by
+            it.
         train_bn: Whether the backbone's BatchNorm layers are trained, from the start. If False, they stay frozen in
             evaluation mode for the whole run. Default: True.
         verbose: Announce the rates. Default: False.

@@ -138,7 +138,7 @@ class SpikeWatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add a micro-batch's loss; keep the step's value if the step is over."""
+        """Add a micro-batch's loss; keep the step's value if the step has ended."""
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
             self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
@@ -204,7 +204,7 @@ class SpikeWatch(Callback):
         return None if fine and math.isfinite(value) else middle
 
     def _act(self, trainer: Trainer, new_spikes: list[tuple[int, float, float]]) -> None:
-        """Warn of spikes, and stop, save or raise as configured."""
+        """Warn about spikes, and stop, save or raise an error as configured."""
         words = ", ".join(f"{value:.4g} in step {step} (usual: {usual:.4g})" for step, value, usual in new_spikes[:5])
         more = f" and {len(new_spikes) - 5} more" if len(new_spikes) > 5 else ""
         text = f"{self.monitor} spiked: {words}{more}"

@@ -26,7 +26,7 @@ class ThroughputMonitor(BestEffortCallback):
     clock; steps in between have no overhead. Time in validations is excluded. A rate covers the latest measurements
     that span ``window_size`` batches. Each evaluation is logged once, at its end, as a whole.
 
-    Samples are those that the dataloaders really returned, over all processes. Operations are counted if the task has
+    Samples are those that the dataloaders actually returned, over all processes. Operations are counted if the task has
     an attribute ``flops_per_batch`` (`measure_flops` computes it), with ``device/mfu``, the fraction of the device's
     peak, if that is known.
 
@@ -35,7 +35,7 @@ class ThroughputMonitor(BestEffortCallback):
         length_fn: Function that returns the items in a batch, such as its tokens.
         window_size: Minimum number of batches that a rate covers. Default: 100.
         separator: Text between the components of a name. Default: ``"/"``.
-        available_flops: Peak operations per second of one device, if `get_available_flops` does not know it.
+        available_flops: Peak operations per second of one device. Default: the result of `get_available_flops`.
 
     Raises:
         ValueError, TypeError: If an argument is invalid; in ``fit``, if ``log_every_n_steps`` is 0.
@@ -159,7 +159,7 @@ class ThroughputMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count what the dataloaders do not know."""
+        """Count what the dataloaders do not count."""
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 

@@ -14,7 +14,7 @@ _waiting: dict[int, Callable[[], Any]] = {}
 def before_exit(work: Callable[[], Any]) -> Callable[[], None]:
     """Register a function to call when the main thread has ended, while threads and executors still accept work.
 
-    ``atexit`` is too late: asyncio, which packages of object stores use, can't look up a host's name any more.
+    ``atexit`` is too late: asyncio, which packages of object stores use, can no longer resolve host names.
 
     Args:
         work: The function. An exception is printed.

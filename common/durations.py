@@ -23,7 +23,7 @@ def parse_duration(name: str, value: Any) -> timedelta:
         value: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
 
     Raises:
-        TypeError: The value has another type, or its dict holds other keys than the arguments of a ``timedelta``.
+        TypeError: The value has another type, or its dict has keys other than the arguments of a ``timedelta``.
         ValueError: The text has another form, or the duration is zero, negative or too long.
     """
     if isinstance(value, str):

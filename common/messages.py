@@ -21,7 +21,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
         return sys.stderr
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing: standard error is closed or full, so the error can't be reported, and training continues."""
+        """Do nothing: standard error is closed or full, so the error cannot be reported, and training continues."""
 
 
 logger = logging.getLogger("treadle")
@@ -65,7 +65,7 @@ def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> 
     Args:
         name: Name that the user wrote.
         valid: The valid names.
-        cutoff: Least similarity, from 0 to 1. Default: 0.5.
+        cutoff: Minimum similarity, from 0 to 1. Default: 0.5.
     """
     by_lower: dict[str, list[str]] = {}
     for candidate in map(str, valid):

@@ -32,7 +32,7 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
         place: A path or a URL. A path is returned unchanged, and not created.
 
     Raises:
-        OSError: The store can't be read, or a file can't be written.
+        OSError: The store cannot be read, or a file cannot be written.
     """
     path = as_path(place)
     if isinstance(path, Path):
@@ -48,7 +48,7 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
 def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
     """Upload the changed files and wait for it.
 
-    Files that can't be uploaded are kept, and a warning names their folder.
+    Files that cannot be uploaded are kept, and a warning names their folder.
 
     Args:
         place: The folder. Default: all mirrored ones.

@@ -57,7 +57,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
 
 
 def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], Any]) -> None:
-    """Import now the submodules that share a name with an export: a later import of one would replace the export."""
+    """Import the submodules that share a name with an export, because a later import would replace the export."""
     for entry in pkgutil.iter_modules(getattr(package, "__path__", ())):
         if entry.name in names:
             importlib.import_module(f"{package.__name__}.{entry.name}")
@@ -86,8 +86,8 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
         valid: Names that the module has, for a suggestion. Default: none.
 
     Raises:
-        ImportError, AttributeError: Treadle has no counterpart; states what to use instead, if the peers have such a
-            name.
+        ImportError, AttributeError: Treadle has no counterpart; the error states what to use instead, if the peers have
+            such a name.
     """
     path = peer_path(module)
     home = None if name.startswith("__") else read_names(path).get(name)
@@ -192,7 +192,7 @@ def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:
 def _own_module(module: str, path: str) -> Any:
     """Return Treadle's module at the same path, for one in ``compat``.
 
-    Below ``fabric`` that of Lightning's counterpart.
+    Below ``fabric``, it is that of Lightning's counterpart.
     """
     below_fabric = _below_fabric(path)
     if not path or below_fabric == "":

@@ -48,7 +48,7 @@ _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFoun
 
 
 class StoreError(OSError):
-    """Failure of a store: it refused a request, or could not be reached, several times in a row."""
+    """Failure of a store: it rejected a request, or could not be reached, several times in a row."""
 
 
 class RemotePath:
@@ -62,7 +62,7 @@ class RemotePath:
         url: ``scheme://bucket/path``.
 
     Raises:
-        ValueError: The URL has no path, leads upwards, or its scheme can't be written.
+        ValueError: The URL has no path, leads upwards, or its scheme cannot be written.
     """
 
     def __init__(self, url: str) -> None:
@@ -105,13 +105,13 @@ class RemotePath:
 
     @property
     def parents(self) -> tuple[RemotePath, ...]:
-        """The folders around it, the nearest first, the bucket last."""
+        """The enclosing folders, the nearest first, the bucket last."""
         texts = ("/".join(self._parts[:end]) for end in range(len(self._parts) - 1, 0, -1))
         return tuple(RemotePath(f"{self.scheme}://{text}") for text in texts)
 
     @property
     def parent(self) -> RemotePath:
-        """The folder around it; a bucket's is itself."""
+        """The enclosing folder; for a bucket, the bucket itself."""
         return next(iter(self.parents), self)
 
     def relative_to(self, folder: RemotePath) -> PurePosixPath:
@@ -165,7 +165,7 @@ class RemotePath:
         """Make a request, and repeat it if it fails.
 
         Raises:
-            StoreError: The store refused each time; states the store's reason.
+            StoreError: The store rejected each attempt; the error states the store's reason.
         """
         store = self._store
         for attempt in range(ATTEMPTS):
@@ -243,7 +243,7 @@ class RemotePath:
         """Return the object's content.
 
         Args:
-            limit: Most bytes to read. Default: no limit.
+            limit: Maximum number of bytes to read. Default: no limit.
 
         Raises:
             FileNotFoundError: The object does not exist.
@@ -288,7 +288,7 @@ class RemotePath:
 
     @property
     def _sends_checksums(self) -> bool:
-        """Return whether botocore's configuration lets uploads carry checksums, which few older stores refuse."""
+        """Return whether botocore's configuration lets uploads carry checksums, which a few older stores reject."""
         self._store.connect()
         config = self._store.s3.meta.config  # botocore before 1.36 has no such option
         return getattr(config, "request_checksum_calculation", "") == "when_supported"
@@ -301,7 +301,7 @@ class RemotePath:
             size: Its size in bytes.
 
         Raises:
-            StoreError: The store refused a request several times. No object is created.
+            StoreError: The store rejected a request several times. No object is created.
         """
         if size <= _PART_BYTES:
             self.write_bytes(b"".join(pieces))

@@ -1,4 +1,4 @@
-"""Checks of arguments, made where they are passed, so that the traceback ends at the wrong line.
+"""Checks of arguments, made where they are passed, so that the traceback ends at the faulty line.
 
 Each returns the value, and its error states the argument, the value and the rule.
 """
@@ -16,7 +16,7 @@ from .messages import nearest
 def check_bool(name: str, value: Any) -> bool:
     """Return the value if it is True or False.
 
-    Anything else, such as the string ``"False"``, could pass for one of them.
+    Other values, such as the string ``"False"``, could be mistaken for one of them.
 
     Args:
         name: The argument.
@@ -39,7 +39,7 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
         words: The words that mean True.
 
     Raises:
-        ValueError: The value is something else; names the nearest word.
+        ValueError: The value is something else; the error names the nearest word.
     """
     words = list(words)
     if isinstance(value, bool) or (isinstance(value, str) and value in words):
@@ -54,8 +54,8 @@ def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
     Args:
         name: The argument.
         value: Its value.
-        low: The least value.
-        meaning: Meaning of the least value, such as ``"means never"``. Default: none.
+        low: The minimum value.
+        meaning: Meaning of the minimum value, such as ``"means never"``. Default: none.
 
     Raises:
         ValueError: The value is something else.
@@ -67,12 +67,12 @@ def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
 
 
 def check_number(name: str, value: Any, low: float = -math.inf) -> float:
-    """Return the value if it is an integer or float of at least ``low``. NaN is refused: it compares as False.
+    """Return the value if it is an integer or float of at least ``low``. NaN is refused, because it compares as False.
 
     Args:
         name: The argument.
         value: Its value.
-        low: The least value. Default: any.
+        low: The minimum value. Default: any.
 
     Raises:
         TypeError: The value has another type.
@@ -157,7 +157,7 @@ def choose(name: str, value: object, choices: Iterable[str]) -> str:
         choices: The valid strings.
 
     Raises:
-        ValueError: The value is something else; lists the choices and names the nearest one.
+        ValueError: The value is something else; the error lists the choices and names the nearest one.
     """
     choices = list(choices)
     if isinstance(value, str) and value in choices:

@@ -38,9 +38,9 @@ _QUERIES = {
 
 
 class _Kind(type):
-    """Metaclass with which ``isinstance(trainer.accelerator, CUDAAccelerator)`` asks for the device.
+    """Metaclass that lets ``isinstance(trainer.accelerator, CUDAAccelerator)`` check the device.
 
-    A run's own `treadle.Accelerator` does much more than name a device, so it can't be an instance of these classes.
+    A run's own `treadle.Accelerator` does much more than name a device, so it cannot be an instance of these classes.
     """
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -141,7 +141,7 @@ class CPUAccelerator(Accelerator):
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> int:  # type: ignore[override]
-        """Return the number of processes that the flag ``devices`` asks for.
+        """Return the number of processes that the flag ``devices`` requests.
 
         Args:
             devices: The value of the flag.

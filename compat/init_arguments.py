@@ -15,7 +15,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Delete values that can't be pickled, with a warning for each.
+    """Delete values that cannot be pickled, with a warning for each.
 
     Args:
         hparams: The hyperparameters, which are changed in place.

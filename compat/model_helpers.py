@@ -49,7 +49,7 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Return a copy of the model that shares its parameters and has each repeated block compiled on its own.
+    """Return a copy of the model that shares its parameters and has each repeated block compiled separately.
 
     Blocks of one class compile once, which shortens the first step; see torch's tutorial on regional compilation.
 

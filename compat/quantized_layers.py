@@ -9,7 +9,7 @@ from ..engine.big_models import group_tied_names, named_tensors
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of a model's first and last linear layer; None without any.
+    """Return the names of a model's first and last linear layer; None if it has none.
 
     Args:
         model: The model.

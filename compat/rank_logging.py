@@ -15,7 +15,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Standard logger that logs on rank zero only, by default. It needs no Accelerator.
 
     Each method takes two more arguments. ``main_process_only`` (default True) restricts the record to rank zero. With
-    ``in_order=True`` (default False) all ranks log one after the other, so all ranks must call.
+    ``in_order=True`` (default False) all ranks log one after the other, so all ranks must call it.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

@@ -45,7 +45,7 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
         trainer: The Trainer.
 
     Raises:
-        RuntimeError: It does not.
+        RuntimeError: It does not run on all of them.
     """
     launched = RayLightningEnvironment()
     if (trainer.global_rank, trainer.world_size) != (launched.rank, launched.world_size):

@@ -491,7 +491,7 @@ def prepare_data_loader(
         torch_device_mesh: Ranks that differ only in its dimensions ``"tp"`` and ``"cp"`` read the same batches.
 
     Raises:
-        ValueError: The batch size can't be split, or ``dispatch_batches`` is set without ``put_on_device``.
+        ValueError: The batch size cannot be split, or ``dispatch_batches`` is set without ``put_on_device``.
     """
     dispatches = _decide_dispatch(dataloader, dispatch_batches, put_on_device)
     rank, count = _place(num_processes, process_index, torch_device_mesh)
@@ -626,7 +626,7 @@ def _shard_stream(dataloader: Any, count: int, rank: int, split_batches: bool) -
 
 
 def _seed_generator(sampler: Any) -> torch.Generator | None:
-    """Return the generator of a sampler, created and seeded from torch's if missing; None if it can't have one."""
+    """Return the generator of a sampler, created and seeded from torch's if missing; None if it cannot have one."""
     if not hasattr(sampler, "generator"):
         return None
     if sampler.generator is None:

@@ -19,7 +19,7 @@ from .operations import gather_object
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Category for warning filters. Treadle raises an error if a nested tensor can't be padded, and does not warn."""
+    """Category for warning filters. Treadle raises an error if a nested tensor cannot be padded, and does not warn."""
 
 
 def get_shape(data: Any) -> Any:

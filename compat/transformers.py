@@ -91,7 +91,7 @@ def training_arguments(args: Any) -> dict[str, Any]:
         args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: Fields have no direct translation; names each with its replacement.
+        ValueError: Fields have no direct translation; the error names each with its replacement.
     """
     _refuse(args)
     interval = _count_accumulated(args)

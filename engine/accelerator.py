@@ -94,14 +94,14 @@ class Accelerator(Process):
     """Distributed training, mixed precision and checkpoints for a user-defined loop.
 
     Args:
-        device_placement: Whether to move models and batches to the device. With False, models must already be there.
+        device_placement: Whether to move models and batches to the device. If False, models must already be on it.
         split_batches: Whether the ``batch_size`` of a prepared loader is that of the global batch. Default: it is the
             batch size of each process.
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         cpu: Same as ``accelerator="cpu"``.
         dataloader_config: How prepared loaders are sharded; see `DataLoaderConfiguration`.
-        deepspeed_plugin: Not supported; any value but None raises. The same holds for ``deepspeed_plugins``,
+        deepspeed_plugin: Not supported; any value but None raises an error. The same holds for ``deepspeed_plugins``,
             ``torch_tp_plugin`` and ``megatron_lm_plugin``.
         deepspeed_plugins: See ``deepspeed_plugin``.
         fsdp_plugin: Shards models. Accelerate's form of ``strategy=FSDP(...)``.
@@ -127,10 +127,10 @@ class Accelerator(Process):
             else one.
         num_nodes: Number of machines.
         spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
-        timeout: The longest time that a rank may make no progress, until its script ends: ``"DD:HH:MM:SS"``, a
-            timedelta or a dict of its arguments. Then the run ends with exit status 124, names the rank that hangs,
-            and writes the Python stacks of all ranks. Default: only a rank that waits for others is watched, for
-            nearly as long as a collective may wait (30 minutes).
+        timeout: The longest time that a rank may go without progress, until its script ends: ``"DD:HH:MM:SS"``, a
+            timedelta or a dict of its arguments. Then the run ends with exit status 124, names the rank that hangs, and
+            writes the Python stacks of all ranks. Default: only a rank that waits for others is watched, for nearly as
+            long as a collective may wait (30 minutes).
         on_nonfinite: What to do when a prepared optimizer is about to apply a gradient that is not finite:
             ``"raise"`` on all ranks (on accelerators one step later, and in `end_training`), ``"skip"`` the step on
             all ranks (which waits for the device in every step), or ``"ignore"``. With float16, the loss scaler skips
@@ -273,10 +273,10 @@ class Accelerator(Process):
             device_placement: One value per object, which overrides the Accelerator's ``device_placement``.
 
         Returns:
-            The prepared objects in the same order; a single one is not put into a tuple.
+            The prepared objects in the same order; a single object is not put into a tuple.
 
         Raises:
-            ValueError: If ``device_placement`` has another length than ``objects``.
+            ValueError: If ``device_placement`` and ``objects`` differ in length.
         """
         placement: Sequence[bool | None] = [None] * len(objects) if device_placement is None else device_placement
         if len(placement) != len(objects):
@@ -325,7 +325,8 @@ class Accelerator(Process):
 
         Args:
             model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
-            device_placement: Move the model; else it must be on the device. Default: the Accelerator's setting.
+            device_placement: Move the model; if False, it must be on the device already. Default: the Accelerator's
+                setting.
             evaluation_mode: Move the model, but do not wrap it for training.
             step: The method that returns the training loss, if it is not ``forward``; call it through `method`.
             by_hand: Leave gradients on their process until an optimizer steps; call methods through `local_method`.
@@ -411,7 +412,7 @@ class Accelerator(Process):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Wrap an optimizer so that it steps at the end of each accumulation group.
 
-        Its state is moved to the device of its parameters. An optimizer that is already prepared is returned as it is.
+        Its state is moved to the device of its parameters. An optimizer that is already prepared is returned unchanged.
 
         Args:
             optimizer: The user's optimizer.
@@ -438,7 +439,7 @@ class Accelerator(Process):
             scheduler: The user's scheduler.
 
         Returns:
-            The scheduler to call in the loop. With ``step_scheduler_with_optimizer=False`` it is the given one.
+            The scheduler to call in the loop. With ``step_scheduler_with_optimizer=False`` it is ``scheduler`` itself.
         """
         for prepared in self.schedulers:
             if scheduler is prepared or scheduler is getattr(prepared, "scheduler", None):
@@ -565,7 +566,7 @@ class Accelerator(Process):
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Train on user-defined batches of which some ranks have more than others.
+        """Train on user-defined batches if some ranks have more of them than others.
 
         A rank that runs out of batches waits at the end of the context. Each step of the remaining ranks uses the mean
         of their gradients. All ranks leave with the parameters, buffers, optimizer states and schedules of the rank
@@ -576,7 +577,7 @@ class Accelerator(Process):
 
         Args:
             joinables: Prepared models. Optimizers may be listed too and have no effect.
-            even_batches: True states that all ranks have the same number of batches, so that no rank is waited for.
+            even_batches: True states that all ranks have the same number of batches, so that no rank waits for another.
                 Unlike in Accelerate, the default never means True, and no loader repeats samples in either case.
 
         Returns:
@@ -755,7 +756,7 @@ class Accelerator(Process):
         Args:
             loss: 0-d tensor.
             weight: The number of items that the loss is a mean over, if these are not samples (tokens): the gradient of
-                the step is then the mean over all of these. Give it in every micro-batch of a group, or in none.
+                the step is then the mean over all of these. Pass it in every micro-batch of a group, or in none.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Arguments of ``Tensor.backward``.
         """
@@ -934,8 +935,9 @@ class Accelerator(Process):
             info: Numbers and names for the manifest (``step``, ``epoch``, ...).
             parts: Further states by name, each saved in its own files.
             weights_only: Save only the models and ``parts``.
-            trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model
-                under adapters. The checkpoint has their digests, and loads into a model with the same frozen weights.
+            trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model under
+                adapters. The checkpoint stores their digests, and can be loaded into a model with the same frozen
+                weights.
             blocking: False returns once the state is copied to host memory and writes it in the background. Only one
                 save runs at a time: the next waits for it. `poll_saving` and `finish_saving` report its end.
             also: Further directories for the same state, each a complete checkpoint.
@@ -946,8 +948,8 @@ class Accelerator(Process):
         Raises:
             ValueError: If no directory is given, or inside an accumulation group.
             TypeError: If a state is not plain data.
-            OSError: If the disk refused. The files of the attempt are removed, and an earlier checkpoint at this path
-                stays.
+            OSError: If a disk operation fails. The files of the attempt are removed, and an earlier checkpoint at this
+                path remains.
         """
         return self.checkpointer.save_state(
             output_dir,
@@ -1014,9 +1016,9 @@ class Accelerator(Process):
 
         Raises:
             ValueError: If the path is not a checkpoint, or if the checkpoint is damaged, belongs to another model or
-                optimizer, or was replaced during the read. No object is changed then on any process. An error in the
-                ``load_state_dict`` of a scheduler or a registered object is raised later, after models and optimizers
-                are loaded.
+                optimizer, or was replaced during the read. In that case, no object is changed on any process. An error
+                in the ``load_state_dict`` of a scheduler or a registered object is raised later, after models and
+                optimizers are loaded.
         """
         return self.checkpointer.load_state(
             input_dir,
@@ -1066,7 +1068,7 @@ class Accelerator(Process):
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write data to a file on rank zero: a state dict or numbers, nested as you like. Rank zero may call it alone.
 
-        The file appears in one rename. It holds only data and can be read with ``torch.load(f, weights_only=True)``:
+        The write is atomic. The file holds only data and can be read with ``torch.load(f, weights_only=True)``:
         tensors, numbers, text, bytes, None, dtypes, devices, in dicts, lists, tuples and sets. NumPy numbers are
         written as Python numbers, a defaultdict as a dict.
 
@@ -1389,12 +1391,12 @@ class Accelerator(Process):
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """0: there is no pipeline parallelism."""
+        """Always 0, because pipeline parallelism is not supported."""
         return 0
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: a sequence is not split over processes."""
+        """Always 0, because sequences are not split over processes."""
         return 0
 
     def _mesh_rank(self, dimension: str) -> int:

@@ -21,7 +21,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 class ShapesDiffer(DistributedOperationException, ValueError):
-    """Error: the ranks pass tensors of different number, shape or dtype to one collective."""
+    """Error for ranks that pass tensors of different number, shape or dtype to one collective."""
 
 
 class DebugMode:
@@ -191,7 +191,7 @@ def _describe_form(tensor: Tensor, sync_grads: bool) -> str:
 
 
 def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
-    """Rebuild a nested value; replace each tensor, and each largest part without tensors, by a function's result."""
+    """Rebuild a nested value; replace each tensor, and each largest part without tensors, with a function's result."""
     if isinstance(value, Tensor):
         return tensor(value)
     if not holds_tensor(value):
@@ -361,7 +361,7 @@ def check_process(index: int, size: int, name: str) -> None:
         name: The name of the argument, for the error.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If no process has this rank.
     """
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
         raise ValueError(f"{name}={index!r} must be a rank from 0 to {size - 1}; the world size is {size}.")

@@ -536,7 +536,7 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
 
 
 def resolve_timeout(timeout: Any) -> float | None:
-    """Return the number of seconds that a rank may make no progress; None if the user set no limit.
+    """Return the number of seconds that a rank may go without progress; None if the user set no limit.
 
     Args:
         timeout: A timedelta, a dict of its arguments, ``"DD:HH:MM:SS"`` or None.
@@ -552,7 +552,7 @@ def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -
 
     Args:
         handler: The user's settings of the process group.
-        limit: Seconds that a rank may make no progress.
+        limit: Seconds that a rank may go without progress.
     """
     options = (handler or InitProcessGroupKwargs()).options()
     if options["timeout"] is None and limit is not None and limit + 60 > 1800:  # the default is half an hour

@@ -19,7 +19,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 def compile_modules(
     modules: Iterable[nn.Module], compiler: Compiler, options: Any = None, *, hooks_outside: bool = False
 ) -> None:
-    """Make each of ``modules`` run compiled when it is called, no matter by whom.
+    """Make each of ``modules`` run compiled when it is called, by any caller.
 
     Modules of the same kind share the compiled code. Modules that the user compiled are unchanged.
 

@@ -56,7 +56,7 @@ def recursively_apply(
         data: Lists, tuples and mappings, nested.
         args: Further arguments of ``func``.
         test_type: Selects the items. Default: tensors.
-        error_on_other_type: Raise for an item of any other kind. By default it is unchanged.
+        error_on_other_type: Raise an error for an item of any other kind. By default it is unchanged.
         kwargs: Further keyword arguments of ``func``.
 
     Raises:

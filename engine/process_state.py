@@ -450,7 +450,7 @@ class PartialState(Process):
 
     @property
     def initialized(self) -> bool:
-        """True: the object is complete when it is constructed."""
+        """Always True, because the object is complete when it is constructed."""
         return True
 
     @property
@@ -640,7 +640,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True: the object is complete when it is constructed."""
+        """Always True, because the object is complete when it is constructed."""
         return True
 
     @property
@@ -735,7 +735,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """False: XLA is not used."""
+        """Always False, because XLA is not used."""
         return False
 
     def __repr__(self) -> str:

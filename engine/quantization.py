@@ -28,7 +28,7 @@ class WeightQuantizer:
 
     Args:
         bits: ``"int8"`` or ``"int4"``.
-        skip: Names of modules to leave as they are, such as ``["lm_head"]``, including their submodules.
+        skip: Names of modules to leave unchanged, such as ``["lm_head"]``, including their submodules.
 
     Raises:
         ValueError: If ``bits`` has another value.
@@ -44,7 +44,7 @@ class WeightQuantizer:
 
     @classmethod
     def parse(cls, value: str | WeightQuantizer | None) -> WeightQuantizer | None:
-        """Return the quantizer for ``"int8"`` or ``"int4"``; a quantizer or None is returned as it is.
+        """Return the quantizer for ``"int8"`` or ``"int4"``; a quantizer or None is returned unchanged.
 
         Args:
             value: The value to parse.

@@ -104,7 +104,7 @@ class RandomStream:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Make the process's generators those of this stream inside the context, which may be nested."""
+        """Use this stream for the process's generators inside the context. Contexts may be nested."""
         if self._lent:
             yield
             return

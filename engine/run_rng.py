@@ -1,4 +1,4 @@
-"""RNG state of a run: what all ranks draw alike, and from when on each rank draws its own numbers."""
+"""RNG state of a run: the numbers that all ranks draw alike, and the point from which each rank draws its own."""
 
 from __future__ import annotations
 

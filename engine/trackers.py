@@ -463,7 +463,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         tracker_class: A subclass of `GeneralTracker` with ``name`` and ``requires_logging_directory``.
 
     Raises:
-        ValueError: If it is not such a class.
+        ValueError: If it is another class, or lacks one of these attributes.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(f"{tracker_class!r} is not a subclass of GeneralTracker; pass one to register_tracker_class.")

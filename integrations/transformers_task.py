@@ -47,13 +47,13 @@ class TransformersTask(TaskModule):
         learning_rate: AdamW's peak learning rate. Default: 5e-5.
         weight_decay: AdamW's weight decay, for all parameters except biases and norms. Default: 0.0.
         optimizer_options: Further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
-        lr_scheduler: A name that ``transformers.get_scheduler`` knows. The scheduler advances with each optimizer step;
-            ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, by its ``val_loss``. Default:
+        lr_scheduler: A name that ``transformers.get_scheduler`` accepts. The scheduler advances with each optimizer
+            step; ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, by its ``val_loss``. Default:
             ``"linear"``.
         warmup_steps: Optimizer steps of the warmup; below 1 a fraction of all steps. Default: 0.
         scheduler_options: Further arguments of the scheduler.
-        metrics: torchmetrics objects by name. They get logits and labels of the samples, or of the tokens that have a
-            label; override `update_metrics` for others.
+        metrics: torchmetrics objects by name. They receive logits and labels of the samples, or of the tokens that have
+            a label; override `update_metrics` for others.
         generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
         adapter: A peft configuration, as an object or a dict: the model's own weights are frozen and adapters are
             trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only these.

@@ -106,7 +106,7 @@ class MLFlowLogger(Logger):
         self._uploads = Uploads(self._log_model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, which continues the run by its id."""
+        """Return the state for a copy, which continues the run by its ID."""
         self.save()
         return {name: value for name, value in self.__dict__.items() if name not in ("_client", "_writes", "_uploads")}
 

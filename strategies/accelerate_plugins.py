@@ -152,7 +152,7 @@ class ParallelismConfig:
             world: All processes.
 
         Raises:
-            ValueError: If it needs another number of processes.
+            ValueError: If it needs a different number of processes.
         """
         if self.total_size != world.size:
             raise ValueError(
@@ -201,7 +201,7 @@ class FullyShardedDataParallelPlugin:
         fsdp_version: 1 or 2, without effect.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` (shards within a machine),
             ``"NO_SHARD"`` (replicas), or torch's enum.
-        reshard_after_forward: Whether to drop gathered weights after forward; or a name as above.
+        reshard_after_forward: Whether to drop gathered weights after forward; or a name of ``sharding_strategy``.
         backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None, without effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function.

@@ -114,7 +114,7 @@ class Router(nn.Module):
 
         Args:
             args: Arguments of the model's ``state_dict``.
-            kwargs: Keyword arguments of the same.
+            kwargs: Keyword arguments of that ``state_dict``.
         """
         return self.module.state_dict(*args, **kwargs)
 

@@ -57,7 +57,7 @@ class Precision:
         """Return the precision with this name.
 
         Args:
-            value: The name, an alias such as ``"bf16"`` or ``16``, or a `Precision`, which is returned as it is.
+            value: The name, an alias such as ``"bf16"`` or ``16``, or a `Precision`, which is returned unchanged.
 
         Raises:
             ValueError: If the name is unknown. The error names the nearest one.

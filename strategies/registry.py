@@ -79,7 +79,7 @@ def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
     """Return the strategy with this name; ``"auto"`` is a single device for one process, else DDP.
 
     Args:
-        strategy: A name, or a `Strategy`, which is returned as it is.
+        strategy: A name, or a `Strategy`, which is returned unchanged.
         world: All processes.
 
     Raises:

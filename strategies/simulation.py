@@ -128,7 +128,7 @@ def _hide_from_modes(propagate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def members(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a process group, given as an object, boxed, or by its name.
+    """Return the ranks of a process group, which is passed as an object, boxed, or by its name.
 
     Args:
         group: The group.

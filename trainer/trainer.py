@@ -101,7 +101,7 @@ class Trainer(LightningAliases):
         accumulate_grad_batches: Micro-batches per optimizer step. Default: 1.
         gradient_clip_val: Limit of the gradients' norm or value in each optimizer step; None or 0 disables clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
-        deterministic: Use deterministic algorithms only; ``"warn"`` warns where an operation has none.
+        deterministic: Use deterministic algorithms only; ``"warn"`` warns about operations without one.
         benchmark: Let cuDNN benchmark its algorithms.
         float32_matmul_precision: Precision of float32 matrix products: ``"highest"``, or ``"high"`` or ``"medium"``
             with fewer bits (TF32 or bfloat16 on GPUs that support it), which is several times faster. It applies to the
@@ -122,9 +122,9 @@ class Trainer(LightningAliases):
         on_nonfinite: Policy for a loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators
             one step later), ``"skip"`` the step on all processes (which synchronizes with the device in every step), or
             ``"ignore"``. With float16, the loss scaler handles gradients. Default: ``"raise"``.
-        timeout: How long a rank may make no progress, in the forms of ``max_time``; see `Accelerator`.
+        timeout: How long a rank may go without progress, in the forms of ``max_time``; see `Accelerator`.
         grace: How long a stage may take to end after a signal, in the forms of ``max_time``. Then all ranks exit, even
-            if a save is incomplete; the latest complete checkpoint counts. Default: no limit.
+            if a save is incomplete; the run then resumes from the latest complete checkpoint. Default: no limit.
         unknown: Unknown flags, for the error that names the closest flag.
 
     Attributes:
@@ -139,7 +139,7 @@ class Trainer(LightningAliases):
 
     Raises:
         TypeError: If a flag does not exist; the message names the closest one.
-        ValueError: If a flag has a value that cannot be honoured.
+        ValueError: If a flag's value is invalid or cannot be applied.
 
     Example:
         >>> import treadle as tl
@@ -435,12 +435,13 @@ class Trainer(LightningAliases):
             model: The task. Default: the task of the last ``fit``, at its best checkpoint.
             dataloaders: The dataloader, several (the result is then a list of lists), or a data module.
             datamodule: The data module, instead of dataloaders.
-            return_predictions: False discards the results, for streams that a callback writes to files. Default: True.
+            return_predictions: False discards the results, for example if a callback writes them to files. Default:
+                True.
             ckpt_path: The checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
             weights_only: See `fit`.
 
         Returns:
-            The result of each batch, of all processes and on each process, in the dataset's order; None with
+            The results of all processes' batches, on each process, in the dataset's order; None with
             ``return_predictions=False``.
 
         Raises:
@@ -656,13 +657,13 @@ class Trainer(LightningAliases):
     def log_dir(self) -> str | None:
         """Folder of the run: the first logger's, or the one that ``fit`` created.
 
-        Every process knows it without communication.
+        It is available on every process without communication.
         """
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Current values of the flags, by name, as far as they are plain values."""
+        """Current values of the flags that are plain data, by name."""
         settings: dict[str, Any] = {"strategy": self.strategy.name, "device": str(self.accelerator.device)}
         settings |= {"num_nodes": self.num_nodes, "devices": self.num_devices, "precision": self.precision}
         settings["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None

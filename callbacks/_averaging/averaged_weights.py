@@ -277,7 +277,7 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
 
 
 def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
-    """Return the entry of an averaging callback in a checkpoint, its tensors unread; None if there is none.
+    """Return the entry of an averaging callback in a checkpoint, with its tensors unread; None if there is none.
 
     Args:
         opened: The checkpoint.

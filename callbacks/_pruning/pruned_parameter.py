@@ -74,7 +74,7 @@ class PrunedParameter:
             ]
 
     def make_permanent(self) -> None:
-        """Replace the parameter by its pruned value and remove the mask."""
+        """Replace the parameter with its pruned value and remove the mask."""
         if self.is_pruned:
             prune.remove(self.module, self.name)
         self._remove_hooks()
@@ -92,7 +92,7 @@ class PrunedParameter:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Restore the state that `get_state` returned, its tensors unread.
+        """Restore the state that `get_state` returned, with its tensors unread.
 
         Args:
             saved: The state, or None.
@@ -118,7 +118,7 @@ class PrunedParameter:
         self.register_hooks()
 
     def _hide(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Replace values and mask in a state dict by the pruned value."""
+        """Replace values and mask in a state dict with the pruned value."""
         value, mask = state.pop(f"{prefix}{self.name}_orig"), state.pop(f"{prefix}{self.name}_mask")
         state[f"{prefix}{self.name}"] = (value * mask.to(value.dtype)).detach()
 

@@ -89,7 +89,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         The options.
 
     Raises:
-        ConfigError: An option is unknown, which names the closest one, or lacks its value.
+        ConfigError: An option is unknown (the error names the closest one), or lacks its value.
     """
     options, rest = Options(), list(arguments)
     while rest:
@@ -150,14 +150,14 @@ def _take_value(name: str, equals: str, value: str, rest: list[str], value_kind:
 
 
 def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> Config:
-    """Load the configuration that a command line asks for.
+    """Load the configuration that a command line specifies.
 
     Args:
         options: The parsed command line.
         defaults: A configuration that files and overrides take precedence over.
 
     Raises:
-        ConfigError: The configuration can't be read, merged or resolved.
+        ConfigError: The configuration cannot be read, merged or resolved.
     """
     earlier_config = None if options.from_run is None else read_earlier_config(options.from_run)
     return load(options.files, options.overrides, defaults=defaults, earlier=earlier_config)

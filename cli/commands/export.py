@@ -91,7 +91,7 @@ def export(
     Raises:
         ValueError: The checkpoint is damaged or is not a checkpoint, an argument is invalid, or the output is in the
             folder of a checkpoint, which it would destroy.
-        OSError: The files can't be written.
+        OSError: The files cannot be written.
     """
     # torch, for which --help need not wait
     from ...engine.checkpoint import OpenCheckpoint, extra_part, model_part

@@ -47,8 +47,8 @@ def build_config_subject(options: argparse.Namespace) -> Subject:
         options: The parsed command line of `treadle plan`.
 
     Raises:
-        ConfigError: The configuration is wrong.
-        ValueError: The task can't be planned.
+        ConfigError: The configuration is invalid.
+        ValueError: The task cannot be planned.
     """
     if (current_directory := os.getcwd()) not in sys.path:
         sys.path.insert(0, current_directory)  # modules next to the configuration can be named in it

@@ -54,7 +54,7 @@ def build_model_subject(options: argparse.Namespace) -> Subject:
         options: The parsed command line of `treadle plan`.
 
     Raises:
-        ValueError: The model's name is unknown, which names the closest one.
+        ValueError: The model's name is unknown; the error names the closest one.
     """
     sizes = sizes_of(options.model)
     if options.length is not None:
@@ -100,7 +100,7 @@ def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> lis
 
 
 def vary_strategy(options: argparse.Namespace, name: str | Strategy, world_size: int) -> Strategy:
-    """Return the requested strategy with the changes that the options ask for.
+    """Return the requested strategy with the changes that the options request.
 
     Args:
         options: The parsed command line of `treadle plan`.

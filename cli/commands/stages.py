@@ -162,7 +162,7 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
 
 
 def _describe_next_steps(trainer: Trainer, model: TaskModule, place: str, program: str) -> str:
-    """Return the commands that a finished fit leads to: look at it, evaluate it, train longer."""
+    """Return the commands that may follow a finished fit: inspect it, evaluate it, train longer."""
     from ...trainer import TaskModule
 
     run = place.removeprefix("runs/") if place.count("/") == 2 else place  # as commands find it in runs/
@@ -178,7 +178,7 @@ def _describe_next_steps(trainer: Trainer, model: TaskModule, place: str, progra
 
 
 def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | DataModule | None]) -> None:
-    """Raise ConfigError if hyperparameters contain a secret: they are saved and logged, secrets must not be."""
+    """Raise a ConfigError if hyperparameters, which are saved and logged, contain a secret."""
     for section, owner in owners.items():
         hyperparameters = make_value(owner.plain_hparams() if owner is not None else {}, "")
         for path, value in iterate_values(hyperparameters, (section,)):
@@ -203,7 +203,7 @@ def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Ca
 
 
 def _can_take_predictions(callback: Callback) -> bool:
-    """Return whether a callback may use predictions: of Treadle's, the writers and LambdaCallback do."""
+    """Return whether a callback may use predictions; of Treadle's callbacks, the writers and LambdaCallback do."""
     from ...callbacks import BasePredictionWriter, Callback
 
     hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")

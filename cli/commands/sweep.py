@@ -63,7 +63,7 @@ def run(
     data: type[DataModule] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run the sweep that a command line asks for and return the exit status.
+    """Run the sweep that a command line describes and return the exit status.
 
     Args:
         arguments: The words after ``sweep``.

@@ -42,7 +42,7 @@ _YES_AND_NO = {"yes": True, "no": False}
 
 
 class SettingsChecker(Checker):
-    """Checker that accepts objects, merges into defaults and knows arguments that links supply.
+    """Checker that accepts objects, merges into defaults and handles arguments that links supply.
 
     Attributes:
         awaited: Paths whose values come from links that are applied when the objects are built.

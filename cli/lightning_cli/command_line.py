@@ -63,7 +63,7 @@ _PRINT_OPTIONS = ("comments", "skip_null", "skip_none", "skip_default")
 
 
 def read_command_line(parser: Parser, words: list[str], base: Namespace | None = None) -> Namespace:
-    """Return the configuration that a command line asks for.
+    """Return the configuration that a command line specifies.
 
     Args:
         parser: The parser.
@@ -71,7 +71,7 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
         base: A configuration to merge the command line into. Default: None.
 
     Raises:
-        ConfigError: An option is wrong; names the option, the value and the rule.
+        ConfigError: An option is wrong; the error names the option, the value and the rule.
         SystemExit: After help and ``--print_config``.
     """
     reader = _Reader(parser, words)

@@ -134,7 +134,7 @@ class ClassGroup:
         return None if argument is None else _follow(argument, path[1:], inner)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the group's object. Report a problem and return None if it can't be built.
+        """Return a recipe for the group's object. Report a problem and return None if it cannot be built.
 
         Args:
             checker: Collects problems.

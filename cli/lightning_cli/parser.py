@@ -390,7 +390,7 @@ class LightningArgumentParser:
         compute_fn: Callable[..., Any] | None = None,
         apply_on: str = "parse",
     ) -> None:
-        """Give an argument the value of other arguments. It can't be set in any other way.
+        """Give an argument the value of other arguments. It cannot be set in any other way.
 
         Args:
             source: A dotted key, or a tuple of them.
@@ -400,8 +400,8 @@ class LightningArgumentParser:
                 them.
 
         Raises:
-            ValueError: A key was not added, several sources come without a function, ``apply_on`` is unknown, or
-                ``target`` is linked already.
+            ValueError: A key was not added, several sources have no function, ``apply_on`` is unknown, or ``target`` is
+                linked already.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if apply_on not in ("parse", "instantiate"):
@@ -459,7 +459,7 @@ class LightningArgumentParser:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Namespace:
-        """Return the configuration that a command line asks for.
+        """Return the configuration that a command line specifies.
 
         Args:
             args: The command line. Default: ``sys.argv`` without the program's name.
@@ -472,7 +472,7 @@ class LightningArgumentParser:
         return self._guard(lambda: read_command_line(self, [str(word) for word in words], namespace))
 
     def parse_object(self, cfg_obj: Mapping[str, Any] | argparse.Namespace, cfg_base: Any = None) -> Namespace:
-        """Return the configuration that nested settings ask for.
+        """Return the configuration that nested settings specify.
 
         Args:
             cfg_obj: The settings. Keys may be dotted.
@@ -481,7 +481,7 @@ class LightningArgumentParser:
         return self._guard(lambda: self._parse_object(cfg_obj, cfg_base))
 
     def parse_path(self, cfg_path: str | FilePath) -> Namespace:
-        """Return the configuration that a file asks for.
+        """Return the configuration that a file specifies.
 
         Args:
             cfg_path: Path of a YAML or JSON file.
@@ -489,7 +489,7 @@ class LightningArgumentParser:
         return self._guard(lambda: self._finish_any(merge(self.start(), read_settings(cfg_path))))
 
     def parse_string(self, cfg_str: str) -> Namespace:
-        """Return the configuration that a text asks for.
+        """Return the configuration that a text specifies.
 
         Args:
             cfg_str: The text, in YAML.

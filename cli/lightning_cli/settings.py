@@ -169,7 +169,7 @@ def read_settings(file: str | FilePath) -> Value:
         file: Path of the file.
 
     Raises:
-        ConfigError: The file can't be read; names the file and the line.
+        ConfigError: The file cannot be read; the error names the file and the line.
     """
     return normalize(read(file))
 

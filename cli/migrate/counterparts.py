@@ -1,4 +1,4 @@
-"""Counterparts in Treadle of the names of Lightning, Fabric and Accelerate.
+"""Counterparts in Treadle of the names of Lightning, Fabric and Accelerate, the peers.
 
 The answers come from Treadle itself, whose modules read the tables in ``compat/``: a name has a counterpart if the
 import that is written for it works.

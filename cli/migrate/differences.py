@@ -1,4 +1,4 @@
-"""Uses in a program that behave differently in Treadle, by the rows of docs/differences.md.
+"""Uses in a program that behave differently in Treadle, according to the rows of docs/differences.md.
 
 `compat/differences.toml` has the rows that can be matched against a program's text; `make compat` writes it from the
 document.

@@ -75,7 +75,7 @@ class Migration:
 
     Attributes:
         changes: The files that change.
-        findings: Places that a person should look at.
+        findings: Places that need a person's attention.
         count: The number of files examined.
     """
 

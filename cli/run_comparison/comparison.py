@@ -31,7 +31,7 @@ class Comparison:
         environment: Versions, revision and hardware that differ.
         metrics: Last value of each metric, of any run.
         charts: A chart by metric: the points of each run that logged it, by the run's label.
-        problems: A sentence for each file that can't be read; its run counts as having nothing in it.
+        problems: A sentence for each file that cannot be read; its run is treated as if the file were empty.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:

@@ -1,4 +1,4 @@
-"""Folder of a sweep: its description, a folder for each trial, and locks that tell who works on which trial."""
+"""Folder of a sweep: its description, a folder for each trial, and a lock for each process that works on it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TrialCallback(PruningCallback):
     """Callback that records the metric of a sweep's trial and stops the trial if the study's pruner decides so.
 
     Unlike `PruningCallback` it raises nothing: a pruned trial ends like one that is stopped early, and saves. Its state
-    is in the checkpoints, so a continued trial knows its best value.
+    is in the checkpoints, so a continued trial has its best value.
 
     Args:
         assignment: The trial's assignment.

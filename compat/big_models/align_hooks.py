@@ -144,7 +144,7 @@ class AlignDevicesHook(ModelHook):
         return self.offload_buffers and name not in get_non_persistent_buffers(module, self.place_submodules, fqns=True)
 
     def _lend_out(self, module: nn.Module, names: list[str], tensor: Tensor) -> None:
-        """Replace a tensor of the module by a placeholder, under all its names."""
+        """Replace a tensor of the module with a placeholder, under all its names."""
         if self.weights_map is None or self._has_own_map:
             self.weights_map, self._has_own_map = self.weights_map or {}, True
             self.weights_map |= dict.fromkeys(names, tensor.detach().to("cpu"))  # type: ignore[operator]

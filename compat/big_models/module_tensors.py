@@ -71,7 +71,7 @@ def convert_file_size_to_int(size: int | str) -> int:
         size: The size, in bytes or as text.
 
     Raises:
-        ValueError: The size is negative or can't be parsed.
+        ValueError: The size is negative or cannot be parsed.
     """
     if isinstance(size, str):
         text = size.strip()
@@ -215,7 +215,7 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the names that no other name is below.
+    """Return the names that have no other names below them.
 
     Args:
         module_sizes: Names, such as the keys that `compute_module_sizes` returns.
@@ -255,7 +255,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of a model, and those of its largest layer with the layers that have them.
+    """Return the size of a model in bytes, and that of its largest layer with the names of such layers.
 
     Args:
         model: The model.

@@ -36,8 +36,8 @@ _SPAWNING = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 class Fabric:
     """Devices, precision, processes and checkpoints for a custom training loop, under Lightning's names.
 
-    Gradients, losses and the order of data equal Lightning Fabric's. A loss is not weighted by the size of its
-    batch. On several processes torch's ``DistributedSampler`` distributes the samples and repeats some if they can't be
+    Gradients, losses and the order of data equal Lightning Fabric's. A loss is not weighted by the size of its batch.
+    On several processes torch's ``DistributedSampler`` distributes the samples and repeats some if they cannot be
     divided evenly. A `treadle.Accelerator` does both exactly.
 
     A script with ``devices=2`` is run again by each process as soon as a Fabric is created. Without a script, as in a
@@ -406,7 +406,7 @@ class Fabric:
             The norm before clipping; None if clipped by value.
 
         Raises:
-            ValueError: Both limits are set, or none.
+            ValueError: Both limits are set, or neither is.
             RuntimeError: The norm is not finite.
         """
         if (clip_val is None) == (max_norm is None):
@@ -495,7 +495,7 @@ class Fabric:
             filter: Functions ``function(key, value)`` by name, which return whether an entry of the state is saved.
 
         Raises:
-            TypeError: A value is not data, with its place; or a filter is not a function.
+            TypeError: A value is not data (the error names its place), or a filter is not a function.
             ValueError: A filter's name is not in ``state``, or ``state`` has the optimizer of a sharded model.
         """
         filters = {} if filter is None else filter

@@ -103,7 +103,7 @@ class FabricModule(nn.Module):
 
         Args:
             *args: Positional arguments of ``Module.state_dict``.
-            **kwargs: Keyword arguments of it.
+            **kwargs: Keyword arguments of ``Module.state_dict``.
         """
         return self._original_module.state_dict(*args, **kwargs)
 
@@ -113,7 +113,7 @@ class FabricModule(nn.Module):
         Args:
             state_dict: The state.
             *args: Positional arguments of ``Module.load_state_dict``.
-            **kwargs: Keyword arguments of it.
+            **kwargs: Keyword arguments of ``Module.load_state_dict``.
         """
         return self._original_module.load_state_dict(state_dict, *args, **kwargs)
 

@@ -156,8 +156,8 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
 
-    It searches for the lowest limit with which the model still fits on them, by planning with it. The last accelerator
-    keeps all of its memory.
+    It plans with different limits, to find the lowest one with which the model still fits. The last accelerator keeps
+    all of its memory.
 
     Args:
         model: The model.
@@ -168,7 +168,8 @@ def get_balanced_memory(
         low_zero: Leave the first accelerator as free as the others permit.
 
     Returns:
-        The limits; ``max_memory`` itself if there are fewer than two accelerators, or if the model is larger than all.
+        The limits; ``max_memory`` itself if there are fewer than two accelerators, or if the model is larger than all
+        of them together.
     """
     full = get_max_memory(max_memory)
     used = [device for device in full if is_accelerator(device) and full[device] > 0]
@@ -220,15 +221,15 @@ def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Check that a map can be followed.
+    """Check that a device map can be applied to a model.
 
     Args:
         model: The model.
         device_map: The map.
 
     Raises:
-        ValueError: If it names something that the model, or a device that this machine, does not have; if it misses
-            tensors; or if it splits what must be on one device.
+        ValueError: If it names something that is not in the model, or a device that this machine does not have; if it
+            misses tensors; or if it splits what must be on one device.
     """
     tensors = named_tensors(model)
     valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()

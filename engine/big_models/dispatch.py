@@ -71,7 +71,7 @@ def dispatch_model(
         The model, with the map as its ``hf_device_map``.
 
     Raises:
-        ValueError: If the map can't be followed, weights have no values, ``offload_dir`` is missing, or the model is
+        ValueError: If the map cannot be applied, weights have no values, ``offload_dir`` is missing, or the model is
             already dispatched.
     """
     refuse_twice(model)
@@ -172,7 +172,7 @@ def cpu_offload_with_hook(
 
 
 def find_station(module: nn.Module) -> Station | None:
-    """Return the hook that moves offloaded tensors to the device when a module itself is called; None without any.
+    """Return the hook that moves offloaded tensors to the device when a module itself is called, or None.
 
     Args:
         module: The module.
@@ -182,7 +182,7 @@ def find_station(module: nn.Module) -> Station | None:
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Return whether a model is on several devices or offloaded, so that it can't be trained in a distributed run.
+    """Return whether a model is on several devices or offloaded, so that it cannot be trained in a distributed run.
 
     Args:
         model: The model.
@@ -291,13 +291,13 @@ def dispatch(
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Check that a model has no hooks yet: they would load weights that are no longer its own.
+    """Check that a model has no hooks yet, because they would load weights that are no longer its own.
 
     Args:
         model: The model.
 
     Raises:
-        ValueError: If it has.
+        ValueError: If it has hooks.
     """
     if _find_hooks(model):
         raise ValueError("the model is already dispatched. Call remove_hook_from_submodules(model) first.")
@@ -373,7 +373,7 @@ def _install(
     skip_keys: Skip,
     preload_module_classes: list[str] | None,
 ) -> None:
-    """Replace offloaded tensors by stand-ins, and add hooks that load them and move inputs and outputs."""
+    """Replace offloaded tensors with stand-ins, and add hooks that load them and move inputs and outputs."""
     whole = check_class_names(model, "preload_module_classes", preload_module_classes)
     skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     shapes: dict[str, Tensor] = {}

@@ -39,7 +39,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     Args:
         device: The device.
         include_buffers: Put buffers there too; then every tensor that is created inside without a device is created
-            there, so code that reads values back during construction can't run with ``meta``. Default: no.
+            there, so code that reads values back during construction cannot run with ``meta``. Default: no.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:

@@ -71,13 +71,14 @@ def load_checkpoint_and_dispatch(
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise if only one side has a tensor. Default: warn, and raise if the model would have no values for it.
+        strict: Raise an error if only the model or only the checkpoint has a tensor. Default: warn, and raise an error
+            if the model would have no values for it.
         full_state_dict: Only True is supported: each process reads a whole checkpoint separately.
         broadcast_from_rank0: Only False is supported.
         quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
 
     Raises:
-        ValueError: If the checkpoint is damaged or belongs to another model, or if the map can't be followed.
+        ValueError: If the checkpoint is damaged or belongs to another model, or if the map cannot be applied.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     refuse_twice(model)

@@ -55,7 +55,7 @@ def format_bytes(size: int) -> str:
 
 
 def accelerators() -> tuple[str, int]:
-    """Return the kind of this machine's accelerators and their number; ``("", 0)`` without any."""
+    """Return the kind of this machine's accelerators and their number; ``("", 0)`` if it has none."""
     count = torch.accelerator.device_count()
     current = torch.accelerator.current_accelerator() if count else None
     return (current.type, count) if current is not None else ("", 0)
@@ -108,8 +108,8 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     """Return the memory of each device in bytes: accelerators first, then ``"cpu"``, then ``"disk"``.
 
     Args:
-        max_memory: Sizes by device, as bytes or text such as ``"10GiB"``. Default: what is free now on each accelerator
-            and in main memory.
+        max_memory: Sizes by device, as bytes or text such as ``"10GiB"``. Default: the free memory of each accelerator
+            and of the machine.
 
     Raises:
         ValueError: If a size is invalid, or if this machine does not have a device.

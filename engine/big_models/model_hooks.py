@@ -159,7 +159,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove a module's `ModelHook` and give it its own forward back.
+    """Remove a module's `ModelHook` and restore its own forward.
 
     Args:
         module: The module; it is changed in place.
@@ -242,7 +242,7 @@ class UserCpuOffloadHook:
         self.model, self.hook = model, hook
 
     def offload(self) -> None:
-        """Move the model to the CPU now."""
+        """Move the model to the CPU."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:

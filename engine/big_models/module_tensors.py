@@ -123,10 +123,10 @@ def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> N
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype, given as one or by name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
+    """Return a dtype that is passed as a dtype or as a name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
 
     Args:
-        dtype: The dtype or its name; None is returned as it is.
+        dtype: The dtype or its name; None is returned unchanged.
 
     Raises:
         ValueError: If torch has no such dtype.

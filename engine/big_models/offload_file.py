@@ -27,7 +27,7 @@ def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) ->
         weights: The weights by name.
 
     Raises:
-        ValueError: If they do not. The error lists them with both shapes.
+        ValueError: If shapes differ. The error lists the tensors with both shapes.
     """
     wrong = [
         f"{name} has shape {list(weights[name].shape)}, but {list(tensor.shape)} in the model"
@@ -117,7 +117,7 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
 
 
 def _clear_dead(path: Path) -> None:
-    """Delete what killed processes of this machine left beside ``path``."""
+    """Delete what killed processes of this machine left next to ``path``."""
     if os.name != "posix":  # nowhere else can a process be asked for without harm
         return
     of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")

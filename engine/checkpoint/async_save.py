@@ -51,9 +51,9 @@ class HostCopies:
 
         Args:
             files: The files to write.
-            later: The files whose tensors are changed by nothing but a step of ``optimizers``. They are copied during
-                forward and backward: by a thread in host memory, by a separate stream from a GPU. A step that comes too
-                early waits for the copy, on the device that computes it.
+            later: The files whose tensors only a step of ``optimizers`` changes. They are copied during forward and
+                backward: by a thread in host memory, by a separate stream from a GPU. A step that comes too early waits
+                for the copy, on the device that computes it.
             optimizers: All optimizers in use.
 
         Returns:
@@ -185,7 +185,7 @@ class Copying:
         self._on_device.record(stream)
 
     def hold_back_step(self) -> None:
-        """Make following computation, an optimizer's step, wait for the copies."""
+        """Make the computation that follows, an optimizer's step, wait for the copies."""
         self.make()
         if self._on_device is not None:
             torch.cuda.current_stream(self._device).wait_event(self._on_device)
@@ -224,7 +224,7 @@ class Copying:
 
 
 class _Guard:
-    """Hook that lets an optimizer's step wait until its state is copied."""
+    """Hook that makes an optimizer's step wait until its state is copied."""
 
     def __init__(self) -> None:
         self.copying: Copying | None = None

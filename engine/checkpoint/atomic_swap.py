@@ -1,12 +1,12 @@
 """Replacement and deletion of a checkpoint: one of the two versions always exists, and no foreign file is lost.
 
-Beside ``last`` there may be ``.last.part``, the next version until it is complete; ``.last.old``, the version that it
+Next to ``last`` there may be ``.last.part``, the next version until it is complete; ``.last.old``, the version that it
 replaces; and ``.last.gone``, a version that is being deleted.
 
 A checkpoint's own files are those that its manifest lists. Everything else in its directory, such as a tokenizer or
 another checkpoint, is foreign: it moves into the next version, and a checkpoint that contains foreign files is not
-deleted. During the deletion of a checkpoint its manifest is named ``unfinished.json``, so that it does not count any
-more, while its own files remain known. A file of this name also marks a ``.part`` into which hooks write.
+deleted. During the deletion of a checkpoint its manifest is named ``unfinished.json``, so that it no longer counts,
+while its own files are still known. A file of this name also marks a ``.part`` into which hooks write.
 """
 
 import itertools
@@ -66,7 +66,7 @@ def swap_in(staging: Path, target: Path) -> None:
         target: Its final path.
 
     Raises:
-        OSError: If the disk refused. The previous checkpoint is still in place.
+        OSError: If a disk operation fails. The previous checkpoint is still in place.
     """
     old, gone, aside = beside(target, "old"), beside(target, "gone"), None
     if os.path.lexists(target) and is_empty(target):
@@ -122,7 +122,7 @@ def finish(target: Path) -> str:
 
 
 def recover(target: Path) -> list[str]:
-    """Complete or roll back what a killed process left beside one checkpoint.
+    """Complete or roll back what a killed process left next to one checkpoint.
 
     Args:
         target: The checkpoint.
@@ -145,14 +145,14 @@ def recover(target: Path) -> list[str]:
 
 
 def take_away(path: Path) -> None:
-    """Delete a checkpoint completely: a failure half-way leaves nothing that counts as a checkpoint.
+    """Delete a checkpoint completely: a failure halfway leaves nothing that counts as a checkpoint.
 
     Args:
         path: The checkpoint.
 
     Raises:
-        ValueError: If it is not a checkpoint, or contains foreign files; nothing is changed then.
-        OSError: If the disk refused.
+        ValueError: If it is not a checkpoint, or contains foreign files. In that case, nothing is changed.
+        OSError: If a disk operation fails.
     """
     listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}
     gone = beside(path, "gone")
@@ -245,7 +245,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _read_listed_files(path: Path, target: Path) -> Collection[str] | None:
-    """Return the names of a checkpoint's own files; if they can't be read, those of its replacement; else None."""
+    """Return the names of a checkpoint's own files; if they cannot be read, those of its replacement; else None."""
     if is_empty(path):
         return ()
     for file in (path / MANIFEST, path / UNFINISHED, target / MANIFEST):

@@ -109,7 +109,8 @@ def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> in
 def drop_oldest(folder: AnyPath, limit: int) -> None:
     """Delete the checkpoints with the lowest numbers until ``limit`` of them are left.
 
-    If one can't be deleted, a warning gives the reason and the next save tries again, since the new one is saved.
+    If one cannot be deleted, a warning gives the reason, and the next save tries again. It is not an error, because the
+    new checkpoint is saved.
 
     Args:
         folder: The folder of the checkpoints.

@@ -37,7 +37,7 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
     """Check that the ranks of each machine use the same directories; machines may mount a file system differently.
 
     Raises:
-        ValueError: On every rank, if they do not.
+        ValueError: On every rank, if they use different ones.
     """
     if world.size == 1:
         return

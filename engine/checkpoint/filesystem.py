@@ -2,8 +2,8 @@
 
 Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
 `write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module, so that a test
-can stop the process at each. Exceptions are what torch writes (`export`, in torch's format), what is downloaded
-(`weights.download.fetch`), what a profiler writes, and a user's own hooks.
+can stop the process at each. The exceptions are files that torch writes (`export`, in torch's format), downloads
+(`weights.download.fetch`), files of profilers, and users' hooks.
 """
 
 import errno
@@ -99,7 +99,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
         notes: The text for the file's header.
 
     Raises:
-        OSError: If the disk refused, or is full.
+        OSError: If a disk operation fails, for example because the disk is full.
     """
     size, pieces = serialize_tensors(tensors, notes)
     digested = Digested(pieces)
@@ -217,7 +217,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file, and replace a file at the target.
+    """Rename a file, and replace an existing file at the target.
 
     Args:
         source: The old path.
@@ -369,7 +369,7 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
 def mark(path: Path) -> Mark:
     """Return the size and the modification time of a file, which reveal a change; of a link, the link's own.
 
-    The inode number is not included: some network file systems report another one in each call.
+    The inode number is not included: some network file systems report a different one in each call.
 
     Args:
         path: The file.
@@ -458,7 +458,7 @@ def probe(directory: Path, nbytes: int = 0) -> None:
         nbytes: The size of one checkpoint in bytes.
 
     Raises:
-        OSError: If it can't be created or written to, or has less than ``nbytes`` free. The text gives the reason.
+        OSError: If it cannot be created or written to, or has less than ``nbytes`` free. The text gives the reason.
     """
     directory = Path(os.path.abspath(directory))
     file = directory / f".probe-{os.getpid()}-{os.urandom(4).hex()}"

@@ -1,9 +1,9 @@
 """Encoding of a nested state as a plain JSON document and a dict of tensors: exact, and decoded without running code.
 
-What JSON represents directly (text, true, false, null, finite numbers, lists, dicts with text keys) is stored as it is.
-Everything else is an object with one key that starts with ``$``, a tag: ``{"$tuple": [1, 2]}``. A user's dict with such
-a key, or with keys that are not text, is stored as pairs, ``{"$dict": [[key, value], ...]}``, so the two are never
-confused.
+What JSON represents directly (text, true, false, null, finite numbers, lists, dicts with text keys) is stored
+unchanged. Everything else is an object with one key that starts with ``$``, a tag: ``{"$tuple": [1, 2]}``. A user's
+dict with such a key, or with keys that are not text, is stored as pairs, ``{"$dict": [[key, value], ...]}``, so the two
+are never confused.
 
 Decoding looks tags up in one fixed table of data types. No tag creates an object of a class that the document names, so
 no document can make this module import or call anything. That is also why enums, dataclasses and named tuples are
@@ -105,7 +105,7 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -> None:
-    """Refuse a tensor that can't be stored, before anything is written.
+    """Refuse a tensor that cannot be stored, before anything is written.
 
     Args:
         tensor: The tensor.

@@ -68,9 +68,9 @@ def load(
         finish_epoch: Start the next epoch if the state was saved with the last batch of one.
 
     Raises:
-        ValueError: If it is damaged, belongs to another model or configuration, or was replaced during the read.
-            No object is changed then on any process. An error in the ``load_state_dict`` of a scheduler, loader or
-            registered object is raised later: models and optimizers are loaded by then.
+        ValueError: If it is damaged, belongs to another model or configuration, or was replaced during the read. In
+            that case, no object is changed on any process. An error in the ``load_state_dict`` of a scheduler, loader
+            or registered object is raised later: models and optimizers are already loaded.
         RuntimeError: On the processes without an error of their own, unless all detect that the checkpoint is damaged.
     """
     world, manifest = accelerator.world, opened.manifest
@@ -179,7 +179,7 @@ def _is_identical_save(first: Manifest, second: Manifest) -> bool:
 
 
 def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
-    """Return the state that all ranks share, its tensors unread."""
+    """Return the state that all ranks share, with its tensors unread."""
     shared = open_train_state(opened)
     # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
     if not isinstance(shared.setdefault("scheduler_advances", [1] * len(shared["schedulers"])), list):
@@ -334,7 +334,7 @@ def _check_frozen(
     """Check that each model has the frozen weights that the checkpoint omits. All processes must call it.
 
     Raises:
-        ValueError: On all, if one has others.
+        ValueError: On all processes, if a model has other frozen weights.
     """
     for number, model in enumerate(accelerator.models):
         if not any(model is candidate for candidate in chosen):
@@ -404,7 +404,7 @@ def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> di
 def _check_counts(
     accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool
 ) -> None:
-    """Check that the prepared objects match the saved ones in number. Loaders of evaluations may differ.
+    """Check that the prepared objects match the saved ones in number. Evaluation loaders may differ.
 
     State of objects whose number differs is removed from ``state`` if not everything has to fit.
     """

@@ -144,7 +144,7 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
 
     Raises:
         ValueError: If it is not a checkpoint.
-        OSError: If the store can't be reached.
+        OSError: If the store cannot be reached.
     """
     path = as_path(path)
     if isinstance(path, RemotePath):

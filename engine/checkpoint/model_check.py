@@ -308,7 +308,7 @@ def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
 
 
 def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPath) -> None:
-    """Warn if weights were saved in other dtypes than the model's, so that the run does not resume exactly.
+    """Warn if weights were saved in other dtypes than the model has, so that the run does not resume exactly.
 
     Args:
         model: The model that loads them.

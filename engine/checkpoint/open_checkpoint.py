@@ -69,7 +69,7 @@ class OpenCheckpoint:
 
         Raises:
             ValueError: If one of them is missing, or has other content than was committed.
-            OSError: If the store or the disk refused.
+            OSError: If the store rejects a request, or a disk operation fails.
         """
         folder = self.folder
         if self._download is not None:
@@ -86,7 +86,7 @@ class OpenCheckpoint:
         return has_part(self.manifest.files, name)
 
     def open_part(self, name: str) -> Any:
-        """Return a part's state, its tensors unread (`Stored`); see `parts.encode_part` for the names.
+        """Return a part's state, with its tensors unread (`Stored`); see `parts.encode_part` for the names.
 
         Args:
             name: The name of the part.
@@ -141,8 +141,8 @@ class OpenCheckpoint:
                 system divide the files among them. Default: this process reads all of them.
 
         Raises:
-            ValueError: On every process alike, if a file is missing or has another size or content, or if the
-                checkpoint was replaced since it was opened.
+            ValueError: On every process, if a file is missing or has another size or content, or if the checkpoint was
+                replaced since it was opened.
         """
         if self.verified:
             return
@@ -244,7 +244,7 @@ def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skippe
 
 
 def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
-    """Run a function on every process, or here alone without a world; return the results in order of ranks.
+    """Run a function on every process, or only on this one without a world; return the results in order of ranks.
 
     Raises:
         ValueError: On every process, with the text of the lowest rank that met a ValueError or an OSError.

@@ -265,7 +265,7 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
         name: The name passed to `encode_part`.
 
     Returns:
-        The state, its tensors unread, and the notes in the header of its file.
+        The state, with its tensors unread, and the notes in the header of its file.
 
     Raises:
         ValueError: If the checkpoint has no such part, or its content is damaged; run `verify` first to detect damage.

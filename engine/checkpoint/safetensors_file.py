@@ -90,8 +90,9 @@ class FilePiece:
         """Return the tensor, mapped onto the file if that is equivalent to a copy.
 
         Args:
-            exact: The tensor will be used in computations on the CPU. Kernels add up in another order if memory is not
-                aligned as torch aligns it, so the last bits would depend on the place in the file: a copy is made then.
+            exact: The tensor will be used in computations on the CPU. If memory is not aligned as torch aligns it,
+                kernels sum in another order, so the last bits would depend on the place in the file. In that case, a
+                copy is made.
 
         Raises:
             ValueError: If the file is missing or has changed.

@@ -69,7 +69,7 @@ class Counts:
         """Restore the state, with any world size.
 
         Args:
-            state_dict: A state of `state_dict`.
+            state_dict: A state returned by `state_dict`.
         """
         metric_state.load(self._objects, state_dict, self._world)
 
@@ -129,7 +129,7 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
 
 
 def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: bool) -> None:
-    """Raise a ValueError if this process's weights or optimizer states are not finite, so that no run could resume."""
+    """Raise a ValueError if this process's weights or optimizer states are not finite."""
     models = accelerator.unwrapped_models
     bad = [name for model in models for name in model_check.find_not_finite(model)]
     if not weights_only:
@@ -191,7 +191,7 @@ def collect(
     weights_only: bool,
     frozen: Sequence[Mapping[str, str]] = (),
 ) -> Files:
-    """Return the files of a checkpoint that this process writes; nothing is copied or written yet. Call it on all.
+    """Return a checkpoint's files from this process, without copying or writing anything. Call it on all processes.
 
     Args:
         accelerator: The Accelerator.
@@ -272,7 +272,7 @@ def encode_optimizers(accelerator: Accelerator) -> Files:
 
 
 def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
-    """Warn of parameters that an optimizer steps but that are not saved in any file."""
+    """Warn about parameters that an optimizer steps but that are not saved in any file."""
     models = accelerator.unwrapped_models
     optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
     unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
@@ -310,7 +310,7 @@ def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
 
 
 def sort_loaders(loaders: list[Loader]) -> list[Loader]:
-    """Return the loaders with those of training first, since others may come and go.
+    """Return the loaders, training loaders first, since others may be added or removed.
 
     Args:
         loaders: The loaders.
@@ -349,7 +349,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
         others: See `store.commit`.
 
     Raises:
-        OSError: If the disk refused. The files of the attempt are deleted, and an earlier checkpoint stays.
+        OSError: If a disk operation fails. The files of the attempt are deleted, and an earlier checkpoint remains.
     """
     entries: dict[str, Any] = {}
     error: Exception | None = None

@@ -69,7 +69,7 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
         Size and digest by file name, for `commit`.
 
     Raises:
-        TypeError: If the state contains something that is not data; nothing is written then.
+        TypeError: If the state contains something that is not data. In that case, nothing is written.
         ValueError: If the name is not a valid file name, or if the state contains itself.
         OSError: If the disk is full or not writable.
     """
@@ -125,7 +125,7 @@ def commit(
         ValueError: If a listed file is missing or has another size (do all processes write to one file system?), a
             count is negative, or the target is a foreign directory.
         TypeError: If ``info`` contains a tensor or something that is not data.
-        OSError: If the disk refused. An earlier checkpoint at the target stays, the parts are deleted.
+        OSError: If a disk operation fails. An earlier checkpoint at the target remains, and the parts are deleted.
     """
     target, source = Path(os.path.abspath(target)), beside(target)
     atomic_swap.check_target(target)
@@ -154,7 +154,7 @@ def commit(
 
 
 def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
-    """Fsync what hooks wrote into a directory beside ``files``, and return its entries for a manifest."""
+    """Fsync what hooks wrote into a directory in addition to ``files``, and return its entries for a manifest."""
     entries = {}
     folders = {source}
     for name in filesystem.list_leaves(source):
@@ -208,8 +208,8 @@ def discard(target: AnyPath | str) -> None:
 def find_again(path: AnyPath | str) -> None:
     """Restore a checkpoint, or a directory that contains it, whose replacement was interrupted.
 
-    Between two renames no checkpoint exists at the path. A process that is replacing it has a moment to finish; a
-    killed one has left both, and the better one is put in place, by whichever process comes first.
+    Between two renames no checkpoint exists at the path. A process that is replacing it gets a moment to finish. A
+    killed process has left both versions; the first process that gets here puts the better one in place.
 
     Args:
         path: The checkpoint's directory. It is left alone if it exists, or if it is not being replaced.
@@ -236,14 +236,15 @@ def find_again(path: AnyPath | str) -> None:
 
 
 def remove(path: AnyPath | str) -> None:
-    """Delete a committed checkpoint completely: a failure half-way leaves nothing that counts as a checkpoint.
+    """Delete a committed checkpoint completely: a failure halfway leaves nothing that counts as a checkpoint.
 
     Args:
         path: The checkpoint.
 
     Raises:
-        ValueError: If it is not a checkpoint, or a link to one, or contains foreign files; nothing is changed then.
-        OSError: If the disk refused.
+        ValueError: If it is not a checkpoint, or a link to one, or contains foreign files. In that case, nothing is
+            changed.
+        OSError: If a disk operation fails.
     """
     path = absolute(path)
     if isinstance(path, RemotePath):
@@ -261,7 +262,7 @@ class DiskSave:
         target: The checkpoint.
 
     Attributes:
-        staging: The directory of its files until then.
+        staging: The directory of its files until the commit.
     """
 
     def __init__(self, target: Path) -> None:
@@ -319,7 +320,7 @@ class CheckpointStore:
     def find(self) -> list[AnyPath]:
         """Return the committed checkpoints, the latest last: by step, then by order of commit, never by clock.
 
-        One whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
+        A checkpoint whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
         """
         return [path for _, path in self.scan()[0]]
 
@@ -362,7 +363,7 @@ class CheckpointStore:
             nbytes: The size of one checkpoint in bytes.
 
         Raises:
-            OSError: If the directory can't be created or written to, or has less than ``nbytes`` free.
+            OSError: If the directory cannot be created or written to, or has less than ``nbytes`` free.
         """
         if isinstance(self.directory, Path):
             filesystem.probe(self.directory, nbytes)

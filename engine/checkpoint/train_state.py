@@ -176,7 +176,7 @@ def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
 
 
 def open_train_state(opened: OpenCheckpoint) -> TrainState:
-    """Return the state that all ranks share, its tensors unread.
+    """Return the state that all ranks share, with its tensors unread.
 
     Args:
         opened: The checkpoint.
@@ -192,7 +192,7 @@ def open_train_state(opened: OpenCheckpoint) -> TrainState:
 
 
 def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the states of registered objects, their tensors unread; empty for a checkpoint of weights only.
+    """Return the states of registered objects, with their tensors unread; empty for a checkpoint of weights only.
 
     Args:
         opened: The checkpoint.

@@ -191,7 +191,7 @@ def _fill_form(form: Any, values: Iterator[Any], outermost: bool = False) -> Any
 
 
 def find_least(*counts: int | None) -> int | None:
-    """Return the smallest of the counts that are not None; None without any.
+    """Return the smallest of the counts that are not None; None if there are none.
 
     Args:
         counts: Numbers, or None where unknown.

@@ -75,7 +75,7 @@ def share_data(dataset: Any, world: World) -> bool:
 
 
 def say_other_length(saved: int | None, current: int | None) -> None:
-    """Warn if an epoch is resumed with a dataset of another length.
+    """Warn if an epoch is resumed with a dataset of a different length.
 
     Args:
         saved: The length in the checkpoint; None if unknown.

@@ -233,7 +233,7 @@ class JointLoader(Loader):
         """Continue from a saved position, with any world size.
 
         Args:
-            state: A state of `state_dict`.
+            state: A state returned by `state_dict`.
 
         Raises:
             ValueError: See `check`.
@@ -264,7 +264,7 @@ class JointLoader(Loader):
         """Restore the state of this rank; see `Loader.load_reading_state`.
 
         Args:
-            state: A state of `reading_state`.
+            state: A state returned by `reading_state`.
         """
         super().load_reading_state(state)
         within = state["loaders"] if isinstance(state, dict) else []
@@ -277,10 +277,10 @@ class JointLoader(Loader):
         """Check that a state was saved with the same loaders, in the same mode.
 
         Args:
-            state: A state of `state_dict`.
+            state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If it was not.
+            ValueError: If the loaders or the mode differ.
         """
         if text := self._describe_difference(state):
             raise ValueError(f"{text}: pass the same loaders, or resume with weights only.")

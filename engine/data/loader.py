@@ -502,7 +502,7 @@ class Loader:
         """Continue after the samples that `state_dict` counted, in the same order, with any world size.
 
         Args:
-            state: A state of `state_dict`.
+            state: A state returned by `state_dict`.
 
         Raises:
             ValueError: See `check`.
@@ -543,10 +543,10 @@ class Loader:
         """Check that a state was saved by a loader with the same random sources.
 
         Args:
-            state: A state of `state_dict`.
+            state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If it was not.
+            ValueError: If the random sources differ.
         """
         if text := self._plan.draws.difference(state):
             raise ValueError(f"{text}: pass the same kind of sampler, or resume with weights only.")
@@ -558,10 +558,10 @@ class Loader:
         return {"generators": read_states(self._reads), "own": rank_state, "ranks": planner.world_size}
 
     def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
-        """Restore a state of `reading_state`. Generators of another dataset are kept, with a warning in training.
+        """Restore a state returned by `reading_state`. Another dataset's generators are kept, with a warning.
 
         Args:
-            state: A state of `reading_state`.
+            state: A state returned by `reading_state`.
         """
         if isinstance(state, list):  # of a checkpoint from before ranks had data of their own
             state = {"generators": state, "own": None}

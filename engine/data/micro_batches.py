@@ -62,7 +62,7 @@ class Micro:
 def share(count: int, rank: int, size: int) -> slice:
     """Return the share of ``count`` samples of process ``rank``.
 
-    Shares are contiguous, their sizes differ by at most one, and rank zero's is never smaller than the others.
+    Shares are contiguous, their sizes differ by at most one, and no share is larger than rank zero's.
 
     Args:
         count: The number of samples.

@@ -62,7 +62,7 @@ class Draws:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state`.
+        """Restore a state returned by `state`.
 
         Args:
             state: The state.
@@ -71,7 +71,7 @@ class Draws:
         self.load_samplers(state)
 
     def rewind(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state`, if no sampler has been used since.
+        """Restore a state returned by `state`, if no sampler has been used since.
 
         Args:
             state: The state.
@@ -136,7 +136,7 @@ class Draws:
         """Draw from an earlier state inside the context, and restore the current state afterwards.
 
         Args:
-            state: A state of `read_host_state`; None draws from the current state.
+            state: A state returned by `read_host_state`; None draws from the current state.
         """
         before = self.read_host_state()
         try:
@@ -312,7 +312,7 @@ def load_states(generators: list[Any], states: list[Any]) -> None:
 
     Args:
         generators: The generators.
-        states: States of `read_states`.
+        states: States returned by `read_states`.
     """
     for generator, state in zip(generators, states, strict=True):
         _restore_state(generator, state)
@@ -323,13 +323,13 @@ def match_generators(generators: list[Any], states: list[Any]) -> bool:
 
     Args:
         generators: The generators.
-        states: States of `read_states`.
+        states: States returned by `read_states`.
     """
     return len(generators) == len(states) and all(map(_accepts_state, generators, states))
 
 
 def say_begin_anew(owner: Any, generators: list[Any], states: list[Any]) -> None:
-    """Warn that the states in a checkpoint belong to other generators than ``owner`` has.
+    """Warn that the states in a checkpoint belong to generators that ``owner`` does not have.
 
     Args:
         owner: The dataset.

@@ -44,7 +44,7 @@ class SeedableRandomSampler(RandomSampler):
         return {"seed": self.seed, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state of `state_dict`, so that a resumed run keeps its seed.
+        """Restore a state returned by `state_dict`, so that a resumed run keeps its seed.
 
         Args:
             state_dict: The state.

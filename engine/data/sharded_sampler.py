@@ -138,7 +138,7 @@ class ShardedBatches:
         """Use the dataset's order in place of torch's own random samplers.
 
         Returns:
-            Whether the loader shuffles, or did.
+            Whether the loader shuffles, or did before.
         """
         sampler = self.sampler
         if isinstance(sampler, RandomSampler):
@@ -227,7 +227,7 @@ class ShardedBatches:
         return Share(samples if self.plain or not self.batched else None, self.batch_size, self._count_batches(count))
 
     def _count_items(self, count: Callable[[Any], Any]) -> Any:
-        """Return the length of the user's sampler, without a trace of what it draws to compute it."""
+        """Return the length of the user's sampler, and undo what it draws to compute it."""
         if not self._counting_draws:
             return count(self.sampler)
         before = host_state()
@@ -340,7 +340,7 @@ class ShardedBatches:
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
 
     def _keep_in_step(self, before: dict[str, Any]) -> None:
-        """Advance the run's stream equally on all ranks, since each has drawn an order of its own length."""
+        """Advance the run's stream equally on all ranks, since each has drawn an order of a different length."""
         stream = self.draws.stream
         stream.go_to(before["stream"])
         stream.advance()

@@ -113,13 +113,14 @@ class StreamedBatches:
     A rank without a batch in a round takes part with weight zero.
 
     A stream that splits itself by rank may be read ahead of the loop by one or two groups of micro-batches, so that the
-    ranks can vote on its end beside their gradients; see `RankShares`.
+    ranks can vote on its end along with their gradients; see `RankShares`.
 
     Args:
         source: The user's loader or iterable.
-        counted: The samples of a full batch, if ``sizes`` has those of each batch; None if all batches weigh the same.
+        counted: The number of samples in a full batch, if ``sizes`` has that of each batch; None if all batches weigh
+            the same.
         planner: Groups and weights.
-        draws: What the source may draw from.
+        draws: The random sources that the source may draw from.
         lent: Whether this process reads the source itself, so that the stream must be lent to it: then what it draws is
             the same on every rank, and the same again after a resume.
         stateful: An object with ``state_dict`` and ``load_state_dict`` that contains the position of the source, or
@@ -282,7 +283,7 @@ class StreamedBatches:
         return False
 
     def split(self) -> None:
-        """Raise, since the batches of a stream are not split.
+        """Raise an error, since the batches of a stream are not split.
 
         Raises:
             ValueError: Always.
@@ -485,7 +486,7 @@ class StreamedBatches:
         """Compare the first batches to determine whether the ranks read one stream or each its own.
 
         Raises:
-            ValueError: On every rank, if some ranks read the same stream and others another one.
+            ValueError: On every rank, if some ranks read the same stream and others a different one.
         """
         self.compare = None
         self._pushed.extend(self._read(source, 1))
@@ -541,7 +542,7 @@ class StreamedBatches:
         return {"source": source_state, "stream": stream, "ended": ended}
 
     def load_state(self, state: dict[str, Any] | None, first_digest: str = "") -> None:
-        """Start the next iteration at a state of `state`.
+        """Start the next iteration at a state returned by `state`.
 
         Args:
             state: The state; None reads the epoch again and skips batches.

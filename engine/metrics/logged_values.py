@@ -63,7 +63,7 @@ class Metrics:
         """Set whether the hooks that run now belong to the epoch rather than to a batch.
 
         Args:
-            yes: They belong to the epoch.
+            yes: Whether they belong to the epoch.
         """
         self._entries = self._in_epoch if yes else self._in_step
         if yes:
@@ -369,7 +369,7 @@ class Metrics:
         }
 
     def load_state_dict(self, state: dict[str, Any], world: World, owner: nn.Module | None = None) -> None:
-        """Restore a state of `state_dict`; with another world size, rank zero continues from all sums.
+        """Restore a state returned by `state_dict`; with another world size, rank zero continues from all sums.
 
         Args:
             state: The state.
@@ -450,7 +450,7 @@ def _compute_number(entry: Entry) -> float:
 
 
 def _check_names_match(names: list[str], world: World) -> None:
-    """Raise on every process if they log different names: vectors of different length would hang or be mixed up."""
+    """Raise an error on every process if the names differ: vectors of different length would hang or be mixed up."""
     digest = hashlib.sha256("\0".join(names).encode()).digest()
     mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
     if len(set(torch.cat(world.all_gather(mark)).tolist())) == 1:
@@ -564,7 +564,7 @@ class Entry:
         self.total_weight += sum(w for _, w in weighted_pairs)
 
     def replace_metric(self, metric: Any) -> None:
-        """Replace the metric object by another one of the same name.
+        """Replace the metric object with another one of the same name.
 
         Args:
             metric: The new object.

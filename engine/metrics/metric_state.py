@@ -120,7 +120,7 @@ def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> di
 
 
 def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: World) -> None:
-    """Restore states of `collect_states`, with any world size.
+    """Restore states returned by `collect_states`, with any world size.
 
     Args:
         objects: Metric objects by place.
@@ -128,7 +128,7 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
         world: The processes.
 
     Raises:
-        ValueError: If the world size differs and a metric's state can't be split.
+        ValueError: If the world size differs and a metric's state cannot be split.
     """
     for place, states in saved.items():
         metric = objects.get(place)

@@ -45,7 +45,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _remember(value: Any) -> Callable[[], Any] | None:
-    """Return a function that restores the current content of a value; None if it can't be changed in place."""
+    """Return a function that restores the current content of a value; None if it cannot be changed in place."""
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):

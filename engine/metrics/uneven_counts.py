@@ -2,7 +2,7 @@
 
 torchmetrics gathers a list state tensor by tensor: lists of unequal lengths hang or mix up their items, and a rank
 without data sends an empty vector regardless of the dimensions and dtype that the others send. Libraries that pad the
-data never meet this. In Treadle each sample counts once, so only some ranks may have the last batches.
+data never encounter this. In Treadle each sample counts once, so only some ranks may have the last batches.
 """
 
 from __future__ import annotations

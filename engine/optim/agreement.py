@@ -1,4 +1,4 @@
-"""Agreement of all processes at each optimizer step on values that only one of them knows."""
+"""Agreement of all processes, at each optimizer step, on values that only one of them has."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Agreement:
 
     Attributes:
         stop_vote: This process requests a stop; it may be set at any time.
-        stop: Some process requested a stop, and every process knows it now.
+        stop: Some process requested a stop, and all processes have agreed on it.
         finite: The step's losses, and its gradients if they are watched, were finite on every process.
         local_finite: The losses were finite on this process.
         bad_losses: The indices, in the step, of this process's micro-batches whose loss was not finite.
@@ -49,10 +49,10 @@ class Agreement:
         leave_vote: This process wants to leave the epoch without this step.
         leaves: The number of processes that wanted to leave.
         signal_vote: This process received a signal that requests the end of the run; see `signal`.
-        signaled: Some process received one, and every process knows it now.
+        signaled: Some process received such a signal, and all processes have agreed on it.
         has_voted: The votes of the current step were cast.
         not_finite: 1.0 on the device if the step must be skipped there, since the host learns of it one step later;
-            None if the host knows in the same step, or if nothing is watched.
+            None if the host learns of it in the same step, or if nothing is watched.
     """
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:

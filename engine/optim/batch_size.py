@@ -26,7 +26,7 @@ _ACCUMULATION = "gradient_accumulation_steps"
 
 
 class NoBatchSizeFits(MemoryError, RuntimeError):
-    """Error: even the smallest batch does not fit into memory. A ``RuntimeError`` too, as in Accelerate."""
+    """Error for memory that is too small for the smallest batch. Also a ``RuntimeError``, as in Accelerate."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -160,7 +160,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
         Whether it fit into memory on all processes, and what it returned on this one.
 
     Raises:
-        BaseException: Any error but running out of memory.
+        BaseException: Any error other than running out of memory.
     """
     try:
         result = call()

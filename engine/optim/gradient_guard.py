@@ -102,7 +102,7 @@ class GradientGuard:
             self._read(optimizer, ballots)
 
     def _refuse(self, optimizer: PreparedOptimizer, bad: list[Tensor], step: int) -> None:
-        """Raise, or discard the gradients of the step that is skipped."""
+        """Raise an error, or discard the gradients of the step that is skipped."""
         self._pending.clear()
         accumulation = optimizer.accumulation
         evidence = self._collect_evidence(accumulation, bad)

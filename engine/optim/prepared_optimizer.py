@@ -37,7 +37,7 @@ class PreparedOptimizer(Optimizer):
         steps_taken: Steps taken in this process.
         skipped: Steps that were skipped because of a float16 overflow or a value that was not finite.
         fused_by_choice: Whether fused kernels compute its steps, as `choose_fused` decided.
-        guarded: Whether the latest step had no effect if a gradient was not finite, though the host may not know of it
+        guarded: Whether the latest step had no effect if a gradient was not finite; the host may not have read this
             yet.
     """
 
@@ -243,7 +243,7 @@ class PreparedScheduler:
 
         Args:
             args: Arguments of the wrapped scheduler's ``step``: a metric or an epoch, which is passed once.
-            kwargs: Keyword arguments of the same.
+            kwargs: Keyword arguments of that ``step``.
         """
         if not self._accumulation.sync_gradients:
             return
@@ -310,7 +310,8 @@ class PreparedScheduler:
             since: The saved value of `since`.
             advances: The saved value of `advances`.
             batch_size_unchanged: Whether an optimizer step processes as many samples as in the saved run. With another
-                world size, each process then has a batch of another size, and the schedule's steps have another length.
+                world size, each process then has a batch of a different size, and the schedule's steps have a different
+                length.
         """
         self.scheduler.load_state_dict(state)
         steps, skipped = self._count_steps()

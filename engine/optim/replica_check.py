@@ -22,13 +22,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDiffer(RuntimeError):
-    """Error: parameters that must be the same on all processes differ; lists the parameters and ranks."""
+    """Error for parameters that differ between processes but must be the same; it lists the parameters and ranks."""
 
 
 def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
     """Compare the models of all processes. Call it on all of them.
 
-    Tensors that a strategy shards are skipped, since every process holds another shard.
+    Tensors that a strategy shards are skipped, since every process holds a different shard.
 
     Args:
         models: The user's own modules.

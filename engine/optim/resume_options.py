@@ -201,7 +201,7 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
         state: The part of the checkpoint that contains the schedulers; it is changed.
 
     Raises:
-        ValueError: If a schedule of the script can't be advanced to the position of the saved one.
+        ValueError: If a schedule of the script cannot be advanced to the position of the saved one.
     """
     pairs = list(_iter_schedulers(accelerator, state))
     for optimizer, saved, *_ in optimizers:

@@ -99,7 +99,7 @@ def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_half_gathering(plan: Plan, again: Again) -> list[str]:
-    """Suggest to gather parameters in the dtype of the computation."""
+    """Suggest gathering parameters in the dtype of the computation."""
     if plan.precision.compute is None or not plan.strategy.gathers_in_storage_dtype:
         return []
     other = again(gather=plan.precision.compute)

@@ -78,7 +78,7 @@ def find_gpu(name: str | GPU) -> GPU:
     """Return a GPU by name.
 
     Args:
-        name: The name; a `GPU` is returned as it is.
+        name: The name; a `GPU` is returned unchanged.
 
     Raises:
         ValueError: If the name is unknown. The error names the nearest one.
@@ -89,7 +89,7 @@ def find_gpu(name: str | GPU) -> GPU:
 
 
 def detect_gpu() -> GPU | None:
-    """Return the GPU of this machine, with its memory as the driver reports it; None without a known one."""
+    """Return the GPU of this machine, with its memory as the driver reports it; None if it is unknown."""
     if not torch.cuda.is_available():
         return None
     gpu = match_driver_name(torch.cuda.get_device_name())

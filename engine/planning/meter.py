@@ -51,7 +51,7 @@ class Memory:
     """Bytes in use, by category.
 
     Attributes:
-        live: Bytes now.
+        live: Bytes currently in use.
         peak: Bytes at the peak.
         most: Total bytes at the peak.
     """

@@ -20,7 +20,7 @@ class Conditions:
 
     Args:
         world_size: Number of processes.
-        strategy: The layout of the model over them. A plan uses it up.
+        strategy: The layout of the model over them. A plan consumes it.
         gpu: The GPU of each process; see `gpus.GPUS`.
         micro_batch: Samples of one forward pass.
         accumulate: Forward passes per optimizer step.

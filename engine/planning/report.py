@@ -30,7 +30,7 @@ class Schedule:
         steps: Optimizer steps of the run, or None if unknown.
         samples: Samples of an epoch, or None if unknown.
         per_epoch: Optimizer steps of an epoch, including a shorter last one.
-        rates: Learning rates, evenly spaced over the run; empty if they can't be drawn.
+        rates: Learning rates, evenly spaced over the run; empty if they cannot be drawn.
         words: Text to show in place of the curve.
     """
 

@@ -104,9 +104,9 @@ class Preemption:
     def watching(self) -> Iterator[Preemption]:
         """Handle the signals inside the context.
 
-        A handler of the script is called too. Ignored signals stay ignored. Outside the main thread, where Python can't
-        set handlers, no signal is handled. A signal after the last step raises `Preempted` at the end of the block,
-        after all cleanup, unless the script has its own handler.
+        A handler of the script is called too. Ignored signals stay ignored. Outside the main thread, where Python
+        cannot set handlers, no signal is handled. A signal after the last step raises `Preempted` at the end of the
+        block, after all cleanup, unless the script has its own handler.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
@@ -176,7 +176,7 @@ class Preemption:
             self._raise_interrupt(None)
 
     def note_failure(self) -> None:
-        """Note that an exception ends the run, which a signal must not replace by another one."""
+        """Note that an exception ends the run, which a signal must not replace with another one."""
         self._failing = True
 
     def _hear(self) -> None:
@@ -223,7 +223,7 @@ class Preemption:
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 
     def _raise_interruption(self) -> None:
-        """Leave the step, in which nothing can be saved any more; a save in progress is completed first."""
+        """Leave the step, in which nothing can be saved any longer; a save in progress is completed first."""
         rank, watchdog = self._interruption(), self._accelerator.watchdog
         if rank is None or watchdog is None:
             return
@@ -282,7 +282,7 @@ class Preemption:
     def should_stop(self) -> bool:
         """Return whether to save and leave now; the result is the same on every rank.
 
-        Every rank must call it equally often, best once per batch. Inside an accumulation group the result is always
+        Every rank must call it equally often, ideally once per batch. Inside an accumulation group the result is always
         False, since nothing could be saved there. It needs no exchange.
         """
         if not self._accelerator.sync_gradients:
@@ -341,7 +341,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
         interrupts: Handle Ctrl-C like the other signals.
 
     Raises:
-        ValueError: If several processes can't agree, with a torch older than 2.8.
+        ValueError: If several processes cannot agree, with a torch older than 2.8.
         TypeError, ValueError: See `parse_duration`.
     """
     if accelerator.num_processes > 1 and accelerator.watchdog is None:

@@ -208,5 +208,5 @@ class PassThroughProfiler(Profiler):
 
     @property
     def needs_directory(self) -> bool:
-        """False: it writes no files."""
+        """Always False, because it writes no files."""
         return False

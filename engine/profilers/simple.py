@@ -14,7 +14,7 @@ from .verdict import Action, verdict
 class SimpleProfiler(Profiler):
     """Profiler that measures how often each action runs and how long it takes, and reports what the run waits for.
 
-    An action's share is of its own time, without that of the actions within it, so the shares add up to the total. On
+    An action's share counts its own time only, without the actions within it, so the shares add up to the total. On
     CUDA devices, where a process runs ahead of the work it launches, the device's own clock is read too (from marks in
     its queue, without waiting), and the shares are of device time. On other accelerators they are of the process's
     time.

@@ -31,7 +31,7 @@ def is_url(source: object) -> bool:
 def find_in_store(source: object) -> RemotePath | None:
     """Return the location in an object store; None if the source is a path, or on the web.
 
-    The store knows who can write there, so no digest is needed, as for a path.
+    The store controls who can write to it, so no digest is needed, as for a path.
 
     Args:
         source: The source.

@@ -76,8 +76,8 @@ def load_weights(
 
     Raises:
         ValueError: If the source is damaged, harmful or of another kind, or if its names or shapes differ from the
-            model's: the error lists them, and names a prefix that would fit. The model is not changed then.
-        OSError: If it can't be downloaded.
+            model's: the error lists them, and names a prefix that would fit. In that case, the model is not changed.
+        OSError: If it cannot be downloaded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r:.100} must be a torch.nn.Module, not a {type(model).__name__}.")
@@ -172,7 +172,7 @@ def _compare(
     targets: Mapping[str, str],
     differences: tuple[tuple[str, ...], ...],
 ) -> None:
-    """Raise if weights are not exactly those of the model."""
+    """Raise an error if weights are not exactly those of the model."""
     missing, unexpected, reshaped = differences
     if not any(differences):
         return

@@ -22,7 +22,7 @@ _NUMPY_DTYPE = re.compile(r"(\?|b1|[iufc](1|2|4|8|16)|U\d{1,6}|S\d{1,6})")
 
 
 class Unknown(Exception):
-    """Error: a name is not in the table, or does not stand for data; contains the name."""
+    """Error for a name that is not in the table, or does not stand for data; it contains the name."""
 
 
 class Reader:
@@ -68,7 +68,7 @@ class Reader:
         return entries
 
     def container(self, value: Any) -> Any:
-        """Return a dict of any class in the file as a plain one, its items unread; any other value as it is.
+        """Return a dict of any class in the file as a plain one, its items unread; any other value unchanged.
 
         Args:
             value: The value.
@@ -170,7 +170,7 @@ def check_extent(value: Any, limit: int = 1_000_000) -> None:
         limit: The maximum number of items in a traversal.
 
     Raises:
-        ValueError: If it has more.
+        ValueError: If it has more items.
         RecursionError: If it contains itself.
     """
     extents: dict[int, int] = {}

@@ -40,7 +40,7 @@ def parse_byte_size(size: int | str) -> int:
         size: The size.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If it is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).upper().strip())
     if isinstance(size, bool) or match is None or match[2] not in _UNITS or not float(match[1]):
@@ -91,7 +91,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
 
 
 def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
-    """Write a file beside ``path`` and put it in place once it is complete, durably.
+    """Write a file next to ``path`` and put it in place once it is complete, durably.
 
     For an object store the file is written to the folder for temporary files and uploaded from there.
 
@@ -176,7 +176,7 @@ def write_weights(
         safe: Write safetensors, else torch's format, in which a tensor also has its other names.
 
     Raises:
-        ValueError: If the directory is a checkpoint, whose files these would replace. No file is written then.
+        ValueError: If the directory is a checkpoint, whose files these would replace. In that case, no file is written.
     """
     directory = absolute(directory)
     refuse_checkpoint(directory)
@@ -212,7 +212,7 @@ def refuse_checkpoint(directory: AnyPath) -> None:
         directory: A folder or a URL.
 
     Raises:
-        ValueError: If it is one.
+        ValueError: If it is a checkpoint.
     """
     if (directory / MANIFEST).is_file():
         raise ValueError(
@@ -222,7 +222,7 @@ def refuse_checkpoint(directory: AnyPath) -> None:
 
 
 def _check(tensors: Mapping[str, Tensor], any_dtype: bool) -> None:
-    """Check that all tensors can be written, before the first is."""
+    """Check that all tensors can be written, before the first one is written."""
     for name, tensor in tensors.items():
         if is_sharded(tensor):
             raise TypeError(f"{name} is one process's shard of a tensor: save accelerator.get_state_dict(model).")
@@ -323,7 +323,7 @@ def make_readable(value: Any, place: str) -> Any:
         place: Its place, for the error.
 
     Raises:
-        TypeError: If it is refused. The text names the place, the type and the fix.
+        TypeError: If a value is not supported. The text names the place, the type and the fix.
     """
     kind = type(value)
     if isinstance(value, np.generic):

@@ -78,7 +78,7 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 
     Raises:
         ValueError: If it is not a source of weights, or has another digest.
-        OSError: If it can't be downloaded.
+        OSError: If it cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"the source of weights is a {type(source).__name__}, but must be a path or a URL.")

@@ -34,10 +34,10 @@ class RayTrainReportCallback(ReportedCheckpoint):
     leaves no partial one.
 
     Args:
-        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, from
-            which Ray copies, with workers on one machine only. Default: as described above, and SYNC for other storage.
+        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, which
+            Ray copies; all workers must be on one machine. Default: as described above, and SYNC for other storage.
         validation: Whether Ray validates each checkpoint, see ``ray.train.report``. Default: False.
-        every_n_train_steps: Also report every this many optimizer steps. Default: None.
+        every_n_train_steps: Optimizer steps between additional reports within an epoch. Default: None.
 
     Raises:
         ModuleNotFoundError: If Ray is not installed.

@@ -27,7 +27,7 @@ class TorchSyncBatchNorm:
 
 
 def synchronise(module: nn.Module, world: World) -> None:
-    """Replace every BatchNorm layer within ``module`` by a synchronized one.
+    """Replace every BatchNorm layer within ``module`` with a synchronized one.
 
     The new layers have the same parameters, buffers and hooks, under the same names.
 
@@ -95,7 +95,7 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function with one exchange in forward (mean, squared deviations and count), one in backward."""
+    """Autograd function with one exchange in forward (mean, squared deviations and count) and one in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:

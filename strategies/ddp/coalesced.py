@@ -33,7 +33,7 @@ def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[li
 
 
 def average(tensors: Iterable[Tensor], world: World) -> None:
-    """Replace each tensor by its mean over the ranks, in place. All ranks must pass the same shapes in one order.
+    """Replace each tensor with its mean over the ranks, in place. All ranks must pass tensors of the same shapes.
 
     Args:
         tensors: The tensors.
@@ -56,7 +56,7 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
 
 
 def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
-    """Replace each gradient by its mean over all ranks; a missing gradient counts as zero.
+    """Replace each gradient with its mean over all ranks; a missing gradient counts as zero.
 
     Gradients that are equal on all ranks stay equal, so they may be averaged again after more was added to them. A
     gradient that no rank has stays None. All ranks must call it with the same parameters.

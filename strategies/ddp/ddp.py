@@ -88,7 +88,7 @@ class _Replica(DistributedDataParallel):
         """Check that no reduction is still in progress: torch itself would raise only in the next forward, if any.
 
         Raises:
-            ValueError: If parameters got no gradient. The error lists them.
+            ValueError: If parameters received no gradient. The error lists them.
         """
         if self.ready is not None and self.ready.watching:
             self.ready.settle()
@@ -131,7 +131,7 @@ class DDP(Strategy):
         zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). Training is bit-equal.
         local_sgd_steps: After ``local_sgd_start`` steps, do not reduce gradients: each process steps on its own, and
             parameters are averaged after this number of optimizer steps, and before an evaluation or a checkpoint.
-        local_sgd_start: Optimizer steps before that.
+        local_sgd_start: Optimizer steps before local steps begin.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
             torch's, 30 minutes; on CUDA, 10 minutes.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one of the device.
@@ -313,7 +313,7 @@ class DDP(Strategy):
             self.set_gradient_sync(replica, True)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return a better explained error for one that torch's reducer raised in a backward; other errors unchanged.
+        """Return an error of torch's reducer in a backward with a better explanation; other errors unchanged.
 
         Args:
             error: The error.
@@ -521,7 +521,7 @@ class DDP(Strategy):
 
 
 def _find_replica(module: nn.Module) -> _Replica | None:
-    """Return the replica inside a module of `wrap`, even after ``torch.compile``; None if nothing is reduced."""
+    """Return the replica inside a wrapped module, even after ``torch.compile``; None if nothing is reduced."""
     if not isinstance(module, _Replica):
         module = module._modules.get("_orig_mod") or module
     return module if isinstance(module, _Replica) else None

@@ -25,7 +25,7 @@ class Shards:
     """Assignment of an optimizer's parameters, and their state, to processes.
 
     Args:
-        optimizer: The user's optimizer; its state of other processes' parameters is dropped.
+        optimizer: The user's optimizer; its state for other processes' parameters is dropped.
         world: The processes.
 
     Raises:

@@ -48,7 +48,7 @@ def examine(
         run_folder: Folder into which the run would write.
         limit: Seconds for all ranks to report, and again for the measurements.
         publish: Function that receives the report on the one rank that publishes it: rank zero, or the lowest rank that
-            came. Other ranks leave after it has returned.
+            reported. Other ranks leave after it has returned.
         accelerator: Device type of the ranks. Default: ``"auto"``, the available devices.
 
     Returns:
@@ -145,7 +145,7 @@ class _Examination:
             environment: Variables of the launcher.
 
         Raises:
-            ValueError: The address can't be used.
+            ValueError: The address cannot be used.
             RuntimeError: Rank zero, or the launcher, does not answer.
         """
         launched = self.launched
@@ -171,7 +171,7 @@ class _Examination:
     def call_roll(self, store: dist.Store, facts: Facts) -> None:
         """Report this rank's inspection, and learn which ranks are missing and whether this rank publishes the report.
 
-        Rank zero decides which ranks are missing; if it does not come itself, the lowest rank that did.
+        Rank zero decides which ranks are missing; if it does not report itself, the lowest rank that did decides.
 
         Args:
             store: The store of the examination.
@@ -179,7 +179,7 @@ class _Examination:
 
         Raises:
             ValueError: Another process has the same rank.
-            RuntimeError: Rank zero came and did not decide.
+            RuntimeError: Rank zero reported, but did not decide.
         """
         rank, size = self.launched.rank, self.launched.world_size
         if store.add(f"arrivals of {rank}", 1) > 1:
@@ -199,7 +199,7 @@ class _Examination:
         self.missing = json.loads(store.get("roll"))
 
     def _await_keys(self, store: dist.Store, names: list[str]) -> list[bool]:
-        """Wait until all keys are set or the limit is over, and return which of them are set."""
+        """Wait until all keys are set or the limit has passed, and return which of them are set."""
         deadline = time.monotonic() + self.limit
         while not store.check(names) and time.monotonic() < deadline:
             time.sleep(0.02)

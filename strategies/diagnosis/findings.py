@@ -50,7 +50,7 @@ class Finding:
 
 
 def find_worst(marks: Iterable[str]) -> str:
-    """Return the worst of the marks; ``"good"`` without any.
+    """Return the worst of the marks; ``"good"`` if there are none.
 
     Args:
         marks: Marks of findings.
@@ -127,7 +127,7 @@ def _judge_versions(ranks: list[Facts], subject: str, packages: tuple[str, ...])
 
 
 def _judge_ranks(ranks: list[Facts], judge_rank: Callable[[Facts], Finding]) -> Finding:
-    """Return the worst finding of all ranks, which names its ranks where others have a different one."""
+    """Return the worst finding of all ranks; it names its ranks if others have a different one."""
     by_finding: dict[Finding, list[int]] = {}
     for facts in ranks:
         by_finding.setdefault(judge_rank(facts), []).append(facts["rank"])

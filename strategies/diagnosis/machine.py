@@ -117,7 +117,7 @@ def _read_meminfo(key: str) -> int | None:
 
 
 def _read_cpu_quota() -> float | None:
-    """Return the number of CPUs that the control groups of this process allow; None without a limit."""
+    """Return the number of CPUs that the control groups of this process allow; None if there is no limit."""
     quotas = []
     for folder in _list_control_groups("cpu"):
         quota, _, period = _read(folder / "cpu.max").strip().partition(" ")  # version 2
@@ -129,7 +129,7 @@ def _read_cpu_quota() -> float | None:
 
 
 def _read_memory_limit() -> int | None:
-    """Return the number of bytes that the control groups of this process allow; None without a limit."""
+    """Return the number of bytes that the control groups of this process allow; None if there is no limit."""
     texts = [
         (_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")).strip()
         for folder in _list_control_groups("memory")
@@ -171,7 +171,7 @@ def _inspect_devices() -> Facts:
 
 
 def _has_nvlink() -> bool | None:
-    """Return whether NVLink joins two GPUs of this machine; None where nvidia-smi can't tell."""
+    """Return whether NVLink joins two GPUs of this machine; None where nvidia-smi cannot tell."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

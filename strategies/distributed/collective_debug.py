@@ -156,7 +156,7 @@ class Meeting:
             raise DistributedOperationException(text)
 
     def leave(self) -> None:
-        """Note that this process ends: a call that others still make, or wait in, cannot complete any more."""
+        """Note that this process ends: a call that others still make, or wait in, can no longer complete."""
         if os.getpid() != self._process:
             return
         with contextlib.suppress(RuntimeError):  # the store may be gone with the process that kept it
@@ -293,7 +293,7 @@ class DebugWorld(World):
         return super().mesh(**dimensions)
 
     def meet(self, call: str) -> None:
-        """Compare the call like every other one, which shows the lines of the missing ranks.
+        """Compare the call like any other one; an error then shows the lines of the missing ranks.
 
         Args:
             call: The name of the call.

@@ -22,10 +22,10 @@ def current_place() -> tuple[int, int, int]:
 
 
 def current_world(accelerator: str = "auto") -> World:
-    """Return the world of the current process group; else connect the processes of a launcher; else this process alone.
+    """Return the world of the current process group, else that of a launcher's processes, else this process alone.
 
     Args:
-        accelerator: The kind of device, if they have yet to be connected.
+        accelerator: The kind of device, if a launcher's processes must be connected first.
     """
     if not dist.is_initialized():
         return open_world(accelerator, spread=False)

@@ -25,7 +25,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def get_original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class a module was created from; sharding replaces it by a generated one.
+    """Return the class a module was created from; sharding replaces it with a generated one.
 
     Args:
         module: The module.
@@ -35,7 +35,7 @@ def get_original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard as a plain tensor over the same memory; a plain tensor is returned as it is.
+    """Return this process's shard as a plain tensor over the same memory; a plain tensor is returned unchanged.
 
     Args:
         tensor: The tensor.

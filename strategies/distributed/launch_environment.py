@@ -126,7 +126,7 @@ class LaunchEnvironment:
         return self.nodes or -(-self.world_size // self.local_world_size)
 
     def check(self, devices: object, device_count: int, num_nodes: int) -> None:
-        """Compare the arguments in the user's code with what was started.
+        """Compare the arguments in the user's code with the started processes.
 
         Args:
             devices: The value of ``devices``, for the error.

@@ -1,7 +1,7 @@
 """Calls that all processes must make, such as a save: if only some make one, it is an error and not a hang.
 
 Every process announces in torch's store that it has entered the call, and waits there for the others. It waits as long
-as they need, unless one of them can't arrive any more: it has entered another such call, it has ended, or it has
+as they need, unless one of them can no longer arrive: it has entered another such call, it has ended, or it has
 continued to a later training step or exchange, which in turn waits for the waiting processes.
 """
 
@@ -40,7 +40,7 @@ class SharedCount:
 
     Attributes:
         values: The counter, as a sequence of one number.
-        place: The path for other processes; "" if they can't read it.
+        place: The path for other processes; "" if they cannot read it.
     """
 
     def __init__(self) -> None:
@@ -115,8 +115,8 @@ class Arrivals:
             call: The name of the call.
 
         Raises:
-            RuntimeError: If another process can't arrive any more, or does not within the timeout. The error names the
-                ranks.
+            RuntimeError: If another process can no longer arrive, or does not arrive within the timeout. The error
+                names the ranks.
         """
         moved = int(self._count.values[0]) - self._before
         self._number += 1
@@ -168,7 +168,7 @@ class Arrivals:
     def _find_missing(
         self, ranks: Iterable[int], call: str, moved: int, standing: dict[int, tuple[int, float]]
     ) -> dict[int, str]:
-        """Return the missing ranks, with the reason why they can't arrive; "" if they still may."""
+        """Return the missing ranks, with the reason why they cannot arrive; "" if they still may."""
         missing = {}
         for rank in ranks:
             if rank == self._rank:
@@ -185,7 +185,7 @@ class Arrivals:
         return missing
 
     def _explain_absence(self, rank: int, expected: int, standing: dict[int, tuple[int, float]]) -> str:
-        """Return the reason if a process of this machine is further than this one, and stands still; else ""."""
+        """Return the reason if a process of this machine is ahead of this one and makes no progress; else ""."""
         host, place = self._get(f"place of {rank}") or ("", "")
         if not place or host != self._host:
             return ""

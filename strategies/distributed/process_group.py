@@ -54,7 +54,7 @@ def connect(
         backend: Torch's name of the backend. Default: gloo on the host, with nccl on GPUs.
 
     Raises:
-        ValueError: If ``address``, ``backend`` or an existing group can't be used, or if rank 0 has other versions.
+        ValueError: If ``address``, ``backend`` or an existing group cannot be used, or if rank 0 has other versions.
     """
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}; use 'gloo'.")
@@ -135,9 +135,9 @@ def let_segments_grow() -> None:
 
 
 def make_communicators(device: torch.device) -> None:
-    """Create nccl's connections now.
+    """Create nccl's connections.
 
-    Otherwise the first collective does, which takes seconds, or fails far from the cause.
+    Otherwise the first collective creates them, which takes seconds, or fails far from the cause.
 
     Args:
         device: The device of this process.
@@ -170,7 +170,7 @@ def set_timeout(timeout: timedelta) -> None:
 def existing_timeout(device: torch.device) -> timedelta | None:
     """Return the timeout of collectives in the existing group, which the script or Ray may have created.
 
-    None without one.
+    None if there is no group.
 
     Args:
         device: The device of this process.
@@ -279,7 +279,7 @@ def disconnect(store: dist.Store | None = None) -> None:
     """Destroy the process group, so that the next `connect` creates another one.
 
     Args:
-        store: Kept alive until then.
+        store: Kept alive until the group is destroyed.
     """
     dismiss()
     spare_lines.clear()
@@ -321,7 +321,7 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
 
     Args:
         limit: The maximum number of seconds.
-        looks: How often in succession they must be idle.
+        looks: Number of consecutive checks in which they must be idle.
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0

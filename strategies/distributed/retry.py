@@ -1,4 +1,4 @@
-"""Result of an attempt on every process, exchanged through a store: it works if a collective is broken or stuck."""
+"""Result of an attempt on every process, exchanged through a store, even if a collective is broken or stuck."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Attempts:
     """The attempts of one call, made on all processes. With a world size of one, results are available immediately.
 
     A process that fails inside a step leaves the others waiting in a collective. It reports here, then closes its
-    connection, which interrupts the others; they read its report and know the cause. The next attempt has a new process
-    group. gloo's collectives are interrupted in this way. nccl's are not, and closing a connection waits for them:
-    there, a thread of each process reads the others' reports, and aborts the collectives of its process.
+    connection, which interrupts the others; they read its report and learn the cause. The next attempt has a new
+    process group. gloo's collectives are interrupted in this way. nccl's are not, and closing a connection waits for
+    them: there, a thread of each process reads the others' reports, and aborts the collectives of its process.
 
     Args:
         patience: How long a process that failed waits for the others' reports.
@@ -148,7 +148,7 @@ def _is_nccl() -> bool:
 
 
 def _cut_off_replicas() -> None:
-    """Remove the process group from all existing replicas, which can't be used again and would keep it open."""
+    """Remove the process group from all existing replicas, which cannot be used again and would keep it open."""
     for value in gc.get_objects():
         # By type: an isinstance would wake proxies and lazy modules.
         if issubclass(type(value), DistributedDataParallel):

@@ -114,7 +114,7 @@ def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
     """Print uncaught errors short and once over all ranks, unless the user has set a hook.
 
     Args:
-        store: The store in which the ranks exchange their errors; None: each prints its own.
+        store: The store in which the ranks exchange their errors; with None, each rank prints its own.
         rank: The rank of this process.
         size: The world size.
     """

@@ -32,7 +32,7 @@ _ADVICE = (
 
 
 class DistributedOperationException(RuntimeError):
-    """Error: the processes do not make the same call; lists for each what it does, and in which line.
+    """Error for processes that do not make the same call; it lists what each one does, and in which line.
 
     Example:
         >>> from treadle.strategies import DistributedOperationException
@@ -117,7 +117,7 @@ def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
         marks: The result of `mark_exchange` on each rank.
 
     Raises:
-        DistributedOperationException: If they did not. The error names the line of each.
+        DistributedOperationException: If the calls differ. The error names the line of each.
     """
     if len({kind for kind, _ in marks.values()}) > 1:
         lines = describe_calls({rank: words for rank, (_, words) in marks.items()})

@@ -1,6 +1,6 @@
 """Watchdog: ends a run in which a rank hangs, within a limit, and names the rank, its phase and its step.
 
-Two daemon threads of each process do the work, without any action of the training:
+Two daemon threads of each process do the work, independently of the training:
 
 - The sentry reads the stack of the training thread once per period: the main thread, unless a library such as Ray
   uses that itself. If the stack and the count of steps and exchanges stay the same for as long as the limit, there
@@ -145,7 +145,7 @@ class Watchdog:
         awaits_others: With ``strict``, whether this process ends after all others.
         ended: The first rank that was seen to have ended.
         interruptible: Whether this process waits for a moment to leave that all ranks agree on. Once another rank has
-            ended they can't agree: then the main thread gets another SIGTERM.
+            ended they cannot agree: then the main thread gets another SIGTERM.
         interrupted: Whether the main thread has received it.
     """
 
@@ -470,7 +470,7 @@ class Watchdog:
     def _blame(self, answers: dict[int, Any]) -> list[int]:
         """Return the ranks that others wait for: the silent ones.
 
-        Else, of those that wait for no other rank, the last.
+        If there are none, the last of the ranks that wait for no other rank.
         """
         if silent := [rank for rank, answer in answers.items() if answer is None]:
             return silent
@@ -581,7 +581,7 @@ class Watchdog:
         self._dumps.close()
 
     def _await_others(self) -> None:
-        """Wait for ranks that live, since a silent rank can't notice its own state."""
+        """Wait for ranks that live, since a silent rank cannot notice its own state."""
         self._leaving = True
         pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
@@ -634,7 +634,7 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
         The watchdog; None if none is needed.
 
     Raises:
-        ValueError: If a limit is set that this torch can't apply to several processes.
+        ValueError: If a limit is set that this torch cannot apply to several processes.
     """
     strict = limit is not None
     if world.size > 1 and dist.get_backend() == "fake":
@@ -669,9 +669,9 @@ def dismiss() -> None:
 
 
 def _connect(world: World) -> dist.Store | None:
-    """Return a separate connection to the store of the process group, since one thread's call may wait for long.
+    """Return a separate connection to the store of the process group, since one thread's call may wait for a long time.
 
-    None for a store that can't have two connections.
+    None for a store that cannot have two connections.
     """
     base: Any = dist.distributed_c10d._get_default_store()  # private, but in every torch from 1.x to 2.13
     server = base

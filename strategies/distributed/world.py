@@ -134,7 +134,7 @@ class World:
             dimensions: Sizes by name, whose product is the world size: ``mesh(replicate=2, shard=4)``.
 
         Raises:
-            ValueError: If the product is another number.
+            ValueError: If the product is not the world size.
         """
         if math.prod(dimensions.values()) != self.size:
             grid = " x ".join(f"{name}={size}" for name, size in dimensions.items())
@@ -285,7 +285,7 @@ class World:
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Start to sum ``tensor`` over all processes, in place.
+        """Start summing ``tensor`` over all processes, in place.
 
         Args:
             tensor: A tensor of any shape, the same on every process.
@@ -371,7 +371,7 @@ class World:
             source: The rank whose value is returned.
 
         Raises:
-            DistributedOperationException: On processes that make another exchange of objects than ``source``.
+            DistributedOperationException: On processes that make a different exchange of objects than ``source``.
         """
         if self.size == 1:
             return value
@@ -438,14 +438,14 @@ class World:
         self.raise_together(error)
 
     def raise_together(self, error: BaseException | None) -> None:
-        """Raise on every process if any failed: its own error on that process, a named one elsewhere.
+        """Raise an error on every process if any failed: its own error on that process, a `PeerFailed` elsewhere.
 
         Args:
             error: The error of this process, or None.
 
         Raises:
             PeerFailed: On the processes that did not fail, with the rank and the error of the first that did.
-            SystemExit: In place of it, if that process left with an exit status: all leave with it.
+            SystemExit: Instead, if that process exited with a status: all processes exit with it.
         """
         if self.size > 1:
             words = None if error is None else f"{type(error).__name__}: {error}"
@@ -499,5 +499,5 @@ def _unwrap(value: Any) -> Any:
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values contiguously, in a dtype that backends support; others as a row of bytes."""
+    """Return a contiguous tensor in a dtype that backends support; values of other dtypes as a row of bytes."""
     return tensor.contiguous() if tensor.dtype in _CARRIED else tensor.contiguous().reshape(-1).view(torch.uint8)

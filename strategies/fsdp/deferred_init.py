@@ -243,7 +243,7 @@ class Tape(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._touched
 
     def is_done(self) -> bool:
-        """Return whether none of the recorded models exists any more."""
+        """Return whether none of the recorded models exists any longer."""
         return all(tensor() is None for tensor in self._built.values())
 
     def is_unchanged(self, tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ _NEED_WHOLE = (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor)
 
 
 def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World) -> None:
-    """Replace the parameters of ``optimizer`` by their shards.
+    """Replace the parameters of ``optimizer`` with their shards.
 
     Args:
         optimizer: The user's optimizer.
@@ -24,7 +24,7 @@ def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World
         world: All processes; existing state is rank zero's.
 
     Raises:
-        ValueError: If it can't work on shards, or has parameters of a model that is not prepared.
+        ValueError: If it cannot work on shards, or has parameters of a model that is not prepared.
     """
     if isinstance(optimizer, _NEED_WHOLE):
         raise ValueError(

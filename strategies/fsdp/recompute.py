@@ -20,7 +20,7 @@ FLAG = "activation_checkpointing_policy"
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Activations that `FSDP` recomputes in backward, rather than keep them from forward on.
+    """Activations that `FSDP` recomputes in backward, rather than keeping them from forward on.
 
     Blocks keep only their inputs: this takes the time of one more forward, and a block's activations in place of the
     model's. Dropping fewer activations takes less time.

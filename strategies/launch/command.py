@@ -134,7 +134,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         The value of each option.
 
     Raises:
-        ValueError: An option is unknown, with the nearest name, or belongs into the script.
+        ValueError: An option is unknown (the error names the nearest one), or belongs in the script.
     """
     command_parser = parser()
     option_names = [

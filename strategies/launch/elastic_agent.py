@@ -54,9 +54,10 @@ class Elsewhere(Exception):
 class Agent(LocalElasticAgent):
     """torch's agent, which also records the order in which ranks end and uses Treadle's grace periods.
 
-    Upstream looks every 0.1 s and can't order two failures in between. After a failure it gives the others a fixed
-    30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13); that one holds after a signal to the agent, and
-    only since torch 2.13. It does not learn of a failure on another machine until its own ranks fail by that.
+    Upstream checks every 0.1 s and cannot order two failures in between. After a failure it gives the others a fixed 30
+    s, which `shutdown_timeout` does not change (torch 2.11, 2.13); that setting applies after a signal to the agent,
+    and only since torch 2.13. Upstream does not learn of a failure on another machine until its own ranks fail because
+    of it.
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, board: RankBoard) -> None:
@@ -158,7 +159,7 @@ class Agent(LocalElasticAgent):
     def _await_others(self) -> bool:
         """Wait until the ranks of all machines have ended without a failure; return False if a machine has left before.
 
-        It has vanished, or a rank of it has failed at the very end: then all machines have to start again.
+        It has vanished, or one of its ranks has failed at the very end: then all machines have to start again.
 
         Raises:
             Elsewhere: A machine has left, and no restart is allowed.
@@ -198,7 +199,7 @@ class Agent(LocalElasticAgent):
             number: The signal.
             seconds: Seconds from the first signal to SIGKILL.
             patient: Restart the count whenever a rank is seen to leave on its own, since a save may take any time.
-                False where a rank has failed: the others note the signal but can't save.
+                False where a rank has failed: the others note the signal but cannot save.
         """
         context: Any = self._pcontext
         for rank in self._list_living():
@@ -297,7 +298,7 @@ class Agent(LocalElasticAgent):
             raise self._make_elsewhere(*json.loads(self._ask("get", _END)))
 
     def tell(self, status: int, text: str) -> None:
-        """Report the end of the run to the other machines, unless one of them did so first, whose report then stands.
+        """Report the end of the run to the other machines, unless one of them did so first, whose report then applies.
 
         Args:
             status: Exit status of the run.

@@ -56,8 +56,8 @@ class Membership:
     def look(self) -> tuple[bool, bool]:
         """Return whether a machine of the run has left, and whether another one waits to join.
 
-        torch asks the store at most once per second. A machine has left when it says so, or has not been heard of for
-        keep_alive_interval x keep_alive_max_attempt seconds (15).
+        torch asks the store at most once per second. A machine has left when it reports so, or has not sent a sign of
+        life for keep_alive_interval x keep_alive_max_attempt seconds (15).
 
         Raises:
             RendezvousError: The store does not answer.

@@ -72,12 +72,12 @@ def notebook_launcher(
         rdzv_id: Name of the run. Default: a random one.
         max_restarts: How often all processes are restarted after a failure, on one machine. Default: 0.
         monitor_interval: Longest time in seconds between checks of the processes. Default: 0.1.
-        log_line_prefix_template: Not supported; None.
+        log_line_prefix_template: Only None.
 
     Raises:
-        ValueError: An argument is not supported, the session can't be forked, or an Accelerator exists already.
+        ValueError: An argument is not supported, the session cannot be forked, or an Accelerator exists already.
         TypeError: `function` is not callable.
-        RuntimeError: A process failed; with its traceback. The others were ended.
+        RuntimeError: A process failed; the error shows its traceback. The others were ended.
     """
     conf = dict(rdzv_conf or {})
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
@@ -134,9 +134,9 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         num_processes: Number of processes. Default: 2.
 
     Raises:
-        ValueError: The session can't be forked, or an Accelerator exists already.
+        ValueError: The session cannot be forked, or an Accelerator exists already.
         TypeError: `function` is not callable.
-        RuntimeError: A process failed; with its traceback. The others were ended.
+        RuntimeError: A process failed; the error shows its traceback. The others were ended.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 
@@ -352,7 +352,7 @@ def _on_gpu(value: Any) -> bool:
 
 
 def _has_opened_gpu() -> bool:
-    """Tell whether CUDA's driver is open in this process: its forks can't use it then, even if torch never has."""
+    """Return whether CUDA's driver is open in this process, so that forks cannot use it, even if torch has not."""
     for descriptor in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
             if os.readlink(descriptor) == "/dev/nvidia-uvm":

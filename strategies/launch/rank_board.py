@@ -29,14 +29,14 @@ class RankBoard:
     """File without a name, in which each rank of this machine has a record that outlives the rank.
 
     Its first byte tells whether a stage runs (`mark_stage`), and whether the rank leaves it because of a signal
-    (`mark_leaving`); to leave within a stage otherwise is a failure. The rest is the last beat of the rank's watchdog,
-    if the user has set a limit.
+    (`mark_leaving`); leaving within a stage for any other reason is a failure. The rest is the last beat of the rank's
+    watchdog, if the user has set a limit.
 
     Args:
         nproc: Number of ranks.
 
     Attributes:
-        path: Where the ranks write; "" on systems without files without a name.
+        path: Where the ranks write; "" on systems that do not have such files.
     """
 
     def __init__(self, nproc: int) -> None:

@@ -58,11 +58,11 @@ def supervise(
     """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
 
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to
-    every rank (except those it ignores itself: `nohup` stays effective). The ranks may save then: further SIGTERMs,
+    every rank (except those it ignores itself: `nohup` stays effective). The ranks may then save; further SIGTERMs,
     SIGUSR1s and SIGHUPs change nothing. A second SIGINT is forwarded too, and kills a second later; any other second
-    signal kills immediately. The first rank to fail ends the others. Every launch listens on a port of its own, which
-    the system picks. `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`,
-    where unset, becomes this process's CPUs divided by `nproc`.
+    signal kills immediately. The first rank to fail ends the others. Every launch listens on a separate port, which the
+    system picks. `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`, where
+    unset, becomes this process's CPUs divided by `nproc`.
 
     Args:
         nproc: Number of ranks, at least 1.
@@ -80,7 +80,7 @@ def supervise(
 
     Raises:
         ValueError: `nproc` is not a positive number, no script can be run again, or this is not the main thread.
-        OSError: The program can't be started.
+        OSError: The program cannot be started.
     """
     command = [] if argv is None else [str(part) for part in argv]
     run_id = run_id or uuid.uuid4().hex
@@ -101,8 +101,8 @@ def supervise_job(job: Job) -> int:
         The status that `supervise` describes; that of the rank that failed first on any machine.
 
     Raises:
-        ValueError: The machines can't meet as `job.nodes` says, or this is not the main thread.
-        OSError: The program can't be started.
+        ValueError: The machines cannot meet as `job.nodes` specifies, or this is not the main thread.
+        OSError: The program cannot be started.
     """
     if threading.current_thread() is not threading.main_thread():
         # Signals reach the main thread only, and Linux ends a rank with the thread that started it.
@@ -172,7 +172,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
 def _add_hydra_overrides(arguments: list[str]) -> list[str]:
     """Return the arguments of a script.
 
-    Under Hydra with this process's output folder, which would differ on each rank.
+    Under Hydra they include this process's output folder, which would otherwise differ on each rank.
     """
     config = _get_hydra_config()
     if config is None:
@@ -224,7 +224,7 @@ def _read_arguments(target: list[str]) -> list[str]:
 
 
 def _find_obstacle() -> str | None:
-    """Describe why this process can't be run again; None if it can."""
+    """Describe why this process cannot be run again; None if it can."""
     if is_ray_worker():
         return "this is a worker of Ray, which starts the processes of a run itself"
     ipython = sys.modules.get("IPython")

@@ -14,8 +14,8 @@ class Idleness:
     """Timer of how long this process has been idle. Each measurement needs about a millisecond.
 
     A process is idle if between two measurements it has used next to no CPU time, and at neither of them one of its
-    threads ran, wanted to run, or waited for a disk. CPU time alone would count a process as idle that a busy machine
-    starves.
+    threads ran, wanted to run, or waited for a disk. By CPU time alone, a process that a busy machine starves would
+    count as idle.
     """
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ def is_named_loopback() -> bool:
 def name_gloo_interface(meeting_host: str) -> None:
     """Set gloo's network interface to the one that reaches the other machines, where gloo would use a loopback.
 
-    The variable is ``GLOO_SOCKET_IFNAME``. A value of the user's is kept.
+    The variable is ``GLOO_SOCKET_IFNAME``. A value that the user has set is kept.
 
     Args:
         meeting_host: Host where the machines meet, the value of MASTER_ADDR.

@@ -17,7 +17,7 @@ _signaled: list[int] = []  # this process, once it has noted a signal
 
 
 def mark_stage(running: bool) -> None:
-    """Report to the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure.
+    """Report to the supervisor that a stage runs in this rank, or has ended: leaving within a stage is a failure.
 
     Args:
         running: Whether the stage runs.

@@ -121,7 +121,7 @@ def forget_unfinished(directory: Path) -> None:
 
 
 def leave() -> None:
-    """Remove this process's folder, and as the last one of its job also what killed ranks left."""
+    """Remove this process's folder and, if it is the last process of its job, also what killed ranks left."""
     with _leaving:  # the main thread and a watchdog's
         if not _opened or _opened[0].pid != os.getpid():
             for directory, identity in [] if _opened else list(_unfinished.items()):  # a world of one
@@ -148,7 +148,7 @@ def _leave_at_exit() -> None:
 
 
 def leave_on_sigterm() -> None:
-    """Install a handler of SIGTERM that removes this rank's folder: a launcher sends one once another rank has failed.
+    """Install a handler of SIGTERM that removes this rank's folder: launchers send it once another rank has failed.
 
     Call this only once a rank fails: a handler in Python has to wait for what runs in C, unlike the system's own.
     """
@@ -210,7 +210,7 @@ def _find_link(identity: _Identity) -> Path | None:
 
 
 def _find_root() -> Path | None:
-    """Return the folder that holds the folders of this user's ranks; None where it can't be used.
+    """Return the folder that holds the folders of this user's ranks; None where it cannot be used.
 
     Process ids are unique within a namespace, and containers may share a temp folder.
     """

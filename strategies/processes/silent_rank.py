@@ -61,7 +61,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
         file: File that receives a copy.
 
     Returns:
-        Text with the line at which its main thread stands; "" without stacks.
+        Text with the line at which its main thread stands; "" if there are no stacks.
     """
     if _DUMP is None or not dumps:
         return ""

@@ -141,7 +141,7 @@ class CheckpointResolver:
             raise ValueError(f"ckpt_path={ckpt_path!r}: {why}.")
 
     def _check_callbacks(self) -> None:
-        """Raise a ValueError without a ModelCheckpoint."""
+        """Raise a ValueError if there is no ModelCheckpoint."""
         if not self.trainer.checkpoint_callbacks:
             raise ValueError(
                 f"ckpt_path={self.ckpt_path!r} searches the directories of ModelCheckpoints, but the Trainer has no "
@@ -328,7 +328,7 @@ def _check_is_checkpoint(path: AnyPath) -> None:
 
 
 def _run_record(folder: AnyPath) -> AnyPath | None:
-    """Return the record of the run whose folder contains ``folder``, or is it."""
+    """Return the record of the run whose folder is or contains ``folder``."""
     return next((path for parent in (folder, *folder.parents[:2]) if (path := parent / RECORD).is_file()), None)
 
 
@@ -360,7 +360,8 @@ def _shortened(lines: list[str], most: int = 5) -> str:
 def _find_earlier_runs(root: AnyPath, names: str) -> list[AnyPath]:
     """Return the checkpoint directories of the runs in a folder, latest first.
 
-    Versions are ordered by number, other names (a service's ids) by time; a store knows no time of a folder.
+    Versions are ordered by number, other names (such as a service's IDs) by time. An object store records no time for a
+    folder.
     """
 
     def age(folder: AnyPath) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint with the current run: whether it belongs to the run that requests it by a word."""
+"""Comparison of a checkpoint with the current run, for checkpoints that are requested by a word such as "last"."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def class_name(cls: type) -> str:
 def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
     """Return the plain hyperparameters of task and data module, by dotted name, as of before the first stage.
 
-    A run may change them later (a finder, ``setup``), which a restarted script has not done yet.
+    A finder or ``setup`` may change them later, which a restarted script has not done yet.
 
     Args:
         task: The task.
@@ -119,7 +119,7 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
 
 
 def _matches_class(saved: str, cls: type) -> bool:
-    """Return whether a saved class name means this class."""
+    """Return whether a saved class name refers to this class."""
     name = class_name(cls)
     if not saved.endswith(f".{cls.__qualname__}"):
         return False

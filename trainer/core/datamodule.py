@@ -208,7 +208,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the data module from the hyperparameters in a checkpoint and load its state. No code in it is run.
+        """Build the data module from the hyperparameters in a checkpoint and load its state. It never runs saved code.
 
         Args:
             checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``; or the URL of a file, with ``sha256``.

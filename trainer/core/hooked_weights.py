@@ -23,7 +23,7 @@ class HookedWeights:
         self._before = {name: (value, _get_version(value)) for name, value in weights.items()}
 
     def get_edited(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the weights as the hooks left them; None if they dropped, added, replaced and changed nothing.
+        """Return the weights as the hooks left them; None if they did not drop, add, replace or change any.
 
         Args:
             checkpoint: The dict that the hooks got.

@@ -41,8 +41,8 @@ class Signature:
     Attributes:
         arguments: Arguments by name, in order.
         open: Whether it accepts other names too, whose use is unknown.
-        positional: Names that may be passed by position, which those before ``*args`` must be.
-        by_place_only: How many of them must be passed by position.
+        positional: Names that may be passed by position; those before ``*args`` must be.
+        by_place_only: Number of arguments that must be passed by position.
     """
 
     arguments: dict[str, Argument]

@@ -153,7 +153,7 @@ def class_name(kind: type) -> str:
 
 
 def readable(value: Any) -> Any:
-    """Return a stored value for people: records are replaced by their content.
+    """Return a stored value in readable form: records are replaced by their content.
 
     Args:
         value: The stored value.
@@ -180,7 +180,7 @@ def _make_readable_key(key: Any) -> Any:
 
 
 class _NoData(Exception):
-    """Error for a value that cannot be stored; its text says why."""
+    """Error for a value that cannot be stored; its text gives the reason."""
 
 
 class _Flattener:
@@ -315,7 +315,7 @@ def _list_fields(kind: type) -> list[str]:
 
 
 class CannotRebuild(ValueError):
-    """Error for an argument that must be passed by the caller; its text says why."""
+    """Error for an argument that must be passed by the caller; its text gives the reason."""
 
 
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
@@ -435,7 +435,7 @@ class _Rebuilder:
 
 
 def build_config(content: Any) -> Any:
-    """Return an OmegaConf configuration with this content. No text becomes a reference, because none was stored.
+    """Return an OmegaConf configuration with this content. Text never becomes a reference: stored ones are resolved.
 
     Args:
         content: A dict, a list or None.

@@ -75,7 +75,7 @@ class Steps:
         self.bad_batches: list[str] = []  # descriptions of the step's batches whose loss is not finite
 
     def use(self, model: Any) -> None:
-        """Use the task as wrapped again.
+        """Replace the wrapped task.
 
         Args:
             model: The wrapped task.
@@ -84,7 +84,7 @@ class Steps:
         self.step = self.accelerator.method(model, "training_step")
 
     def close(self) -> None:
-        """Release what the steps hold after the run."""
+        """Release objects that the steps hold, after the run."""
 
     def take(self, group: Iterable[Any]) -> None:
         """Process one group of micro-batches; after the last one, step the optimizer.
@@ -294,7 +294,7 @@ class Steps:
             self.refuse()
 
     def note_batch(self, batch: Any) -> None:
-        """Describe a micro-batch whose loss is not finite: the batch is freed before the step is refused.
+        """Record a description of a micro-batch with a non-finite loss; it is freed before the step is refused.
 
         Args:
             batch: The micro-batch.
@@ -368,6 +368,6 @@ class Steps:
 
 
 def _is_users(hook: Hook) -> bool:
-    """Return whether a hook is not one of Treadle's callbacks, which return nothing."""
+    """Return whether a hook is user-defined. Hooks of Treadle's callbacks return nothing."""
     function = hook.func if isinstance(hook, partial) else hook
     return not str(getattr(function, "__module__", "")).startswith("treadle.")

@@ -170,7 +170,7 @@ class Stage:
                 error.add_note(f"while it was handled, {name_of(hook)} raised {type(second).__name__}: {second}")
 
     def _tear_down(self) -> None:
-        """Run all cleanups; an earlier error remains the error."""
+        """Run all cleanups; an earlier error is still the one that is raised."""
         trainer = self.trainer
         status = TrainerStatus.INTERRUPTED
         try:

@@ -1,4 +1,4 @@
-"""Content of run folders, read without trust: data only, and a description of what cannot be read."""
+"""Content of run folders. Files are not trusted: only data is read, and what cannot be read is described."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def began(self) -> float:
-        """Time at which it began; if unknown, the time of its folder's last change."""
+        """Start time; if unknown, the time of the folder's last change."""
         if (began := self.facts.get("began")) is not None:
             return float(began)
         try:

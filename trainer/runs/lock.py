@@ -1,4 +1,4 @@
-"""Lock of a run folder for one job, which ends when the job ends for any reason."""
+"""Lock of a run folder for one job, released when the job ends for any reason."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def holder(folder: AnyPath) -> Holder | None:
 class RunLock:
     """Lock of a folder, held from its construction on.
 
-    If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock with the
-    process, however that ends. Otherwise a thread updates the file every `BEAT` seconds: a dead holder is detected
+    If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock when the
+    process ends, for any reason. Otherwise a thread updates the file every `BEAT` seconds: a dead holder is detected
     immediately in the same place, and after `SILENCE` seconds from other machines. A file system whose locks are valid
     on one machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not separate two machines.
 
@@ -213,7 +213,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def _take_over(self, part: Path) -> None:
-        """Replace a lock that no process holds by ``part``. Of several jobs that try, one succeeds."""
+        """Replace a lock that no process holds with ``part``. Of several jobs that try, one succeeds."""
         before = read_holder(self.file)
         if before is not None and before.is_alive(self.file):
             raise make_in_use_error(self.folder, self.file, before)

@@ -157,7 +157,7 @@ class _StepLoss(Callback):
             self._weight = self._weight + weight
 
     def take(self, trainer: Trainer) -> float:
-        """Return the loss since the last call. All processes must ask."""
+        """Return the loss since the last call. Call it on all processes."""
         both = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64, device="cpu")
         device = trainer.accelerator.device
         both = both.to(device, torch.float32 if device.type == "mps" else torch.float64)

@@ -1,4 +1,4 @@
-"""Copy of a stage for searches, of which nothing remains afterwards."""
+"""Copy of a stage for searches, discarded afterwards."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _collect_shared(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
 
 @contextmanager
 def _in_host_memory(task: TaskModule | None) -> Iterator[None]:
-    """Move what an earlier stage left on a device to the host within a context, and with it copies made inside."""
+    """Move tensors left on a device by an earlier stage to the host within a context, so copies are made there."""
     assert task is not None
     moved = [
         (tensor, tensor.device)

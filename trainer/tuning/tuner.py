@@ -103,7 +103,7 @@ class Tuner:
             model: The task.
             train_dataloaders: A data module. Dataloaders cannot be rebuilt and are an error.
             val_dataloaders: The validation dataloader, or several.
-            dataloaders: A data module, for another ``method`` than ``"fit"``.
+            dataloaders: A data module, for a ``method`` other than ``"fit"``.
             datamodule: The data module, if dataloaders are not the task's.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. Default: ``"fit"``.
             mode: See `BatchSizeFinder`. Default: ``"power"``.

@@ -22,7 +22,7 @@ It may contain ``*``: ``disk:*`` is before every disk operation. An action is on
     oserror[:ENOSPC]          the disk operation fails with this error, EIO by default
     any function              called with the `Firing`
 
-The engine contains no code for this: an armed plan replaces functions of Treadle by its own, and restores them.
+The engine contains no code for this: an armed plan replaces functions of Treadle with its own, and restores them.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class FaultPlan:
             world_size: World size of the run.
 
         Raises:
-            FaultsNotFired: Faults did not happen, or happened more than once; names all of them.
+            FaultsNotFired: Faults did not happen, or happened more than once; the error names all of them.
         """
         self._check(
             {

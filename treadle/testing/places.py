@@ -214,7 +214,7 @@ class Places(Generic[Due]):
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace a function by ``wrap(function)`` until ``undo`` closes."""
+    """Replace a function with ``wrap(function)`` until ``undo`` closes."""
     if isinstance(owner, type):
         owner = next(kind for kind in owner.__mro__ if name in vars(kind))
     original = vars(owner)[name]

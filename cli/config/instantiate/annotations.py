@@ -276,7 +276,7 @@ class Checker:
     def check_object(
         self, value: Value, base: Any, path: Path, supplied: Iterable[str] = (), target: Any = None
     ) -> ObjectRecipe | None:
-        """Return a recipe for an object. Report a problem and return None if it can't be built.
+        """Return a recipe for an object. Report a problem and return None if it cannot be built.
 
         Args:
             value: ``{class: ..., argument: ...}``, or the class's name. A known class may be omitted.

@@ -37,7 +37,7 @@ def list_shelved() -> list[type]:
 
 
 def is_shelved(base: Any) -> bool:
-    """Return whether ``base`` can't be used itself, so that a configuration must name a subclass."""
+    """Return whether ``base`` cannot be used itself, so that a configuration must name a subclass."""
     return base in (TaskModule, DataModule, *(kind for kind, _ in _SHELVES)) or inspect.isabstract(base)
 
 
@@ -72,7 +72,7 @@ def find(name: str, base: Any) -> Any:
         base: The class that the result must extend; ``object`` for any.
 
     Raises:
-        ConfigError: Nothing has this name, which names the closest one; or several classes do.
+        ConfigError: Nothing has this name (the error names the closest one), or several classes do.
     """
     homes = list_short_names(base)
     if name in homes:
@@ -107,7 +107,7 @@ def import_target(name: str) -> Any:
         name: The import path.
 
     Raises:
-        ConfigError: There is no such object, which names the closest one.
+        ConfigError: There is no such object; the error names the closest one.
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):

@@ -177,7 +177,7 @@ class ObjectRecipe(Recipe):
 
 @dataclass(frozen=True)
 class Opaque:
-    """Default that can't be written as plain data.
+    """Default that cannot be written as plain data.
 
     Attributes:
         words: The default as it is written in Python.

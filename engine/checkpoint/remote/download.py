@@ -48,7 +48,7 @@ class Download:
 
         Raises:
             ValueError: If one is missing, or has other content than was committed.
-            OSError: If the store or the disk refused.
+            OSError: If the store rejects a request, or a disk operation fails.
         """
         missing = [name for name in names if name not in self._here]
         for name in missing:

@@ -51,7 +51,7 @@ class Upload:
             files: The content of each file.
 
         Raises:
-            OSError: If the disk or the store refused, the latter after several attempts.
+            OSError: If a disk operation fails, or the store rejects a request several times.
         """
 
         def transfer(name: str) -> filesystem.Entry:
@@ -69,7 +69,7 @@ class Upload:
         return dict(zip(files, _run_side_by_side(transfer, list(files)), strict=True))
 
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
-        """Make what all processes uploaded the checkpoint of the URL; see `store.commit`.
+        """Commit the files that all processes uploaded as the URL's checkpoint; see `store.commit`.
 
         Args:
             files: The entries of all processes.
@@ -78,7 +78,7 @@ class Upload:
 
         Raises:
             ValueError: If a file is not in the store, or has another size.
-            OSError: If the store refused. An earlier commit stays.
+            OSError: If the store rejects a request. An earlier commit remains.
         """
         target = self._target
         check_target(target)
@@ -105,7 +105,7 @@ class Upload:
             return False
 
     def _upload_others(self, files: set[str]) -> dict[str, filesystem.Entry]:
-        """Upload what hooks wrote beside ``files``, and return its entries for a manifest."""
+        """Upload what hooks wrote in addition to ``files``, and return its entries for a manifest."""
         names = [name for name in filesystem.list_leaves(self.staging) if name not in files]
         for name in names:
             if name == MANIFEST or not (self.staging / name).is_file():
