@@ -273,7 +273,8 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that trains ``self.backbone`` of the task from a given epoch on, at a rate that grows to the others'.
+    """Callback that trains the task's ``self.backbone`` from a given epoch on, at a rate that grows to the others'
+    rate.
 
     Args:
         unfreeze_backbone_at_epoch: The first epoch in which the backbone is trained, counted from 0. Default: 10.

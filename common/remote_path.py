@@ -115,7 +115,7 @@ class RemotePath:
         return next(iter(self.parents), self)
 
     def relative_to(self, folder: RemotePath) -> PurePosixPath:
-        """Return the path from a folder to here.
+        """Return the path relative to a folder.
 
         Args:
             folder: The folder.
@@ -207,7 +207,7 @@ class RemotePath:
         return {name: int(e["size"] or 0) for name, e in self._list(depth=1).items() if e["type"] == "file"}
 
     def sizes(self) -> dict[str, int]:
-        """Return the objects in the folder and in those below: the size of each in bytes, by its path from here."""
+        """Return the objects in the folder and in those below: the size of each in bytes, by its relative path."""
         return {path: int(entry["size"] or 0) for path, entry in self._list().items() if entry["type"] == "file"}
 
     def _list(self, depth: int | None = None) -> dict[str, Any]:

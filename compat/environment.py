@@ -171,7 +171,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the libraries that have been imported.
+    """Return the names of those libraries that have been imported.
 
     Args:
         *library_names: Names of modules.

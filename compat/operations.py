@@ -105,7 +105,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: From 0 to 2**32 - 1.
         device_specific: Whether to add the rank to the seed, so that each rank has a different one.
-        deterministic: Whether torch must use deterministic algorithms, and raise an error if there is none.
+        deterministic: Whether torch must use deterministic algorithms, and raise an error if an operation has none.
     """
     if device_specific:
         seed_everything(seed)  # a wrong seed is named as it was given

@@ -224,7 +224,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
 
 
 class SkipBatchSampler(BatchSampler):
-    """Batch sampler without its first batches, which are drawn nevertheless.
+    """Batch sampler without its first batches, which are still drawn.
 
     Args:
         batch_sampler: The batch sampler.

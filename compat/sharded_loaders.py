@@ -423,7 +423,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader without its first batches, which are read nevertheless; see `skip_first_batches`.
+    """Dataloader without its first batches, which are still read; see `skip_first_batches`.
 
     Args:
         dataset: The dataset.

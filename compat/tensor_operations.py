@@ -186,7 +186,7 @@ class ConvertOutputsToFp32:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Do nothing: only DeepSpeed's ZeRO-3 gathers parameters here. The arguments are Accelerate's.
+    """Do nothing, because only DeepSpeed's ZeRO-3 gathers parameters in this context. The arguments are Accelerate's.
 
     Args:
         params: Accepted and ignored.

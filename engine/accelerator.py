@@ -1040,7 +1040,7 @@ class Accelerator(Process):
         Args:
             model: A prepared model.
             keep_fp32_wrapper: Accepted for Accelerate's signature; ``forward`` is never replaced.
-            keep_torch_compile: Return the compiled form of the module, if that was what was prepared.
+            keep_torch_compile: Return the compiled form of the module, if that form was prepared.
         """
         module = self.strategy.unwrap(model)
         if not keep_torch_compile:

@@ -477,7 +477,7 @@ class PartialState(Process):
 
     @staticmethod
     def _reset_state() -> None:
-        """Reset the state that Accelerate's states share, which here is only ``debug``."""
+        """Reset the state that Accelerate's states share, which in Treadle is only ``debug``."""
         collectives.debug_mode.enabled = False
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""RNG state of a run: the numbers that all ranks draw alike, and the point from which each rank draws its own."""
+"""RNG state of a run, which is the same on all ranks until each rank starts to draw its own numbers."""
 
 from __future__ import annotations
 

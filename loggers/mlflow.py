@@ -28,8 +28,8 @@ NAME_TAG = "mlflow.runName"
 class MLFlowLogger(Logger):
     """Logger that sends metrics, hyperparameters and checkpoints to MLflow (``pip install mlflow``).
 
-    It has one run on rank zero, which begins with the first log or when `run_id` is read there. Several fits continue
-    it: it is ``RUNNING`` while values are logged, and ``FINISHED`` or ``FAILED`` after each fit.
+    It has one run on rank zero, which begins with the first log or when `run_id` is read. Several fits continue it: it
+    is ``RUNNING`` while values are logged, and ``FINISHED`` or ``FAILED`` after each fit.
 
     Args:
         experiment_name: Experiment of the run; created if missing. Default: ``"treadle_logs"``.

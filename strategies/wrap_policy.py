@@ -192,7 +192,7 @@ def _read_min_size(policy: Any) -> int | None:
 
 
 def check_policy(policy: Any, flag: str) -> Any:
-    """Check a policy as far as possible before there is a model.
+    """Check a policy as far as possible without a model.
 
     Args:
         policy: The policy.

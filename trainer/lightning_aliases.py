@@ -1,4 +1,4 @@
-"""Lightning's names for attributes of the Trainer that have another name here. Only scripts read them."""
+"""Lightning's names for attributes of the Trainer that have another name in Treadle. Only scripts read them."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Averages:
 
     Attributes:
         count: Number of updates.
-        values: Averages by name. A tied parameter is listed under each of its names; of a sharded parameter, this
+        values: Averages by name. A tied parameter is listed under each of its names; for a sharded parameter, this
             process's shard.
     """
 

@@ -199,7 +199,7 @@ def describe_ending(trainer: Trainer, stage: str) -> str:
 
 
 def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
-    """Return a few numbers by name. The rate counts what this process trained after the given samples and seconds."""
+    """Return a few numbers by name. The rate covers this process's training after the given samples and seconds."""
     from .html import format_duration, format_number
 
     progress, history = trainer.progress, trainer.history

@@ -25,7 +25,7 @@ class Comparison:
     Attributes:
         labels: Name and number of each run; its path where two runs have the same.
         facts: State, duration, counts and best value of each run.
-        config: Configuration keys whose values differ; of a run without a configuration, the Trainer's flags.
+        config: Configuration keys whose values differ; for a run without a configuration, the Trainer's flags.
         shared_config: Number of configuration keys whose values are the same in all runs.
         hyperparameters: Hyperparameters of the task and the data module whose values differ.
         environment: Versions, revision and hardware that differ.
@@ -118,7 +118,7 @@ _FACTS: dict[str, Callable[[Run], str]] = {
 
 
 def _flatten_config(run: Run) -> dict[str, str]:
-    """Return a run's configuration, a line for each single value, by dotted key; of a script's run, the flags set."""
+    """Return a run's configuration, a line for each single value, by dotted key; for a script's run, its flags."""
     text = index.config(run)
     if not text:
         flags = {f"trainer.{name}": value for name, value in run.facts.get("flags", {}).items()}

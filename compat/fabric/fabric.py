@@ -491,7 +491,7 @@ class Fabric:
 
         Args:
             path: The file. Its folder is created.
-            state: The objects by name. Of an object with a ``state_dict``, the state is saved.
+            state: The objects by name. For an object with a ``state_dict``, its state is saved.
             filter: Functions ``function(key, value)`` by name, which return whether an entry of the state is saved.
 
         Raises:

@@ -38,8 +38,9 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
     Args:
         device: The device.
-        include_buffers: Put buffers there too; then every tensor that is created inside without a device is created
-            there, so code that reads values back during construction cannot run with ``meta``. Default: no.
+        include_buffers: Put buffers on the device too. Every tensor that is created inside the context without a device
+            is then created on it, so code that reads values back during construction cannot run with ``meta``. Default:
+            no.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:
@@ -95,7 +96,8 @@ class _Hooks:
     """torch's registration hooks, present as long as any thread is inside a context.
 
     They are torch's own and apply to the whole process. One pair serves all threads, because torch iterates over the
-    hooks while it registers a parameter: a thread that entered or left meanwhile would break this iteration in others.
+    hooks while it registers a parameter: a thread that entered or left in the meantime would break this iteration in
+    others.
     """
 
     def __init__(self) -> None:

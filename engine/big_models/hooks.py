@@ -52,7 +52,7 @@ class Loan:
 
     Args:
         module: The module that has it.
-        name: Its name there.
+        name: Its name in the module.
         piece: The location of its values.
         shape: Its description: the class, dtype and shape, on device ``meta``.
         stand_in: The stand-in in the module while it is not running; the same one for all tied tensors.

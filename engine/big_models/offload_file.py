@@ -93,7 +93,7 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
 
 
 def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Weights:
-    """Write tensors into a folder, to be read from there; a file of an earlier run is replaced.
+    """Write tensors into a folder, from which they are read; a file of an earlier run is replaced.
 
     Args:
         folder: The folder.

@@ -39,13 +39,13 @@ def beside(target: Path | str, suffix: str) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Check that a checkpoint may be written here. Fast; nothing is changed.
+    """Check that a checkpoint may be written to a path. The check is fast and changes nothing.
 
     Args:
         target: The checkpoint.
 
     Raises:
-        ValueError: If a foreign directory is here, or next to it under a name that is needed.
+        ValueError: If a foreign directory exists at the path, or next to it under a name that is needed.
     """
     if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")

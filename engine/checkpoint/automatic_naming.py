@@ -37,7 +37,7 @@ def choose_next_target(project: ProjectConfiguration) -> AnyPath:
         project: The configuration of the run.
 
     Raises:
-        ValueError: If checkpoints of a run that was not resumed exist there, which would be replaced.
+        ValueError: If checkpoints of a run that was not resumed exist and would be replaced.
     """
     folder = _require_folder(project, "save_state")
     numbers = _list_numbers(folder)
@@ -55,7 +55,7 @@ def find_newest(
 ) -> tuple[OpenCheckpoint, list[str]]:
     """Return the intact checkpoint with the highest number, and a sentence for each one that was skipped.
 
-    No file is deleted, since another process may be saving here. All processes must call it.
+    No file is deleted, since another process may be saving to the folder. All processes must call it.
 
     Args:
         world: The processes.

@@ -1,4 +1,4 @@
-"""File operations of checkpoints: a few durable writes, and reads that check what they read.
+"""File operations of checkpoints: a few durable writes, and reads that are checked.
 
 Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
 `write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module, so that a test
@@ -367,7 +367,7 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
 
 
 def mark(path: Path) -> Mark:
-    """Return the size and the modification time of a file, which reveal a change; of a link, the link's own.
+    """Return the size and the modification time of a file, or of a link itself, which reveal a change.
 
     The inode number is not included: some network file systems report a different one in each call.
 

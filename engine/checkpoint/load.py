@@ -154,7 +154,7 @@ def _load_training(
 def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
     """Run a block that reads on all processes; all fail if one does, or if the checkpoint was replaced meanwhile.
 
-    Another job may save to the same path: then parts of two states would be mixed.
+    Another job may save to the same path, in which case parts of two states would be mixed.
     """
     with world.together():
         error: ValueError | None = None

@@ -107,7 +107,7 @@ def _add_bits(tensor: Tensor) -> Tensor:
 
 
 def _flatten(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors of a tensor; of a quantized one its integers and scales."""
+    """Return the plain tensors of a tensor; for a quantized one, its integers and scales."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor.detach()]
     names, _ = tensor.__tensor_flatten__()

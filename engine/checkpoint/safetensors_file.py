@@ -293,7 +293,7 @@ class Stored:
         self._pieces: list[tuple[FilePiece, Box]] = []
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return the values, in memory that may be mapped onto the file: copy what is to be kept."""
+        """Return the values, in memory that may be mapped onto the file: copy values that you keep."""
         cuts = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
         slices = [slice(*cut.indices(size)) for cut, size in zip(cuts, self.shape, strict=False)]
         slices += [slice(0, size) for size in self.shape[len(slices) :]]

@@ -1,4 +1,4 @@
-"""Checkpoint store: what is on disk, and when it counts as complete. It is independent of the state and of ranks.
+"""Checkpoint store: the files on disk, and when they count as complete. It is independent of the state and of ranks.
 
 A checkpoint is a directory of parts (see `parts`) and a ``manifest.json``: ``model``, ``optimizer``, ``state``, and
 ``rank-00000`` for each process. Tensors are safetensors, the rest is JSON, nothing is pickled. Every process writes its
@@ -11,7 +11,7 @@ own files, the caller waits for all of them, and one process calls `commit`. Wha
    `find` lists the old one, `recover` puts the new one in place, or the old one if the new one fails its digests.
 3. ``.last.part`` is renamed to ``last`` and the parent directory is fsynced. This is the commit.
 4. Files in ``.last.old`` that are not in its manifest move into ``last``.
-5. ``.last.old`` is deleted. A failure here leaves leftovers that don't count.
+5. ``.last.old`` is deleted. A failure here leaves leftovers that do not count.
 
 The deletion of a checkpoint starts with one rename too, to ``.last.gone``. `recover` removes all these directories. See
 `atomic_swap`.
@@ -77,13 +77,13 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
 
 
 def check_target(target: AnyPath) -> None:
-    """Check that a checkpoint may be written here, without changing any file.
+    """Check that a checkpoint may be written to a path, without changing any file.
 
     Args:
         target: The checkpoint.
 
     Raises:
-        ValueError: If something other than a checkpoint is here, or next to it under a name that is needed.
+        ValueError: If something other than a checkpoint exists at the path, or next to it under a name that is needed.
     """
     if isinstance(target, RemotePath):
         remote.check_target(target)
@@ -154,7 +154,7 @@ def commit(
 
 
 def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
-    """Fsync what hooks wrote into a directory in addition to ``files``, and return its entries for a manifest."""
+    """Fsync what hooks wrote into a directory in addition to ``files``, and return the entries for a manifest."""
     entries = {}
     folders = {source}
     for name in filesystem.list_leaves(source):
@@ -209,7 +209,7 @@ def find_again(path: AnyPath | str) -> None:
     """Restore a checkpoint, or a directory that contains it, whose replacement was interrupted.
 
     Between two renames no checkpoint exists at the path. A process that is replacing it gets a moment to finish. A
-    killed process has left both versions; the first process that gets here puts the better one in place.
+    killed process has left both versions; whichever process comes first puts the better one in place.
 
     Args:
         path: The checkpoint's directory. It is left alone if it exists, or if it is not being replaced.
@@ -357,7 +357,7 @@ class CheckpointStore:
         return None, skipped
 
     def probe(self, nbytes: int = 0) -> None:
-        """Check before a run that it can save here, by creating the directory and writing a file.
+        """Check before a run that checkpoints can be saved, by creating the directory and writing a file.
 
         Args:
             nbytes: The size of one checkpoint in bytes.
@@ -373,7 +373,7 @@ class CheckpointStore:
     def recover(self) -> list[str]:
         """Complete or roll back what a killed process left, and delete leftovers.
 
-        Call it once at start, in the one process that commits here, before anything is saved here.
+        Call it once at the start, in the one process that commits to this directory, before anything is saved.
 
         Returns:
             What was done, one sentence each; empty if there was nothing to do.

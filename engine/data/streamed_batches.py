@@ -105,7 +105,7 @@ class BatchAhead:
 class StreamedBatches:
     """Reader of the batches of a stream, in groups with exact weights.
 
-    A stream that splits itself by rank (it depends on the rank, or a library has split it) is read as it is: each rank
+    A stream that splits itself by rank (it depends on the rank, or a library has split it) is read unchanged: each rank
     trains on what its own stream yields. A stream that is the same on all ranks is distributed: every rank reads all of
     it, and batch r of each ``size`` batches belongs to rank r. The first batches are compared over the ranks to find
     out which of the two it is.
@@ -219,7 +219,7 @@ class StreamedBatches:
         return Share(None, self.counted or 1, get_length(self.source), self.cursor is not None)
 
     def agree(self, world: World) -> None:
-        """Determine what the ranks read, as far as it is known before the first batch. Call it on all ranks.
+        """Determine what the ranks read, if it is known before the first batch. Call it on all ranks.
 
         Args:
             world: The ranks.

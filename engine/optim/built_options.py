@@ -26,7 +26,7 @@ class BuiltSchedule:
 
     Attributes:
         state: A copy of its ``state_dict``.
-        arguments: The script's arguments, as far as the state contains them, by dotted name.
+        arguments: The script's arguments that the state contains, by dotted name.
         effective_arguments: The arguments in effect; in a resumed run, those of the first run.
         options: The options of its optimizer's groups, including those that the scheduler has added.
     """

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class GradientGuard:
     """Check of the gradients that a prepared optimizer is about to apply; see `Accumulation.guard`.
 
-    Replicas have the same gradients after the reduction, so every rank decides alike without an exchange. With sharded
-    gradients, the ranks exchange one number per step.
+    Replicas have the same gradients after the reduction, so every rank makes the same decision without an exchange.
+    With sharded gradients, the ranks exchange one number per step.
 
     Args:
         policy: ``"raise"`` or ``"skip"``. On accelerators ``"raise"`` takes effect one step later, so that nothing

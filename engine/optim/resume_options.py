@@ -63,7 +63,7 @@ def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOpti
         state: The part of the checkpoint that contains the schedulers.
 
     Raises:
-        ValueError: If the saved schedule ends before the script's, so that torch would end the run there.
+        ValueError: If the saved schedule ends before the script's, so that torch would end the run early.
     """
     lines = _compare_options(accelerator, optimizers)
     schedules, rates = _compare_schedules(accelerator, state)

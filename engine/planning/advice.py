@@ -1,4 +1,4 @@
-"""Advice on what would make a plan fit, or faster; each suggestion has been planned itself."""
+"""Advice on how to make a plan fit or run faster; each suggestion has itself been planned."""
 
 from __future__ import annotations
 

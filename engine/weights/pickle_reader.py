@@ -1,9 +1,9 @@
 """Pickle reader without code execution: a stack machine that creates lists and dicts, and cannot import or call.
 
-Python's unpickler does what the file says. This one records it: the name of a class or function stays a `Name`, and the
-result of calling it stays an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which names
-they accept, and what data these stand for. It therefore does not matter which names a process has told torch to trust,
-nor whether a name's code is harmless: none of it ever runs.
+Python's unpickler executes what the file contains. This one records it: the name of a class or function stays a `Name`,
+and the result of calling it stays an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which
+names they accept, and what data these stand for. It therefore does not matter which names a process has told torch to
+trust, nor whether a name's code is harmless: none of it ever runs.
 """
 
 from __future__ import annotations

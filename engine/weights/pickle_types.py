@@ -68,7 +68,7 @@ class Reader:
         return entries
 
     def container(self, value: Any) -> Any:
-        """Return a dict of any class in the file as a plain one, its items unread; any other value unchanged.
+        """Return a dict of any class in the file as a plain dict, with its items unread; any other value unchanged.
 
         Args:
             value: The value.

@@ -54,7 +54,8 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     Args:
         obj: The data.
         f: The path, URL or file.
-        safe: Write safetensors; of tied tensors the first is written, and the header lists the names of the others.
+        safe: Write safetensors; the first of several tied tensors is written, and the header lists the names of the
+            others.
 
     Raises:
         TypeError: If it is not data, if ``torch.load(weights_only=True)`` refuses it, or, for safetensors, if it is not
@@ -148,7 +149,8 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
     in them if the usual ones exist), the index replaces the old one in one rename, and then the old files are deleted.
 
     Args:
-        weights: Tensors by name. Of tied ones the first is written; the file's header lists the names of the others.
+        weights: Tensors by name. The first of several tied ones is written; the file's header lists the names of the
+            others.
         directory: A folder or a URL.
         limit: The largest size of a file in bytes, unless one tensor alone is larger.
         safe: Write safetensors, else torch's format.
@@ -251,7 +253,7 @@ def _split_shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
 
 
 def _choose_free_names(directory: AnyPath, stem: str, ending: str, number: int) -> list[str]:
-    """Return the names of the files; of several, unused names. A single file replaces another in one rename."""
+    """Return the names of the files. Several files get unused names; a single one replaces another in one rename."""
     if number == 1:
         return [f"{stem}.{ending}"]
     for version in count():

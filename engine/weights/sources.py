@@ -1,7 +1,7 @@
 """Sources of weights of every kind, recognized by their content, and opened with every tensor unread.
 
-Safetensors are mapped; files of ``torch.save``, including Lightning's, are read by `torch_files`. There is no unpickler
-and no ``torch.load`` here, so no setting can make one trust a file.
+Safetensors are mapped; files of ``torch.save``, including Lightning's, are read by `torch_files`. This package uses
+neither an unpickler nor ``torch.load``, so no setting can make it trust a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Judgement of what was inspected and measured: one line for each subject, marked good, note or fault."""
+"""Findings about what was inspected and measured: one line for each subject, marked good, note or fault."""
 
 from __future__ import annotations
 

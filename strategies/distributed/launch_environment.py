@@ -67,7 +67,7 @@ class LaunchEnvironment:
         local_world_size: Number of processes on its machine.
         node_rank: Index of this machine.
         nodes: Number of machines; None if the launcher does not report it.
-        supervisor: Process id of Treadle's supervisor, if it started this process.
+        supervisor: Process ID of Treadle's supervisor, if it started this process.
         launcher: ``"torchrun"`` (or another launcher that sets its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
         gpu: Index of the GPU that the launcher has assigned; None if the local rank decides.
         address: Host and port on which rank 0 listens; None if torch's own variables contain it.

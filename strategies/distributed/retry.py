@@ -23,10 +23,11 @@ _LOOK_EVERY = 0.5  # seconds
 class Attempts:
     """The attempts of one call, made on all processes. With a world size of one, results are available immediately.
 
-    A process that fails inside a step leaves the others waiting in a collective. It reports here, then closes its
-    connection, which interrupts the others; they read its report and learn the cause. The next attempt has a new
-    process group. gloo's collectives are interrupted in this way. nccl's are not, and closing a connection waits for
-    them: there, a thread of each process reads the others' reports, and aborts the collectives of its process.
+    A process that fails inside a step leaves the others waiting in a collective. It reports its failure through the
+    store, then closes its connection, which interrupts the others; they read its report and learn the cause. The next
+    attempt has a new process group. gloo's collectives are interrupted in this way. nccl's are not, and closing a
+    connection waits for them: there, a thread of each process reads the others' reports, and aborts the collectives of
+    its process.
 
     Args:
         patience: How long a process that failed waits for the others' reports.

@@ -246,7 +246,7 @@ class Uncaught:
         return ""
 
     def _find_gone(self) -> dict[int, int]:
-        """Return the process ids of the ranks of this machine that have ended."""
+        """Return the process IDs of the ranks of this machine that have ended."""
         assert self.store is not None
         gone = {}
         for rank in range(self.size):
@@ -264,7 +264,7 @@ class Uncaught:
 
 
 def hide_frames(error: BaseException) -> None:
-    """Hide framework frames from pytest, IPython and notebooks: those of the error, and those it will pass.
+    """Hide framework frames from pytest, IPython and notebooks: those that the error has passed or will pass.
 
     Args:
         error: The error.

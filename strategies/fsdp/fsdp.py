@@ -197,7 +197,7 @@ class FSDP(Strategy):
         return self.wrap(module)
 
     def local_method(self, module: nn.Module, name: str) -> Any:
-        """See `Strategy.local_method`; it communicates nevertheless, since no process has the full model."""
+        """See `Strategy.local_method`; it still communicates, since no process has the full model."""
         return self.method(self.wrap(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
@@ -386,7 +386,7 @@ class FSDP(Strategy):
         """See `Strategy.agree_on_overflow`.
 
         torch's scaler reduces over the processes that the first gradient is sharded over (2.13). With tensor
-        parallelism, others have shards of other gradients.
+        parallelism, other processes have shards of other gradients.
         """
         if self.layout.tensor > 1:
             self.world.all_reduce(overflow, "max")

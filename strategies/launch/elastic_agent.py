@@ -223,7 +223,7 @@ class Agent(LocalElasticAgent):
             context.close(number, timeout=seconds)
 
     def _note_ends(self) -> bool:
-        """Record the ranks that ended since the last call, and return whether any rank has failed by now."""
+        """Record the ranks that ended since the last call, and return whether any rank has failed so far."""
         handlers = {} if self._pcontext is None else self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
         codes = {rank: handler.proc.poll() for rank, handler in handlers.items() if rank not in self.ends}
         # Within one look a killed rank comes first: it is what makes others raise.

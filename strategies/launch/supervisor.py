@@ -27,7 +27,7 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
     """Run this script again in `nproc` ranks, and end this process with their exit status.
 
     `Trainer(devices=2)` calls this in a plain `python train.py`. Interpreter flags, `-m` and the command line are kept;
-    the code above the call runs once here and once in each rank.
+    the code above the call runs once in this process and once in each rank.
 
     Args:
         nproc: Number of ranks.
@@ -61,7 +61,7 @@ def supervise(
     every rank (except those it ignores itself: `nohup` stays effective). The ranks may then save; further SIGTERMs,
     SIGUSR1s and SIGHUPs change nothing. A second SIGINT is forwarded too, and kills a second later; any other second
     signal kills immediately. The first rank to fail ends the others. Every launch listens on a separate port, which the
-    system picks. `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`, where
+    system picks. `TREADLE_SUPERVISOR` hands each rank this process's ID for `die_with_parent`. `OMP_NUM_THREADS`, where
     unset, becomes this process's CPUs divided by `nproc`.
 
     Args:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process with this id exists.
+    """Return whether a process with this ID exists.
 
     Args:
-        pid: The process id.
+        pid: The process ID.
     """
     try:
         os.kill(pid, 0)
@@ -25,7 +25,7 @@ def is_alive(pid: int) -> bool:
 
 
 def identify_host() -> str:
-    """Return an identifier of this machine, and of a container with its own process ids; "" where it is unknown."""
+    """Return an identifier of this machine, and of a container with its own process IDs; "" where it is unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -37,7 +37,7 @@ def read_start_time(pid: int) -> str | None:
     """Return when the system started a process, in its own unit; "" where that is unknown, None if it does not exist.
 
     Args:
-        pid: The process id.
+        pid: The process ID.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -54,7 +54,7 @@ def kill_session(leader: int) -> None:
     """Kill the leader of a session, running or ended, and all other processes of that session, in any group.
 
     Args:
-        leader: Process id of the leader.
+        leader: Process ID of the leader.
     """
     pids = {leader} if is_alive(leader) else set()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -79,7 +79,7 @@ def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL
     supervisor's own child, such as a program started by a rank, inherits the variables but is left alone.
 
     Args:
-        supervisor_pid: The supervisor's process id, passed in `TREADLE_SUPERVISOR`.
+        supervisor_pid: The supervisor's process ID, passed in `TREADLE_SUPERVISOR`.
         number: The signal. Default: SIGKILL.
     """
     if sys.platform != "linux":

@@ -1,10 +1,10 @@
 """Temporary files of ranks. The last process of their job removes those that killed ranks left, or the next start does.
 
 Each rank has a folder below ``treadle-<user>-<namespace>`` of the system's temp folder, named after its launcher, its
-process and when that began. It holds multiprocessing's sockets, which data workers use, and a link to each unfinished
-directory, such as that of a checkpoint being written. The last process of a job to leave a machine removes these
-directories too: the supervisor, or without one the last rank. A later job removes the sockets only, since the directory
-may be another job's by then.
+process and the process's start time. It holds multiprocessing's sockets, which data workers use, and a link to each
+unfinished directory, such as that of a checkpoint being written. The last process of a job to leave a machine removes
+these directories too: the supervisor, or without one the last rank. A later job removes the sockets only, since the
+directory may be another job's by then.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _leaving = threading.Lock()
 def open_scratch(job: int) -> None:
     """Create this rank's folder, let multiprocessing use it, and remove what ranks of ended jobs left.
 
-    Does nothing where the system has no user ids, or the root belongs to another user.
+    Does nothing where the system has no user IDs, or the root belongs to another user.
 
     Args:
-        job: Process id of what has started the ranks of this machine.
+        job: Process ID of the process that started the ranks of this machine.
     """
     pid = os.getpid()
     if _opened and _opened[0].pid == pid:
@@ -212,7 +212,7 @@ def _find_link(identity: _Identity) -> Path | None:
 def _find_root() -> Path | None:
     """Return the folder that holds the folders of this user's ranks; None where it cannot be used.
 
-    Process ids are unique within a namespace, and containers may share a temp folder.
+    Process IDs are unique within a namespace, and containers may share a temp folder.
     """
     if not hasattr(os, "getuid"):
         return None
@@ -224,7 +224,7 @@ def _find_root() -> Path | None:
 
 
 def _is_own(root: Path) -> bool:
-    """Return whether nobody else can write there, or nothing exists there yet."""
+    """Return whether nobody else can write to the folder, or it does not exist yet."""
     try:
         status = root.lstat()
     except OSError:

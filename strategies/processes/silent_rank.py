@@ -85,7 +85,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to a process's main thread, whose id is that of the process.
+    """Send a signal to a process's main thread, whose ID is that of the process.
 
     `os.kill` leaves the choice to Linux.
     """

@@ -68,7 +68,8 @@ class Stored:
     """Hyperparameters in their stored form.
 
     Attributes:
-        values: Values by name that `codec.encode` accepts; of a mapping that can be stored in part, that part.
+        values: Values by name that `codec.encode` accepts; a mapping that can be stored only in part is reduced to that
+            part.
         left_out: Place and type of what could not be stored, by name.
     """
 

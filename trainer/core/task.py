@@ -432,7 +432,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the task from the hyperparameters in a checkpoint and load its weights. It never runs saved code.
+        """Build the task from the hyperparameters in a checkpoint and load its weights. Saved code never runs.
 
         Args:
             checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``, whose ``hyper_parameters`` are passed to

@@ -84,7 +84,7 @@ class Steps:
         self.step = self.accelerator.method(model, "training_step")
 
     def close(self) -> None:
-        """Release objects that the steps hold, after the run."""
+        """Release objects that the steps hold. Call it after the run."""
 
     def take(self, group: Iterable[Any]) -> None:
         """Process one group of micro-batches; after the last one, step the optimizer.
@@ -231,7 +231,7 @@ class Steps:
             index: Index of the micro-batch for which this rank's hook returned -1; None if it did not.
 
         Raises:
-            ValueError: Always; the message names the ranks and their micro-batches, as far as they are known.
+            ValueError: Always; the message names the ranks and their micro-batches, where known.
         """
         world = self.accelerator.world
         # If votes are read one step late, the other ranks are already in another step.

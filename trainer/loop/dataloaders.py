@@ -96,7 +96,7 @@ class Sources:
         return self._evaluation[kind]
 
     def empty(self, kind: str) -> list[Loader]:
-        """Return the dataloaders of `evaluation` whose length is 0 on all processes, as far as lengths are known.
+        """Return the dataloaders of `evaluation` whose length is known to be 0 on all processes.
 
         Args:
             kind: ``"val"``, ``"test"`` or ``"predict"``.

@@ -124,7 +124,7 @@ class Fit:
         return model, random_state
 
     def _reload_dataloaders(self) -> bool:
-        """Create the dataloaders again that a resumed run used, with ``progress.epoch`` as when it created them.
+        """Recreate the dataloaders that a resumed run used, with ``progress.epoch`` as when they were first created.
 
         Returns:
             Whether they are created for the epoch that begins.
@@ -149,7 +149,7 @@ class Fit:
         return reloads
 
     def _check_validation(self) -> None:
-        """Warn about a dataloader without a validation step, or of a validation step without a dataloader."""
+        """Warn about a dataloader without a validation step, or a validation step without a dataloader."""
         task, loaders = self.task, self.sources.evaluation("val")
         name = type(task).__name__
         has_step = overrides(task, "validation_step")

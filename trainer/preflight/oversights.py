@@ -24,7 +24,7 @@ _OF_VALIDATION = {"val", "valid", "validation", "eval"}
 
 
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
-    """Warn about trainable parameters that are in no optimizer, and of modules that are not registered.
+    """Warn about trainable parameters that are in no optimizer, and about modules that are not registered.
 
     Args:
         trainer: The Trainer.

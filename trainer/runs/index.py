@@ -51,7 +51,7 @@ class Run:
         number: Its number; 0 if the folder's name is not a number, like that of a copy.
         state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` if the record says
             that it runs, but no process holds the lock; ``"waiting"``; ``"pruned"``; ``"unreadable"``.
-        facts: The record, as far as its values have the right types.
+        facts: Entries of the record whose values have the right types.
         problem: Why the record cannot be read; "" if it can.
     """
 
@@ -200,8 +200,8 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
     """Return the path that a command's reference to a run means.
 
     Args:
-        reference: A number, a name and number (``"digits/3"``), or a path: of a run's folder, or of something in it,
-            such as a checkpoint. None for the latest run.
+        reference: A number, a name and number (``"digits/3"``), or a path to a run's folder or to something in it, such
+            as a checkpoint. None for the latest run.
         directory: Directory of all runs.
         name: Consider only runs with this name. Default: None.
 

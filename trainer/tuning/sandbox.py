@@ -66,7 +66,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
 
 
 def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
-    """Restore a dataloader, or those that one combines, at the end of the search."""
+    """Restore a dataloader, or those that it combines, at the end of the search."""
     for loader in source.flattened if isinstance(source, CombinedLoader) else [source]:
         if isinstance(loader, Iterator):
             raise ValueError(

@@ -38,7 +38,7 @@ Due = TypeVar("Due")
 
 
 class Places(Generic[Due]):
-    """Interception of a run's points: while armed, it asks at each point what is due and lets it happen.
+    """Interception of a run's points: while armed, it asks at each point which firings are due and performs them.
 
     Args:
         due: ``due(point, *paths)`` returns the list of firings that are due, usually empty.

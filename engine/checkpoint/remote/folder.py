@@ -19,7 +19,7 @@ from ..manifest import FOLDER, MANIFEST, Manifest, read_manifest
 
 
 def check_target(target: RemotePath) -> None:
-    """Check that a checkpoint may be written here.
+    """Check that a checkpoint may be written to a URL.
 
     Args:
         target: The checkpoint's URL.
@@ -39,7 +39,7 @@ def check_target(target: RemotePath) -> None:
 
 
 def check_writable(directory: RemotePath) -> None:
-    """Check before a run that it can save here, by writing an object and deleting it.
+    """Check before a run that checkpoints can be saved, by writing an object and deleting it.
 
     Args:
         directory: The URL of the checkpoints.
