@@ -273,8 +273,7 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that trains the task's ``self.backbone`` from a given epoch on, at a rate that grows to the others'
-    rate.
+    """Callback that trains the task's ``self.backbone`` from an epoch on, at a rate that grows to the others' rate.
 
     Args:
         unfreeze_backbone_at_epoch: The first epoch in which the backbone is trained, counted from 0. Default: 10.
