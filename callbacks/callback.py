@@ -313,7 +313,7 @@ class Callback:
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Run after the last batch of the validation dataloaders.
 
-        The last place to log a value of this validation.
+        This is the last place to log a value of this validation.
 
         Args:
             trainer: The Trainer that runs the stage.

@@ -114,8 +114,8 @@ class Accelerator(Process):
         project_dir: Directory for the files of the run.
         project_config: The same in more detail; see `ProjectConfiguration`.
         gradient_accumulation_plugin: Gradient accumulation in more detail; see `GradientAccumulationPlugin`.
-        step_scheduler_with_optimizer: With False, each ``step()`` of a scheduler counts once, and its checkpoint is
-            still saved. For schedules that count epochs.
+        step_scheduler_with_optimizer: If False, each ``step()`` of a scheduler counts once, for schedules that count
+            epochs. Its state is still saved.
         kwargs_handlers: Settings of autocast, the loss scaler, the process group, replicas and the profiler, each as
             a `KwargsHandler`.
         dynamo_backend: A backend of ``torch.compile`` that compiles prepared models in place. Default: none.
@@ -451,7 +451,7 @@ class Accelerator(Process):
         return scheduler
 
     def add_scheduler(self, scheduler: Any) -> None:
-        """Include a scheduler that is stepped elsewhere in every checkpoint.
+        """Add a scheduler, which is stepped elsewhere, to every checkpoint.
 
         Args:
             scheduler: An object with ``state_dict`` and ``load_state_dict``.
@@ -536,7 +536,7 @@ class Accelerator(Process):
         return self.rng.stream
 
     def start_order(self) -> None:
-        """Draw the order of data from now on from rank zero's current RNG state, which is sent to all ranks.
+        """Use rank zero's current RNG state, which is sent to all ranks, to draw the order of data from now on.
 
         Until the first batch, random draws of the script (a split of the data, initial weights) are therefore the same
         on all ranks. With the first batch, `draw_apart` is called.
@@ -695,7 +695,9 @@ class Accelerator(Process):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps taken, including those before a resume; with several optimizers, the most."""
+        """Number of optimizer steps taken, including those before a resume; with several optimizers, the largest
+        number.
+        """
         return self.accumulation.steps
 
     @steps.setter
@@ -1007,9 +1009,9 @@ class Accelerator(Process):
                 those of the prepared optimizers and schedulers after the same number of steps. Default: the saved ones,
                 with a warning if those of the script differ.
             finish_epoch: If the state was saved with the last batch of an epoch, start the next epoch and return its
-                number as ``epoch``, so that a script that derives its first epoch from its steps gets a whole one. With
-                False, the first pass over the loader is empty, for loops that resume in the saved epoch. The first pass
-                over a stream of unknown length is then always empty.
+                number as ``epoch``, so that a script that derives its first epoch from its steps trains a whole epoch.
+                With False, the first pass over the loader is empty, for loops that resume in the saved epoch. The first
+                pass over a stream of unknown length is then always empty.
 
         Returns:
             The ``info`` of the checkpoint.
@@ -1066,7 +1068,7 @@ class Accelerator(Process):
         return True
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write data to a file on rank zero: a state dict or numbers, nested as you like. Rank zero may call it alone.
+        """Write data to a file on rank zero: a state dict or numbers, nested to any depth. Rank zero may call it alone.
 
         The write is atomic. The file holds only data and can be read with ``torch.load(f, weights_only=True)``:
         tensors, numbers, text, bytes, None, dtypes, devices, in dicts, lists, tuples and sets. NumPy numbers are
@@ -1093,7 +1095,7 @@ class Accelerator(Process):
     ) -> None:
         """Write a model's weights for other programs: ``model.safetensors``, or several files and their index.
 
-        Call it on all processes. Rank zero may call it alone if nothing of the model is sharded.
+        Call it on all processes. Rank zero may call it alone if no part of the model is sharded.
 
         Args:
             model: The model, prepared or not.

@@ -288,7 +288,7 @@ class TorchDynamoPlugin(KwargsHandler):
     Args:
         backend: A backend of ``torch.compile``; ``"no"`` disables compilation.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or another mode of ``torch.compile``.
-        fullgraph: Raise if the model cannot be compiled into one graph.
+        fullgraph: Raise an error if the model cannot be compiled into one graph.
         dynamic: Compile for varying shapes. Default: torch decides.
         options: Options of the backend.
         disable: Disable compilation, for testing.
@@ -596,7 +596,7 @@ def resolve_device(accelerator: str, cpu: bool) -> str:
 
 
 def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
-    """Check ``on_nonfinite``, and that ``rng_types`` asks only for the order of the data.
+    """Check ``on_nonfinite``, and that ``rng_types`` requests only the order of the data.
 
     Args:
         rng_types: ``"generator"``, any number of times.

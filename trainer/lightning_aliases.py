@@ -129,7 +129,7 @@ class LightningAliases:
 
     @property
     def is_last_batch(self) -> bool:
-        """Return whether the current micro-batch, or the latest one between two, is the last of its epoch."""
+        """Return whether the current or latest micro-batch is the last of its epoch."""
         sources, progress = self._trainer.sources, self._trainer.progress
         if not progress.in_step and (progress.epoch_is_trained or not progress.batch):
             return progress.batches > 0  # the dataloader already counts the next epoch

@@ -105,7 +105,7 @@ class Trainer(LightningAliases):
         benchmark: Let cuDNN benchmark its algorithms.
         float32_matmul_precision: Precision of float32 matrix products: ``"highest"``, or ``"high"`` or ``"medium"``
             with fewer bits (TF32 or bfloat16 on GPUs that support it), which is several times faster. It applies to the
-            whole process. Default: the current setting, ``"highest"`` unless the script has called torch.
+            whole process. Default: the current setting, ``"highest"`` unless the script has changed it.
         inference_mode: Evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``). Default:
             True.
         use_distributed_sampler: Shard the data over the processes; False if your loaders already do. Default: True.
@@ -118,19 +118,21 @@ class Trainer(LightningAliases):
         compile: Compile the model's modules; a dict passes arguments to ``torch.compile``. Default: False.
         plugins: A `Precision`, or ``TorchSyncBatchNorm()``; one or several.
         enable_autolog_hparams: Send hyperparameters to the loggers when a stage begins. Default: True.
-        default_root_dir: Folder for logs and checkpoints that have no other. Default: the working directory.
+        default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
+            directory.
         on_nonfinite: Policy for a loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators
             one step later), ``"skip"`` the step on all processes (which synchronizes with the device in every step), or
             ``"ignore"``. With float16, the loss scaler handles gradients. Default: ``"raise"``.
         timeout: How long a rank may go without progress, in the forms of ``max_time``; see `Accelerator`.
-        grace: How long a stage may take to end after a signal, in the forms of ``max_time``. Then all ranks exit, even
-            if a save is incomplete; the run then resumes from the latest complete checkpoint. Default: no limit.
+        grace: How long a stage may take to end after a signal, in the forms of ``max_time``. After that, all ranks
+            exit, even if a save is incomplete; the run then resumes from the latest complete checkpoint. Default: no
+            limit.
         unknown: Unknown flags, for the error that names the closest flag.
 
     Attributes:
         accelerator: The `Accelerator` that the loop uses.
         progress: The run's counters.
-        history: The curves of logged values, and where the time went; see `History`.
+        history: The curves of logged values, and how the time was spent; see `History`.
         should_stop: Set it on any process to end the run after an optimizer step.
         interrupted: Whether Ctrl-C ended the last stage.
         sanity_checking: Whether the sanity check before training is running.
@@ -628,7 +630,7 @@ class Trainer(LightningAliases):
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Logged values of the stage: epoch values of all processes, and this process's latest step values.
 
-        A name that is logged by step and by epoch has the step's value until the epoch is over.
+        A name that is logged by step and by epoch has the step's value until the epoch ends.
         """
         latest = self.metrics.latest()
         values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning

@@ -31,7 +31,8 @@ def infer_auto_device_map(
     """Fill the devices one after the other with the model's modules, in the model's order.
 
     Modules that share a tensor go to one device, with the first of them. If modules are left for the CPU or the disk,
-    memory is reserved on the device that runs them: for the largest such module, and for their buffers if those stay.
+    memory is reserved on the device that runs them: for the largest such module, and for their buffers if the buffers
+    stay on it.
 
     Args:
         model: The model; it may be on device ``meta``.

@@ -95,7 +95,7 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights in main memory and move each module's to a device when it is called.
+    """Keep a model's weights in main memory and move each module's weights to a device when it is called.
 
     Args:
         model: The model.
@@ -127,7 +127,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights on disk and read each module's when it is called.
+    """Keep a model's weights on disk and read each module's weights when it is called.
 
     Args:
         model: The model.
@@ -330,7 +330,7 @@ def _locate_values(
 def _disk_weights(
     tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
 ) -> Weights:
-    """Return the location of values on disk: already offloaded or in a checkpoint, or else written there."""
+    """Return the location of values on disk: already offloaded or in a checkpoint, or else written to disk."""
     offloaded = open_offloaded(folder, index)
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:

@@ -22,12 +22,13 @@ from .module_tensors import copy_attributes
 def init_empty_weights(include_buffers: bool | None = None) -> Any:
     """Return a context in which parameters of new modules are on device ``meta``, which uses no memory.
 
-    Load them with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is affected; it
-    may be nested, and an error inside leaves nothing behind. Each parameter is created as the module's code says and
-    released immediately, so at most one parameter is in memory.
+    Load the parameters with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is
+    affected; it may be nested, and an error inside has no lasting effect. Each parameter is created as the module's
+    code specifies and released immediately, so at most one parameter is in memory.
 
     Args:
-        include_buffers: Put buffers there too. Default: no, since most are computed and not saved in a checkpoint.
+        include_buffers: Put buffers on ``meta`` too. Default: no, since most are computed and not saved in a
+            checkpoint.
     """
     return init_on_device(torch.device("meta"), include_buffers=include_buffers)
 

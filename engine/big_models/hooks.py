@@ -118,7 +118,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 class Station:
     """Hooks of one module: when it is called, its offloaded tensors are loaded and its inputs are moved.
 
-    Two threads may be inside at the same time, and a module may call itself: the values are released when the last call
+    Two threads may run it at the same time, and a module may call itself: the values are released when the last call
     ends.
 
     Args:
@@ -186,7 +186,7 @@ class Station:
             self._leave()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Release the tensors after the forward, including one that raised.
+        """Release the tensors after the forward, including one that raised an error.
 
         Args:
             module: The module.
@@ -272,7 +272,7 @@ class Home:
         return move(args, self.device, ()), move(kwargs, self.device, self.skip)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Move the output after the forward, including one that raised.
+        """Move the output after the forward, including one that raised an error.
 
         Args:
             module: The model.

@@ -142,7 +142,7 @@ def load_checkpoint_in_model(
         offload_folder: Accepted, not needed.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
         offload_state_dict: Accepted, not needed.
-        offload_buffers: Leave buffers that the map places on disk there too.
+        offload_buffers: Leave buffers on disk too, if the map places them there.
         keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 regardless of ``dtype``.
         strict: See `load_checkpoint_and_dispatch`.
         full_state_dict: See `load_checkpoint_and_dispatch`.
@@ -174,8 +174,8 @@ def load_weights(
         weights: The opened checkpoint.
         device_map: Devices by the names of modules or tensors.
         dtype: The dtype of floating point weights after the load.
-        offload_buffers: Leave buffers that the map places on disk there too.
-        strict: Raise if only the model or only the checkpoint has a tensor.
+        offload_buffers: Leave buffers on disk too, if the map places them there.
+        strict: Raise an error if only the model or only the checkpoint has a tensor.
         in_fp32: Parts of names whose weights become float32.
         quantizer: Rounds the weights of linear layers.
 

@@ -112,7 +112,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
             and of the machine.
 
     Raises:
-        ValueError: If a size is invalid, or if this machine does not have a device.
+        ValueError: If a size is invalid, or if this machine does not have one of the devices.
     """
     if max_memory is None:
         kind, count = accelerators()

@@ -30,9 +30,9 @@ def compute_module_sizes(
     special_dtypes: Dtypes | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the size of every module and tensor by name, ``""`` being the whole model.
+    """Return the size of every module and tensor by name; ``""`` is the whole model.
 
-    A tied tensor counts once in each.
+    A tied tensor counts once in each module.
 
     Args:
         model: The model; it may be on device ``meta``.

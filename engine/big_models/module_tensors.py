@@ -95,7 +95,7 @@ def copy_attributes(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the tensor of a module that has this name.
+    """Replace the tensor with this name in a module.
 
     Args:
         module: The module.

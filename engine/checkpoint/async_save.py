@@ -195,7 +195,7 @@ class Copying:
         self._beside = []
 
     def make(self) -> None:
-        """Make the scheduled copies in host memory, unless they are made; a second caller waits for them."""
+        """Make the scheduled copies in host memory, unless they are already made; a second caller waits for them."""
         with self._lock:
             for place, buffer, tensor, version in self._pairs:
                 if tensor.is_contiguous():  # not by torch, whose threads have the training to do
@@ -243,8 +243,8 @@ _get_stream = cache(torch.cuda.Stream)  # of a device
 class Job:
     """Work in a thread alongside the training.
 
-    The interpreter does not exit before it has ended, and does not exit with status 0 if it failed and the error was
-    never raised.
+    The interpreter does not exit before the work has ended, and does not exit with status 0 if the work failed and its
+    error was never raised.
 
     Args:
         work: The function to run in a thread.
@@ -279,7 +279,7 @@ class Job:
         """Wait until it has ended.
 
         Raises:
-            BaseException: The error that it failed with, in the first call.
+            BaseException: The error that the work failed with, in the first call only.
         """
         self._ended.wait()
         atexit.unregister(self._finish_at_exit)

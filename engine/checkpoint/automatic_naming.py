@@ -63,7 +63,7 @@ def find_newest(
         resumable: Skip checkpoints that contain weights only.
 
     Raises:
-        ValueError: If there is no checkpoint; a RuntimeError on the processes other than rank zero.
+        ValueError: If there is no checkpoint; on ranks other than zero, a RuntimeError.
     """
     skipped: list[str] = []
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)

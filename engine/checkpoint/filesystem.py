@@ -115,8 +115,8 @@ Piece = bytes | memoryview
 def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tuple[int, Iterator[Piece]]:
     """Return the size of a safetensors file in bytes, and an iterator over its content.
 
-    The tensors are copied to the host one after the other. safetensors' own writer needs all of them there at the same
-    time, and the file would have to be read again for its digest. The bytes are the same as it writes.
+    The tensors are copied to the host one after the other. safetensors' own writer needs all of them on the host at the
+    same time, and the file would have to be read again for its digest. The bytes are identical to those that it writes.
 
     Args:
         tensors: See `write_tensors`.
@@ -321,7 +321,7 @@ def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
 
 
 def describe(path: Path) -> Entry:
-    """Return a file's entry for a manifest from its current content, read in small pieces; a link's from its target.
+    """Return a file's entry for a manifest from its current content, read in small pieces; for a link, from its target.
 
     Args:
         path: The file.

@@ -173,8 +173,8 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
 def _copy_plain_ints(value: list[Any] | tuple[Any, ...]) -> list[Any] | None:
     """Return the items as a list if all are integers that JSON represents directly, else None.
 
-    The state of Python's generator has 625 of them, and each checkpoint contains it twice: encoding them item by item
-    took a third of the CPU time of a small checkpoint.
+    The state of Python's generator consists of 625 integers, and each checkpoint contains it twice: encoding them item
+    by item took a third of the CPU time of a small checkpoint.
     """
     if set(map(type, value)) != {int} or max(value).bit_length() > _PLAIN_INT_BITS:
         return None

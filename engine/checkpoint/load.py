@@ -63,14 +63,14 @@ def load(
         opened: The checkpoint. It is verified first, unless it already is; see `OpenCheckpoint.verify`.
         models: Restore the models.
         state: Restore everything else.
-        strict: Raise if something does not fit. Default: the models' ``strict_loading``, else True.
+        strict: Raise an error if something does not fit. Default: the models' ``strict_loading``, else True.
         schedule: ``"saved"``, ``"script"`` or None; see `Accelerator.load_state`.
         finish_epoch: Start the next epoch if the state was saved with the last batch of one.
 
     Raises:
         ValueError: If it is damaged, belongs to another model or configuration, or was replaced during the read. In
             that case, no object is changed on any process. An error in the ``load_state_dict`` of a scheduler, loader
-            or registered object is raised later: models and optimizers are already loaded.
+            or registered object is raised later, when models and optimizers are already loaded.
         RuntimeError: On the processes without an error of their own, unless all detect that the checkpoint is damaged.
     """
     world, manifest = accelerator.world, opened.manifest
@@ -173,7 +173,7 @@ def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
 def _is_identical_save(first: Manifest, second: Manifest) -> bool:
     """Return whether both belong to one save.
 
-    The user's notes are not compared: they may contain NaN, which equals nothing.
+    The user's notes are not compared: they may contain NaN, which does not equal itself.
     """
     return (first.sequence, first.files) == (second.sequence, second.files)
 
@@ -206,7 +206,7 @@ def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> Non
 
 
 def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
-    """Return the models that are to be loaded after the hooks."""
+    """Return the models that remain to be loaded after the hooks."""
     chosen = list(accelerator.models)
     with accelerator.world.together():
         for hook in accelerator.checkpointer.load_hooks.values():
@@ -406,7 +406,7 @@ def _check_counts(
 ) -> None:
     """Check that the prepared objects match the saved ones in number. Evaluation loaders may differ.
 
-    State of objects whose number differs is removed from ``state`` if not everything has to fit.
+    State of objects whose number differs is removed from ``state`` unless everything has to fit.
     """
     path = opened.path
     optimizers = sum(opened.has(optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))

@@ -37,7 +37,7 @@ class Manifest:
         files: ``{"bytes": ..., "xxh3_128": ...}`` by file name.
         info: Everything that the caller of `commit` passed, including the counts.
         format: Version of the layout.
-        sequence: Grows with every commit into a directory; orders checkpoints of the same step.
+        sequence: Number that grows with every commit to a directory, and orders checkpoints of the same step.
         others: Entries of files that hooks wrote, by path, such as ``unet/config.json``. The content of a link is its
             target.
         folder: The folder in the checkpoint with all these files; empty if there is none, as on a disk.

@@ -329,8 +329,8 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
 def find_not_finite(model: nn.Module) -> list[str]:
     """Return the names of tensors in this process's shard of a model that must not be saved; empty for a sound model.
 
-    A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. One pass
-    over the memory, and one read of the device.
+    A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. It takes one
+    pass over the memory, and one read of the device.
 
     Args:
         model: The user's module.

@@ -68,7 +68,7 @@ class OpenCheckpoint:
             names: The files.
 
         Raises:
-            ValueError: If one of them is missing, or has other content than was committed.
+            ValueError: If one of them is missing, or its content is not what was committed.
             OSError: If the store rejects a request, or a disk operation fails.
         """
         folder = self.folder
@@ -208,7 +208,7 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
         path: The path of the checkpoint on this process.
 
     Raises:
-        ValueError: If it is not a checkpoint; a RuntimeError on the processes other than rank zero.
+        ValueError: If it is not a checkpoint; on ranks other than zero, a RuntimeError.
     """
     opened: OpenCheckpoint | None = None
     with world.together():
@@ -247,7 +247,7 @@ def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
     """Run a function on every process, or only on this one without a world; return the results in order of ranks.
 
     Raises:
-        ValueError: On every process, with the text of the lowest rank that met a ValueError or an OSError.
+        ValueError: On every process, with the text of the lowest rank that raised a ValueError or an OSError.
         StoreError: On every process, if that was the error: it does not mean that the checkpoint is damaged.
     """
     if world is None:

@@ -19,7 +19,7 @@ def digest(value: Any) -> str:
     For an object of an unknown type, the digest covers its attributes; without attributes, only its class.
 
     Args:
-        value: Any value, nested as you like.
+        value: Any value, nested to any depth.
     """
     hasher = xxhash.xxh3_128()
     _feed(hasher.update, value, set())

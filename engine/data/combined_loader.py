@@ -221,7 +221,7 @@ def read_rows(
 
     Args:
         mode: The mode.
-        start: Starts or resumes a pass of the iterable with this index; the second argument tells whether all start
+        start: Starts or resumes a pass of the iterable with this index; the second argument states whether all start
             together.
         passes: The number of passes that each has completed in this epoch; updated in place.
 

@@ -148,7 +148,7 @@ def _list_inner_datasets(dataset: Any) -> Iterable[Any]:
 
 
 def _take_excerpt(column: Any) -> list[Any]:
-    """Return some items of a column, in little time at any length; of wider arrays the first numbers at both ends."""
+    """Return some items of a column, quickly at any length; for wider arrays, the first numbers at both ends."""
     if not len(column):
         return []
     if isinstance(column, Tensor | np.ndarray) and column.ndim > 1:

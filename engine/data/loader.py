@@ -54,7 +54,7 @@ class Loader:
 
     Raises:
         TypeError: If the source is not iterable.
-        ValueError: If the loader cannot be resumed (``in_order=False``), or if ``split`` does not fit.
+        ValueError: If the loader cannot be resumed (``in_order=False``), or if ``split`` cannot be applied.
 
     Example:
         >>> import treadle
@@ -331,7 +331,7 @@ class Loader:
         """Start the next epoch if a resume has restored the position after the last batch of one.
 
         Returns:
-            Whether it did. Always False for a stream of unknown length.
+            Whether it started the next epoch. Always False for a stream of unknown length.
         """
         if not self._resuming or self.length is None or self.batches < self.length:
             return False

@@ -84,7 +84,7 @@ class RankShares:
 
     @property
     def batches(self) -> int | None:
-        """Number of batches in an epoch, on the rank that has most; None if one is unknown."""
+        """Number of batches in an epoch, on the rank that has the most; None if one is unknown."""
         if self._shares is None:
             return None
         counts = [share.batches for share in self._shares]

@@ -52,7 +52,7 @@ class BeforeValidation:
         self._sums = sum_parameters(task)
 
     def note_start(self) -> None:
-        """Copy the buffers after the hooks at the validation's start, which may have replaced them by averages."""
+        """Copy the buffers after the hooks at the validation's start, which may have replaced them with averages."""
         self._started_buffers = _copy_buffers(self._task)
 
     def discard(self) -> None:

@@ -83,7 +83,7 @@ class LastStep:
         self._changed = True
 
     def _note_validation_start(self) -> None:
-        """Record the step before its validation, which a run that resumes from here performs."""
+        """Record the step before its validation, which a run that resumes from it performs."""
         if not self._trainer.sanity_checking:
             self.note()
             self._sums = sum_parameters(self._task)  # to detect other weights, such as averages

@@ -53,9 +53,9 @@ def class_name(cls: type) -> str:
 
 
 def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
-    """Return the plain hyperparameters of task and data module, by dotted name, as of before the first stage.
+    """Return the plain hyperparameters of task and data module, by dotted name, as they were before the first stage.
 
-    A finder or ``setup`` may change them later, which a restarted script has not done yet.
+    A finder or ``setup`` may change them later, but has not done so yet in a restarted script.
 
     Args:
         task: The task.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HookedWeights:
-    """State dict that is passed to checkpoint hooks, with detection of their edits.
+    """State dict that is passed to checkpoint hooks, and that detects their edits.
 
     Args:
         weights: Tensors and other module state, by name.

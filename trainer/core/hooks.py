@@ -1,4 +1,4 @@
-"""Hooks of a task, with the names and the times of a callback's hooks."""
+"""Hooks of a task, which have the names of a callback's hooks and run at the same times."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class TaskHooks:
     def on_validation_epoch_end(self) -> None:
         """Run after the last batch of the validation dataloaders.
 
-        The last place to log a value of this validation.
+        This is the last place to log a value of this validation.
         """
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

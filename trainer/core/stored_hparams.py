@@ -260,7 +260,7 @@ class _Flattener:
 
     @contextmanager
     def _inside(self, value: Any, place: tuple[str, ...]) -> Iterator[None]:
-        """Track the open containers, and raise `_NoData` for cycles and for too deep nesting."""
+        """Track the open containers, and raise `_NoData` for cycles and for excessive nesting."""
         if id(value) in self._open:
             raise _NoData("it contains itself")
         if len(place) >= MAX_DEPTH // 2:  # a record adds a level
@@ -325,7 +325,7 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
     Args:
         value: The stored form.
         annotation: The constructor's annotation of the argument.
-        default: The constructor's default, whose class counts as named by the annotation.
+        default: The constructor's default, whose class is treated as if the annotation named it.
         home: The module of the constructor's class, in which enums of a script are looked up.
         from_text: Whether the data comes from a file that holds text only, so that the annotation decides on types.
             Default: False.
@@ -412,7 +412,7 @@ class _Rebuilder:
             raise CannotRebuild(f"a {kind.__qualname__} as it was saved: {error}") from error
 
     def _interpret(self, value: Any, allowed: tuple[type, ...]) -> Any:
-        """Convert a text or a dict to the type of the annotation, if it names another one."""
+        """Convert a text or a dict to the type of the annotation, if that is another type."""
         if type(value) in allowed or not allowed:
             return value
         for kind in allowed:

@@ -370,5 +370,5 @@ def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _make_file_name(name: str | None) -> str:
-    """Return a name without path separators and the like, such as the ``/`` in Databricks experiment names."""
+    """Return a name that is a valid file name, without the ``/`` of Databricks experiment names, for example."""
     return re.sub(r"[^\w.=@+-]+", "_", name or "").strip("._")

@@ -285,7 +285,7 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
 
 
 def _warn_of_evaluation_mode(task: TaskModule) -> None:
-    """Warn about trainable modules in evaluation mode. Modes are left as the user set them, for frozen modules."""
+    """Warn about trainable modules in evaluation mode. Modes are not changed, since frozen modules may need them."""
     parts = [(name, part) for name, part in task.named_modules() if not (part.training or _is_frozen(part))]
     names = [name or type(task).__name__ for name, part in parts]
     if names:

@@ -18,7 +18,7 @@ _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipp
 
 
 class ManualSteps(Steps):
-    """Loop body that calls ``training_step``, which steps the optimizers; their counters tell whether a step was taken.
+    """Loop body that calls ``training_step``, which steps the optimizers; their counters show whether a step was taken.
 
     Without an optimizer, for a task that has a private one (Pyro's), each batch is a step.
 

@@ -87,7 +87,7 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
 
     Args:
         trainer: The Trainer, with callbacks and schedulers.
-        logged: Names that the sanity check logged; None without one.
+        logged: Names that the sanity check logged; None if there was none.
 
     Raises:
         ValueError: If nothing is ever logged and a monitor requires it.

@@ -271,7 +271,7 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         """Write the run's configuration, as YAML.
 
-        If a run continues with another one, the earlier becomes ``config.1.yaml``.
+        If a run continues with another configuration, the earlier one becomes ``config.1.yaml``.
 
         Args:
             text: The configuration.

@@ -197,7 +197,7 @@ def _read_or_none(path: AnyPath) -> Run | None:
 
 
 def locate(reference: str | None, directory: AnyPath, name: str | None = None) -> AnyPath:
-    """Return the path that a command's reference to a run means.
+    """Return the path of the run that a command refers to.
 
     Args:
         reference: A number, a name and number (``"digits/3"``), or a path to a run's folder or to something in it, such
@@ -236,7 +236,7 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
 
 
 def holding(path: AnyPath) -> AnyPath:
-    """Return the run's folder that contains a path; the path itself if there is none.
+    """Return the run folder that contains a path, or the path itself if there is none.
 
     Args:
         path: The path.

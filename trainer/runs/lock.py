@@ -73,7 +73,7 @@ class Holder:
         return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)
 
     def is_alive(self, file: AnyPath) -> bool:
-        """Return whether the process is alive: known exactly in the same place, elsewhere by its heartbeats.
+        """Return whether the process is alive: known exactly in the same place, judged by its heartbeats elsewhere.
 
         Args:
             file: The lock's file.
@@ -119,7 +119,8 @@ class RunLock:
     If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock when the
     process ends, for any reason. Otherwise a thread updates the file every `BEAT` seconds: a dead holder is detected
     immediately in the same place, and after `SILENCE` seconds from other machines. A file system whose locks are valid
-    on one machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not separate two machines.
+    on one machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not protect against jobs on other
+    machines.
 
     Args:
         folder: The folder to lock; the lock is a file in it.
@@ -200,7 +201,7 @@ class RunLock:
     # -- kept by signs of life -----------------------------------------------------------------------------------
 
     def _take_by_beat(self) -> None:
-        """Take the lock by the creation of its file, and start the heartbeat."""
+        """Take the lock by creating its file, and start the heartbeat."""
         part = self.folder / f".{LOCK}-{self.holder.token}"
         part.write_bytes(encode_holder(self.holder))
         try:

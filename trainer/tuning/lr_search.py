@@ -88,7 +88,7 @@ class LRSearch:
 
 
 def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
-    """Warn if ``configure_optimizers`` builds the same for every value of the attribute."""
+    """Warn if ``configure_optimizers`` builds the same optimizers for every value of the attribute."""
     assert inner.task is not None
     rates = []
     for value in (rate, 2 * rate):
