@@ -695,9 +695,7 @@ class Accelerator(Process):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps taken, including those before a resume; with several optimizers, the largest
-        number.
-        """
+        """Number of optimizer steps taken, including those before a resume; with several optimizers, the maximum."""
         return self.accumulation.steps
 
     @steps.setter

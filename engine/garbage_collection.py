@@ -21,7 +21,7 @@ HOST_SHARE = 1 / 4
 
 
 def collect(device: torch.device) -> None:
-    """Free unreachable objects, and return the memory that the device's allocator keeps.
+    """Free unreachable objects, and release the memory that the device's allocator caches.
 
     Args:
         device: The device to compute on.

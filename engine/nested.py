@@ -49,7 +49,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Rebuild ``data``, replacing each item for which ``test_type`` holds by ``func(item, *args, **kwargs)``.
+    """Rebuild ``data``, replacing each item for which ``test_type`` holds with ``func(item, *args, **kwargs)``.
 
     Args:
         func: The function to apply.

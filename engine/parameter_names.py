@@ -1,4 +1,4 @@
-"""Parameter names: without compilation prefixes, tied parameters once, views told apart."""
+"""Parameter names: without compilation prefixes, tied parameters once, views distinguished."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class Process:
         return raised
 
     def destroy_process_group(self) -> None:
-        """Destroy the process group, on all processes. A new Accelerator (PartialState) creates one again."""
+        """Destroy the process group, on all processes. A new Accelerator (PartialState) creates a new one."""
         disconnect()
 
     # -- on some processes ---------------------------------------------------------------------------------------

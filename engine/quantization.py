@@ -21,9 +21,9 @@ _MULTIPLE = 16  # of which torch's float8 products want both sizes
 class WeightQuantizer:
     """Quantizer that rounds the weights of ``nn.Linear`` to eight or four bits.
 
-    Products are computed in the model's own dtype. The largest value of a row (int8), or the range of each 32 weights
-    (int4), gives the scale. Each layer is rounded as soon as its weight is read, so no more than one layer is in memory
-    in full precision; weights offloaded to disk are not rounded. For inference; needs ``pip install
+    Products are computed in the model's own dtype. The largest value of a row (int8), or the range of every 32 weights
+    (int4), gives the scale. Each layer is rounded as soon as its weight is read, so at most one layer is in memory in
+    full precision; weights offloaded to disk are not rounded. For inference; needs ``pip install
     treadle[quantization]``.
 
     Args:

@@ -183,7 +183,7 @@ class ProcessStream(RandomStream):
 
 
 def are_equal(first: State, second: State) -> bool:
-    """Return whether two states of `host_state` are the same.
+    """Return whether two states returned by `host_state` are the same.
 
     Args:
         first: One state.

@@ -56,7 +56,7 @@ def replace_random_sampler(loader: Any, seed: int) -> Any:
     """Return a shallow copy of a loader in which `SeedableRandomSampler` replaces torch's ``RandomSampler``.
 
     Args:
-        loader: A ``DataLoader``; any other object is returned as it is.
+        loader: A ``DataLoader``; any other object is returned unchanged.
         seed: The seed of the sampler.
     """
     if not isinstance(loader, DataLoader):

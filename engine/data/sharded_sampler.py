@@ -1,4 +1,4 @@
-"""Order of samples: the user's own sampler, replayed, of which each process keeps its share."""
+"""Order of samples: the user's own sampler is replayed, and each process keeps its share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ShardedBatches:
     """Batch sampler that replays the user's own sampler and keeps this process's share of each global batch.
 
     A global batch is the next ``batch_size * size`` indices of the user's sampler, or the next ``size`` batches of a
-    custom batch sampler. The short last one is sharded as it is: nothing is padded or repeated.
+    custom batch sampler. The short last one is sharded as well: nothing is padded or repeated.
 
     Args:
         loader: The user's loader; only its samplers are used.
@@ -205,7 +205,8 @@ class ShardedBatches:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
     def _has_common_order(self, world: World) -> bool:
-        """Return whether the user's sampler yields the same on all ranks; one that depends on the rank does not.
+        """Return whether the user's sampler yields the same indices on all ranks; one that depends on the rank does
+        not.
 
         Raises:
             ValueError: On every rank, if some ranks' samplers agree and others do not.
@@ -237,7 +238,7 @@ class ShardedBatches:
         return items
 
     def _count_batches(self, items: int, limit: int | None = None) -> int:
-        """Return the number of batches that this process forms of the last ``items`` of the user's sampler."""
+        """Return the number of batches that this process forms from the last ``items`` of the user's sampler."""
         size = self.planner.size
         count, rest = divmod(items, self.width)
         count += bool(rest) and not self.drop_last
@@ -282,7 +283,7 @@ class ShardedBatches:
     def batches_of(self, items: int) -> int:
         """Return the number of this process's batches that ``items`` of the user's sampler correspond to.
 
-        Together with the remaining batches, they are those of an epoch.
+        Together with the remaining batches, they make up an epoch.
 
         Args:
             items: The number of items.

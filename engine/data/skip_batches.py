@@ -17,7 +17,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return an iterable that starts at batch ``num_batches`` of the current epoch of ``dataloader``, once.
 
     The batches are those of an uninterrupted epoch; for the following epochs, iterate ``dataloader`` itself. A prepared
-    loader that `Accelerator.load_state` has restored knows its position, and does not skip twice.
+    loader that `Accelerator.load_state` has restored has its position already, and does not skip twice.
 
     Args:
         dataloader: A prepared loader, a ``DataLoader`` or any iterable of batches.

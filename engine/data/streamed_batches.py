@@ -134,8 +134,8 @@ class StreamedBatches:
         micros: Metadata of batches that were yielded and that the loop has not processed yet.
         sizes: The samples in batches that the source has created and not yet yielded.
         compare: The ranks whose first batches are still to be compared, or None.
-        first_digest: Digest of the current epoch's first batch, to check that a resume reads the same ones; "" if the
-            epoch is not read again.
+        first_digest: Digest of the current epoch's first batch, to check that a resume reads the same batches; "" if
+            the epoch is not read again.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class StreamedBatches:
     def batches_of(self, items: int) -> int:
         """Return the number of this process's batches that ``items`` correspond to.
 
-        Together with the remaining batches, they are those of an epoch.
+        Together with the remaining batches, they make up an epoch.
 
         Args:
             items: The number of items.
@@ -345,7 +345,7 @@ class StreamedBatches:
                 yield
 
     def started(self) -> None:
-        """Note that the loader's own iterator exists, whose creation draws.
+        """Note that the loader's own iterator exists; its creation draws random numbers.
 
         A subclass may create it with the first batch.
         """

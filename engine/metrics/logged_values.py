@@ -757,5 +757,5 @@ def stack_numbers(values: list[Any]) -> Tensor:
 
 
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy a host tensor without waiting for the device, as a copy from memory that is not pinned would."""
+    """Copy a host tensor without waiting for the device; a copy from unpinned memory would wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

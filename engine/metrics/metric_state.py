@@ -1,8 +1,8 @@
 """State of metric objects within an epoch, saved in a checkpoint and restored.
 
-Supported are the objects of torchmetrics and those of the same form, of which only the names ``_defaults``,
-``_reductions`` and ``_update_count`` are used; and any other object with ``compute``, ``reset``, ``state_dict`` and
-``load_state_dict``.
+The objects of torchmetrics and those of the same form are supported; only their names ``_defaults``, ``_reductions``
+and ``_update_count`` are used. Any other object with ``compute``, ``reset``, ``state_dict`` and ``load_state_dict`` is
+supported too.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _has_states(part: Any) -> bool:
 
 
 def collect_part_ids(metrics: Iterable[Any]) -> set[int]:
-    """Return the ids of ``metrics`` and of the metrics inside of them.
+    """Return the ids of ``metrics`` and of the metrics inside them.
 
     Args:
         metrics: Metric objects.

@@ -174,8 +174,8 @@ class Accumulation:
     def note_entered(self) -> None:
         """Note that a user-defined loop processes the current micro-batch.
 
-        The loop may skip others of the group with ``continue``, or leave the loader within a group. The gradient is
-        then the mean over the processed micro-batches, since skipped ones have no weight.
+        The loop may skip other micro-batches of the group with ``continue``, or leave the loader within a group. The
+        gradient is then the mean over the processed micro-batches, since skipped ones have no weight.
         """
         micro, before, number = self.cursor.micro, self._entered, self.cursor.number
         same = micro is before and number == self._entered_number

@@ -92,7 +92,7 @@ def _is_index(key: Any, names: list[str]) -> bool:
 
 
 def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
-    """Return the differences between a state of `encode_by_name` and this optimizer, one line each.
+    """Return the differences between a state returned by `encode_by_name` and this optimizer, one line each.
 
     Args:
         saved: The state.

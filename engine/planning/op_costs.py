@@ -20,20 +20,20 @@ ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Corrections of data sheets. Fitted by ``benchmarks/plan.py`` on two published runs on 8 H100.
+    """Corrections of data sheets. Fitted by ``benchmarks/plan.py`` on two published runs on 8 H100 GPUs.
 
     Args:
         arithmetic: Share of the peak that matrix products reach (fitted without compilation).
         fused: Share of the memory traffic that remains when a model is compiled (fitted with compilation).
         launch: Least time that a GPU takes for an operation, in seconds.
-        host: Seconds that the host takes to send an operation: at best, most likely, at worst. A guess, since nothing
+        host: Seconds that the host takes to send an operation: at best, most likely, at worst. A guess, since no part
             of Treadle was timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a launch
             adds some.
         host_compiled: Share of these operations that remains when a model is compiled: at best, most likely, at worst.
             A guess too.
-        straggler: What each doubling past ``straggler_from`` processes adds to a step, as a share. In MosaicML's
-            published runs on 128, 256 and 512 H100, each doubling cost 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B), 3.6 to
-            6.4 % (1B).
+        straggler: Share of a step that each doubling past ``straggler_from`` processes adds. In MosaicML's published
+            runs on 128, 256 and 512 H100 GPUs, each doubling cost 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B), 3.6 to 6.4 %
+            (1B).
         straggler_from: Number of processes up to which nothing is added.
         spread: Possible error of a prediction in cases that were checked; those were off by up to 2.6 %.
         spread_unchecked: The same in cases that were not checked: another kind of GPU, or a step that is not dominated

@@ -135,7 +135,8 @@ class Plan(Conditions):
     def band(self) -> tuple[float, float, float]:
         """Seconds of a step: at best, most likely, at worst.
 
-        The slower of the device and the host. Beyond the checked world sizes the band widens with every doubling.
+        The slower of the device and the host determines it. Beyond the checked world sizes the band widens with every
+        doubling.
         """
         spread = self.calibration.spread if self.checked else self.calibration.spread_unchecked
         late = (1 + self.calibration.straggler) ** max(0.0, log2(self.world_size / self.calibration.straggler_from))

@@ -43,7 +43,7 @@ def simulate(
         The plan.
 
     Raises:
-        ValueError: If the processes cannot be laid out like this, or if the step reads a value.
+        ValueError: If the processes cannot be laid out in this way, or if the step reads a value.
     """
     on = Conditions(**conditions)
     clocks, memory = Clocks(), Memory()

@@ -71,7 +71,7 @@ class Preemption:
             no limit.
 
     Attributes:
-        caught: The signal that this process received; None if none came.
+        caught: The signal that this process received; None if it received none.
         interrupts: Whether Ctrl-C is handled like the other signals.
         abandoned: Whether a second Ctrl-C came, so that nothing more is saved.
         departure: Lets loops without votes, in evaluations, end together.
@@ -153,7 +153,7 @@ class Preemption:
 
     @contextmanager
     def leaving_at_once(self) -> Iterator[None]:
-        """Raise `Preempted` inside the context as soon as a signal comes, since nothing is lost."""
+        """Raise `Preempted` inside the context as soon as a signal arrives, since nothing is lost."""
         self._at_once = True
         try:
             self._leave_if_caught()
@@ -304,7 +304,7 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the job if its time is up, and end the process. Save before; all ranks must call it.
+        """Requeue the job if its time is up, and end the process. Save first; all ranks must call it.
 
         Raises:
             Preempted: For every signal but Ctrl-C.

@@ -75,7 +75,7 @@ class Profiler:
         """
 
     def step(self) -> None:
-        """Mark the end of an optimizer step with all that belongs to it; in an evaluation, of a batch."""
+        """Mark the end of an optimizer step with all that belongs to it; in an evaluation, the end of a batch."""
 
     def summary(self) -> str:
         """Return the report as text."""

@@ -254,5 +254,5 @@ def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: t
 
 
 def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that ``emit_nvtx`` has too."""
+    """Return the arguments that ``emit_nvtx`` also has."""
     return {name: value for name, value in options.items() if name == "record_shapes"}

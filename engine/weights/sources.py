@@ -99,9 +99,9 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
-    """Open the weights of a checkpoint on disk, every tensor unread, for as long as the tensors are needed.
+    """Open the weights of a checkpoint on disk, with every tensor unread, for as long as the tensors are needed.
 
-    Of a checkpoint of Treadle only the sizes of its files are checked, not their digests: a model that needs this
+    For a checkpoint of Treadle, only the sizes of its files are checked, not their digests: a model that needs this
     function may be larger than memory.
 
     Args:

@@ -23,8 +23,8 @@ def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
     """Return whether a stream may be read ahead of the loop.
 
     It may not if this process reads it and its samples may depend on the training, such as samples that the model
-    generates. It may not either if it has a state that could be expensive to read before each batch, or that could
-    change after it was read.
+    generates. Nor may it if it has a state that could be expensive to read before each batch, or that could change
+    after it was read.
 
     Args:
         source: The user's loader of an ``IterableDataset``.
