@@ -219,7 +219,7 @@ class FullyShardedDataParallelPlugin:
         activation_checkpointing_offload: Only False.
         cpu_ram_efficient_loading: Only False; build the model in `Accelerator.init_module`.
         transformer_cls_names_to_wrap: Names of the classes whose modules become one shard each.
-        min_num_params: Number of parameters from which a module becomes one shard.
+        min_num_params: Minimum number of parameters of a module that becomes one shard.
 
     Raises:
         ValueError: If a value is not supported. The error names it.

@@ -205,8 +205,7 @@ class ShardedBatches:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
     def _has_common_order(self, world: World) -> bool:
-        """Return whether the user's sampler yields the same indices on all ranks; one that depends on the rank does
-        not.
+        """Return whether the user's sampler yields the same indices on all ranks, unlike one that depends on the rank.
 
         Raises:
             ValueError: On every rank, if some ranks' samplers agree and others do not.

@@ -85,7 +85,7 @@ class _Replica(DistributedDataParallel):
             raise better from error
 
     def check(self) -> None:
-        """Check that no reduction is still in progress: torch itself would raise only in the next forward, if any.
+        """Check that no reduction is still in progress: torch itself would raise an error only in the next forward.
 
         Raises:
             ValueError: If parameters received no gradient. The error lists them.
@@ -126,7 +126,7 @@ class DDP(Strategy):
             ``register_comm_hook``. The votes of the processes are never compressed.
         comm_state: For a function its first argument; for PowerSGD torch's ``PowerSGDState``, or a dict of its
             arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
-        comm_wrapper: ``"fp16"`` or ``"bf16"``: cast what ``comm_hook`` sends too.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``: also cast what ``comm_hook`` sends.
         sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, on the CPU too.
         zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). Training is bit-equal.
         local_sgd_steps: After ``local_sgd_start`` steps, do not reduce gradients: each process steps on its own, and
@@ -134,7 +134,7 @@ class DDP(Strategy):
         local_sgd_start: Optimizer steps before local steps begin.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
             torch's, 30 minutes; on CUDA, 10 minutes.
-        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one of the device.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: that of the device.
         other: Lightning's and Accelerate's names of these: ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``,
             ``comm_state_option``, ``model_averaging_period``.
 

@@ -1,4 +1,4 @@
-"""Examination of a job's ranks: each inspects itself, all report through the store, and one of them judges.
+"""Examination of a job's ranks: each inspects itself, all report through the store, and one of them evaluates.
 
 The store comes first because it answers without the other ranks: a rank that never reports is named, instead of awaited
 in a collective. The measurements follow once every rank has reported. Each of the two parts has a limit, and a timer
@@ -73,7 +73,7 @@ def examine(
 
 
 def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
-    """Return the report on this process alone, where no ranks could be started.
+    """Return the report on this process alone, if no ranks could be started.
 
     Args:
         run_folder: Folder into which the run would write.
@@ -139,7 +139,7 @@ class _Examination:
         os._exit(1)
 
     def meet(self, environment: Mapping[str, str]) -> dist.Store:
-        """Return a store of this examination that all ranks see.
+        """Return a store for this examination that all ranks share.
 
         Args:
             environment: Variables of the launcher.
@@ -260,7 +260,7 @@ class _Examination:
         return errors
 
     def end(self, error: str, facts: Facts) -> None:
-        """Publish the report where this rank publishes it; else wait until it is published.
+        """Publish the report if this rank publishes it; else wait until it is published.
 
         Args:
             error: Failure of the meeting; "" for none.

@@ -72,7 +72,7 @@ def judge(
     Args:
         ranks: Result of `inspect_process` for each rank that reported; ``"rank"`` holds its number.
         size: Expected number of ranks.
-        launched: Values that the launcher has set for the rank that publishes the report; None without one.
+        launched: Values that the launcher has set for the rank that publishes the report; None without a launcher.
         missing: Ranks that did not report.
         errors: Failures while the ranks met or measured.
         measured: Measurements under ``"clocks"`` and ``"all-reduce"``, where they exist.
@@ -333,7 +333,7 @@ def _judge_measurements(measured: Facts) -> Iterator[Finding]:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return "rank 1", or "ranks 1, 2"; of more than eight ranks the first eight.
+    """Return "rank 1", or "ranks 1, 2"; for more than eight ranks, the first eight.
 
     Args:
         ranks: The ranks.

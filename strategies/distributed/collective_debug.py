@@ -66,8 +66,8 @@ class Call:
     def location_key(self) -> tuple[str, ...]:
         """Key that distinguishes locations.
 
-        The folder is not part of it, since machines may have the same file elsewhere, and neither are Treadle's own
-        lines, since a function may have different branches for rank zero.
+        The folder is not part of the key, since machines may have the same file elsewhere, and neither are Treadle's
+        own lines, since a function may have different branches for rank zero.
         """
         return (Path(self.path).name, self.line, re.sub(r":\d+", "", self.inside))
 

@@ -48,7 +48,7 @@ def whole(value: Any, keep: bool) -> Any:
 
     Args:
         value: Dicts, lists and tuples of anything. Tensors that are not sharded are kept.
-        keep: Whether this process wants the result; otherwise it only contributes its shards, one tensor after the
+        keep: Whether this process needs the result; otherwise it only contributes its shards, one tensor after the
             other.
     """
     if is_sharded(value):
@@ -65,7 +65,7 @@ def keep_random_state(mesh: DeviceMesh) -> None:
     """Let each process's GPU keep its own RNG state when random numbers are drawn for shards.
 
     The first such operation would give all processes rank zero's state (torch 2.13), and dropout the same masks
-    everywhere. Ranks that hold shards of one sample's activations are seeded alike before.
+    everywhere. Ranks that hold shards of one sample's activations are seeded identically beforehand.
 
     Args:
         mesh: The mesh of the shards.

@@ -111,7 +111,7 @@ def silence_uncaught() -> None:
 
 
 def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
-    """Print uncaught errors short and once over all ranks, unless the user has set a hook.
+    """Print uncaught errors in a short form, once over all ranks, unless the user has set a hook.
 
     Args:
         store: The store in which the ranks exchange their errors; with None, each rank prints its own.
@@ -278,7 +278,7 @@ def hide_frames(error: BaseException) -> None:
 
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
-    """Format an error as Python prints it, with framework frames counted in place of shown.
+    """Format an error as Python prints it, with framework frames counted instead of shown.
 
     Args:
         error: The error.

@@ -662,7 +662,7 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
 
 
 def dismiss() -> None:
-    """Stop the watchdog, since the process group ends, and its store."""
+    """Stop the watchdog, since the process group and its store end."""
     for watchdog in _current:
         watchdog.leave()
     _current.clear()

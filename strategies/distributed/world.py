@@ -255,7 +255,8 @@ class World:
             call: The name of the user's call, for the error.
 
         Raises:
-            RuntimeError: If some process will not arrive, or does not within the timeout. The error names the ranks.
+            RuntimeError: If some process will not arrive, or does not arrive within the timeout. The error names the
+                ranks.
         """
         if self.size > 1 and self.group is None:
             arrivals_of(self).meet(call)
@@ -353,7 +354,7 @@ class World:
             value: Any object that can be pickled.
 
         Raises:
-            DistributedOperationException: On every process, if one makes another exchange of objects.
+            DistributedOperationException: On every process, if one makes a different exchange of objects.
         """
         if self.size == 1:
             return [value]

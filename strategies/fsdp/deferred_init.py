@@ -379,7 +379,7 @@ def _place(tensor: Tensor) -> _Place:
 def _copy_off_heap(state: Tensor) -> Tensor:
     """Return a copy outside of the heap.
 
-    Small objects that stay, among large ones that go, keep the heap from shrinking (glibc).
+    Small objects that remain among released large ones keep the heap from shrinking (glibc).
     """
     off_heap = torch.frombuffer(mmap.mmap(-1, state.nbytes), dtype=state.dtype)
     return off_heap.copy_(state)

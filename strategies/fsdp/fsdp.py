@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 class FSDP(Strategy):
     """Strategy in which each process keeps a shard of every parameter, its gradient and its optimizer state.
 
-    A block's parameters are gathered when it runs, and dropped afterwards. It works on CPU (gloo) and CUDA, including
-    with a world size of one. Build large models in `Accelerator.init_module` or `TaskModule.configure_model`: then no
-    process ever holds the full model.
+    A block's parameters are gathered when it runs, and dropped afterwards. The strategy works on CPU (gloo) and CUDA,
+    including with a world size of one. Build large models in `Accelerator.init_module` or `TaskModule.configure_model`:
+    then no process ever holds the full model.
 
     Args:
         auto_wrap_policy: Selects the modules that are gathered as one unit; see `wrap_policy.chosen_blocks`. Parameters
@@ -64,7 +64,7 @@ class FSDP(Strategy):
             accumulation, more communication.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
             torch's, 30 minutes; on CUDA, 10 minutes.
-        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one of the device.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: that of the device.
 
     Raises:
         ValueError: If sizes do not divide the world size.
@@ -400,8 +400,8 @@ class FSDP(Strategy):
     def start_agreement(self, votes: Tensor) -> None:
         """See `Strategy.start_agreement`; on GPUs the sum starts after backward, in `agreement`.
 
-        NCCL's collectives share one queue: the first gather of backward would wait behind the votes, and these for the
-        end of forward.
+        NCCL's collectives share one queue: the first gather of backward would wait behind the votes, and the votes
+        would wait for the end of forward.
         """
         if self.world.device.type == "cuda":
             self._votes = votes

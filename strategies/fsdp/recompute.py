@@ -22,17 +22,17 @@ FLAG = "activation_checkpointing_policy"
 class Recompute:
     """Activations that `FSDP` recomputes in backward, rather than keeping them from forward on.
 
-    Blocks keep only their inputs: this takes the time of one more forward, and a block's activations in place of the
-    model's. Dropping fewer activations takes less time.
+    Blocks keep only their inputs: this takes the time of one more forward, and the memory of one block's activations
+    instead of the model's. Dropping fewer activations takes less time.
 
     Args:
-        blocks: Selects the modules, as ``auto_wrap_policy``, which is the default.
+        blocks: Selects the modules, in the forms of ``auto_wrap_policy``, which is the default.
         every: Select only every n-th of them, including the first one.
         keep: Operations whose results are kept within them, such as ``torch.ops.aten.mm.default``; ``"products"`` for
             those of matrix products and attention, which take longest, so that recomputation is cheap.
         budget: Let the compiler choose what to keep within a share of the memory, from 0.0 (drop all) to 1.0 (keep
-            all), at the least cost in time. For compiled models, and for the whole process; without the other
-            arguments.
+            all), at the least cost in time. It applies to compiled models and to the whole process, and excludes the
+            other arguments.
 
     Raises:
         ValueError: If a number is out of range, or if ``budget`` is combined with another argument.

@@ -14,8 +14,8 @@ from ..forward_router import Router
 class ShardedRouter(Router):
     """Root of a sharded model.
 
-    If no backward will follow, the model's parameters are the shards again afterwards, as its optimizer needs them. It
-    never computes in torch's inference mode: parameters gathered there first could not be trained (2.13).
+    If no backward will follow, the model's parameters are the shards again afterwards, as its optimizer needs them. The
+    model never computes in torch's inference mode: parameters first gathered in it could not be trained (2.13).
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ class ShardedRouter(Router):
 
 
 def put_away(root: Any) -> None:
-    """Drop parameters that a forward has left gathered for its backward; they would miss new values otherwise.
+    """Drop parameters that a forward has left gathered for its backward; otherwise they would miss new values.
 
     Args:
         root: The root of a sharded model.

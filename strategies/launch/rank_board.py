@@ -28,7 +28,7 @@ class _Pulse:
 class RankBoard:
     """File without a name, in which each rank of this machine has a record that outlives the rank.
 
-    Its first byte tells whether a stage runs (`mark_stage`), and whether the rank leaves it because of a signal
+    Its first byte shows whether a stage runs (`mark_stage`), and whether the rank leaves it because of a signal
     (`mark_leaving`); leaving within a stage for any other reason is a failure. The rest is the last beat of the rank's
     watchdog, if the user has set a limit.
 

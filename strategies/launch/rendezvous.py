@@ -27,7 +27,7 @@ class Nodes:
         least: Fewest machines with which the run starts and restarts.
         most: Most machines.
         endpoint: ``HOST:PORT`` of the store through which the machines meet; it is on the machine with this address.
-        rank: Number of this machine, where the user numbers them; the machines are then not elastic.
+        rank: Number of this machine, if the user numbers them; the machines are then not elastic.
         local_addr: Address of this machine that the others reach. Default: the one it reaches the endpoint from.
         conf: Further settings of torch's rendezvous: ``timeout``, ``join_timeout``, ``read_timeout``, ``is_host``...
         backend: Torch's name of the rendezvous. Default: ``"static"`` with a ``rank``, else ``"c10d"``.
@@ -120,7 +120,7 @@ class Job:
         nodes: The machines. Default: this one alone.
         max_restarts: How often all ranks are restarted after a failure. Default: 0.
         monitor_interval: Seconds between checks of what the other machines report. Default: 0.1.
-        log_dir: Folder for the ranks' output, if ``redirects`` or ``tee`` ask for files.
+        log_dir: Folder for the ranks' output, if ``redirects`` or ``tee`` request files.
         redirects: Torchrun's ``--redirects``: ``"0"`` none, ``"1"`` standard output, ``"2"`` error, ``"3"`` both.
         tee: The same, to the terminal as well.
 

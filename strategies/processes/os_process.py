@@ -75,7 +75,7 @@ def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL
     Does nothing on systems other than Linux.
 
     For a rank the signal is SIGKILL: a supervisor that was itself killed can no longer end a rank that ignores a
-    gentler one or never gets to handle it, and a checkpoint cut short is never published. A process that is not the
+    gentler signal or never gets to handle it, and a checkpoint cut short is never published. A process that is not the
     supervisor's own child, such as a program started by a rank, inherits the variables but is left alone.
 
     Args:

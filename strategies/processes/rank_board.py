@@ -51,7 +51,7 @@ def write_beat(beat: Mapping[str, Any] | None) -> None:
     """Report to the supervisor that this rank is alive.
 
     Args:
-        beat: The beat, different each time. None: the rank has no limit from now on.
+        beat: The beat, different each time. None if the rank has no limit from now on.
     """
     text = b"" if beat is None else json.dumps(beat).encode()
     if len(text) < BOARD_RECORD:

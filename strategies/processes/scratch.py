@@ -174,7 +174,7 @@ def sweep(job: int | None = None, all_ended: bool = False) -> None:
     """Remove what ended processes have left.
 
     Args:
-        job: The job that ends on this machine, whose unfinished directories are removed as well. None: a job begins.
+        job: The job that ends on this machine, whose unfinished directories are removed as well. None if a job begins.
         all_ended: Whether all of its ranks have been ended, though a killed one may still exist. Default: False.
     """
     for entry in _list_entries():
