@@ -100,7 +100,7 @@ class BatchSizeFinder(Callback):
 
         Args:
             fits: Function that tries a size. It returns None if memory ran out, else the largest batch that the data
-                has.
+                provides.
             limit: The largest size to try.
 
         Raises:

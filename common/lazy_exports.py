@@ -19,7 +19,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         package: The package's ``__name__``.
 
     Raises:
-        ImportError: The package is installed without its source.
+        ImportError: If the package is installed without its source.
     """
     loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
     source = loader.get_source(package)  # type: ignore[union-attr]

@@ -86,8 +86,8 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
         valid: Names that the module has, for a suggestion. Default: none.
 
     Raises:
-        ImportError, AttributeError: Treadle has no counterpart; the error states what to use instead, if the peers have
-            such a name.
+        ImportError, AttributeError: If Treadle has no counterpart; the error states what to use instead, if the peers
+            have such a name.
     """
     path = peer_path(module)
     home = None if name.startswith("__") else read_names(path).get(name)

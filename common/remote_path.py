@@ -62,7 +62,7 @@ class RemotePath:
         url: ``scheme://bucket/path``.
 
     Raises:
-        ValueError: The URL has no path, leads upwards, or its scheme cannot be written.
+        ValueError: If the URL has no path, leads upwards, or its scheme cannot be written.
     """
 
     def __init__(self, url: str) -> None:
@@ -121,7 +121,7 @@ class RemotePath:
             folder: The folder.
 
         Raises:
-            ValueError: The path is not in the folder.
+            ValueError: If the path is not in the folder.
         """
         return PurePosixPath(*self._parts).relative_to(PurePosixPath(*folder._parts))
 
@@ -165,7 +165,7 @@ class RemotePath:
         """Make a request, and repeat it if it fails.
 
         Raises:
-            StoreError: The store rejected each attempt; the error states the store's reason.
+            StoreError: If the store rejected each attempt; the error states the store's reason.
         """
         store = self._store
         for attempt in range(ATTEMPTS):
@@ -226,7 +226,7 @@ class RemotePath:
         """Return a value that changes when the object is replaced.
 
         Raises:
-            FileNotFoundError: The object does not exist.
+            FileNotFoundError: If the object does not exist.
         """
         entry = self._ask("look it up", lambda: self._store.info(self._key))
         return tuple(str(entry.get(name)) for name in ("ETag", "etag", "LastModified", "created", "mtime", "size"))
@@ -235,7 +235,7 @@ class RemotePath:
         """Return the object's age in seconds, by the store's clock and this machine's.
 
         Raises:
-            FileNotFoundError: The object does not exist.
+            FileNotFoundError: If the object does not exist.
         """
         return float(time.time() - self._ask("look it up", lambda: self._store.modified(self._key)).timestamp())
 
@@ -246,8 +246,8 @@ class RemotePath:
             limit: Maximum number of bytes to read. Default: no limit.
 
         Raises:
-            FileNotFoundError: The object does not exist.
-            ValueError: It is larger than the limit.
+            FileNotFoundError: If the object does not exist.
+            ValueError: If it is larger than the limit.
         """
         if limit is not None and int(self._ask("look it up", lambda: self._store.size(self._key)) or 0) > limit:
             raise ValueError(f"it is larger than {limit:,} bytes")
@@ -261,7 +261,7 @@ class RemotePath:
             exclusive: Fail if the object exists. Default: False.
 
         Raises:
-            FileExistsError: The object exists, and ``exclusive`` is set.
+            FileExistsError: If the object exists, and ``exclusive`` is set.
         """
         mode = "create" if exclusive else "overwrite"
         self._write("write it", lambda: self._store.pipe_file(self._key, data, mode=mode))
@@ -301,7 +301,7 @@ class RemotePath:
             size: Its size in bytes.
 
         Raises:
-            StoreError: The store rejected a request several times. No object is created.
+            StoreError: If the store rejected a request several times. No object is created.
         """
         if size <= _PART_BYTES:
             self.write_bytes(b"".join(pieces))
@@ -357,7 +357,7 @@ class RemotePath:
             file: The local file.
 
         Raises:
-            FileNotFoundError: The object does not exist.
+            FileNotFoundError: If the object does not exist.
         """
         self._ask("download it", lambda: self._store.get_file(self._key, str(file)))
 
@@ -368,7 +368,7 @@ class RemotePath:
             missing_ok: Do nothing if it does not exist. Default: True.
 
         Raises:
-            FileNotFoundError: The object does not exist, and ``missing_ok`` is False.
+            FileNotFoundError: If the object does not exist, and ``missing_ok`` is False.
         """
         try:
             self._ask("delete it", lambda: self._store.rm_file(self._key))
@@ -413,8 +413,8 @@ def as_path(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
         place: A path, or a URL. ``file://`` becomes a path.
 
     Raises:
-        TypeError: The value is neither.
-        ValueError: The URL is not a path in a store.
+        TypeError: If the value is neither.
+        ValueError: If the URL is not a path in a store.
     """
     if isinstance(place, RemotePath):
         return place

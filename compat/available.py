@@ -34,7 +34,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         requirement_version: The version on the right-hand side.
 
     Raises:
-        ValueError: The operation is unknown.
+        ValueError: If the operation is unknown.
     """
     compare = _COMPARE[choose("operation", operation, _COMPARE)]
     version = library_or_version
@@ -102,7 +102,7 @@ def is_pippy_available() -> bool:
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether NumPy is installed in at least ``min_version``.
+    """Return whether NumPy is installed in version ``min_version`` or a later one.
 
     Args:
         min_version: The lowest version that counts.

@@ -70,7 +70,7 @@ class Accelerator(str, metaclass=_Kind):
             device: The device.
 
         Raises:
-            ValueError: The device is of another kind.
+            ValueError: If the device is of another kind.
         """
         if device.type != self.kind:
             raise ValueError(f"{type(self).__name__} is for {self.kind!r} devices, not for {device}.")
@@ -178,7 +178,7 @@ def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
         device: The device, or its index among those that are visible.
 
     Raises:
-        FileNotFoundError: ``nvidia-smi`` is not installed.
+        FileNotFoundError: If ``nvidia-smi`` is not installed.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -205,8 +205,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         num_devices: The number of devices; -1 for all.
 
     Raises:
-        ValueError: There are no, or too few, devices.
-        RuntimeError: Too few devices are usable.
+        ValueError: If there are no, or too few, devices.
+        RuntimeError: If too few devices are usable.
     """
     count = torch.cuda.device_count()
     if num_devices == 0:

@@ -92,7 +92,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         The bar.
 
     Raises:
-        TypeError: The first argument is a bool.
+        TypeError: If the first argument is a bool.
     """
     from tqdm.auto import tqdm as bar
 
@@ -127,7 +127,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
         to_bool: Whether to return a bool.
 
     Raises:
-        ValueError: The word is another one.
+        ValueError: If the word is another one.
     """
     word = value.lower()
     if word not in _TRUE_WORDS and word not in _FALSE_WORDS:

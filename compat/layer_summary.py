@@ -108,7 +108,7 @@ def get_human_readable_count(number: float) -> str:
         number: The count, at least 0.
 
     Raises:
-        ValueError: The number is negative.
+        ValueError: If the number is negative.
     """
     if number < 0:
         raise ValueError(f"number={number} must be at least 0.")

@@ -230,7 +230,7 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
         save_on_each_node: Whether to write on the local rank zero of every machine.
 
     Raises:
-        TypeError: The state is not plain data, so `load_custom_state` could not load it. No file is written.
+        TypeError: If the state is not plain data, so `load_custom_state` could not load it. No file is written.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:

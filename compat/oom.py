@@ -1,4 +1,4 @@
-"""Queries whether an error reports too little memory, and on which device."""
+"""Queries about an error: whether it reports too little memory, and on which device."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         return (f"[RANK {rank}] {msg}" if size > 1 else msg), kwargs
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a warning the first time this logger gets its text.
+        """Log a warning only the first time that this logger receives its text.
 
         Args:
             msg: The message, a format string for ``args``.

@@ -57,7 +57,7 @@ class BatchSamplerShard(BatchSampler):
             many batches of equal size. Otherwise the last batches may be short or missing.
 
     Raises:
-        ValueError: With ``split_batches``, the batch size is not a multiple of ``num_processes``.
+        ValueError: With ``split_batches``, if the batch size is not a multiple of ``num_processes``.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         split_batches: Whether to share each batch of ``batch_size`` samples instead of ``batch_size * num_processes``.
 
     Raises:
-        ValueError: With ``split_batches``, the batch size is not a multiple of ``num_processes``.
+        ValueError: With ``split_batches``, if the batch size is not a multiple of ``num_processes``.
     """
 
     def __init__(

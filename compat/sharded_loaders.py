@@ -491,7 +491,7 @@ def prepare_data_loader(
         torch_device_mesh: Ranks that differ only in its dimensions ``"tp"`` and ``"cp"`` read the same batches.
 
     Raises:
-        ValueError: The batch size cannot be split, or ``dispatch_batches`` is set without ``put_on_device``.
+        ValueError: If the batch size cannot be split, or ``dispatch_batches`` is set without ``put_on_device``.
     """
     dispatches = _decide_dispatch(dataloader, dispatch_batches, put_on_device)
     rank, count = _place(num_processes, process_index, torch_device_mesh)

@@ -106,7 +106,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
         tensor: The tensor, or None.
 
     Raises:
-        ValueError: Not exactly one rank passed a tensor. Raised on every rank.
+        ValueError: On every rank, if not exactly one rank passed a tensor.
     """
     world = current_world()
     owners = [rank for rank, given in enumerate(world.gather_objects(tensor is not None)) if given]
@@ -124,7 +124,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
         function: The collective.
 
     Raises:
-        DistributedOperationException: The shapes differ. Raised on every rank.
+        DistributedOperationException: On every rank, if the shapes differ.
     """
 
     @wraps(function)

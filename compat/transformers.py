@@ -91,7 +91,7 @@ def training_arguments(args: Any) -> dict[str, Any]:
         args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: Fields have no direct translation; the error names each with its replacement.
+        ValueError: If fields have no direct translation; the error names each with its replacement.
     """
     _refuse(args)
     interval = _count_accumulated(args)
@@ -143,7 +143,7 @@ def task_arguments(args: Any) -> dict[str, Any]:
         args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: The optimizer is not AdamW.
+        ValueError: If the optimizer is not AdamW.
     """
     if _read(args, "optim") not in _OPTIMIZERS:
         raise ValueError(
@@ -212,7 +212,7 @@ def _read_steps(args: Any, name: str) -> int:
     """Return a number of optimizer steps.
 
     Raises:
-        ValueError: The field is a share of the run, whose length only the dataloader determines.
+        ValueError: If the field is a share of the run, whose length only the dataloader determines.
     """
     value = getattr(args, name)
     if not 0 < value < math.inf or value != int(value):

@@ -56,7 +56,7 @@ class TransformersTask(TaskModule):
             a label; override `update_metrics` for others.
         generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
         adapter: A peft configuration, as an object or a dict: the model's own weights are frozen and adapters are
-            trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only these.
+            trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only the adapters.
         gradient_checkpointing: Recompute activations in the backward pass to save memory. Default: False.
         model_options: Further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
 
@@ -256,7 +256,7 @@ class TransformersTask(TaskModule):
     # -- what you call -------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write model and tokenizer for ``from_pretrained``; for a model with adapters, only these.
+        """Write the model, or only its adapters if it has some, and the tokenizer for ``from_pretrained``.
 
         Call it on all processes.
 

@@ -23,7 +23,7 @@ class AimLogger(ServiceLogger):
 
     Args:
         repo: Directory of the repository, or the address ``aim://host:port`` of a server. Default: the directory above
-            the next ``.aim``, or the working directory.
+            the nearest ``.aim``, or the working directory.
         experiment: Experiment of the run. Default: Aim's, ``"default"``.
         system_tracking_interval: Seconds between records of CPU, memory and GPUs; None disables them. Default: 10.
         log_system_params: Record packages, environment variables, git state and arguments. Default: True.

@@ -71,7 +71,7 @@ class TrackioLogger(ServiceLogger):
         return run
 
     def _read_config(self, run: Any) -> dict[str, Any]:
-        """Return the configuration of a continued run, which Trackio would replace by this process's."""
+        """Return the configuration of a continued run, which Trackio would replace with this process's."""
         from trackio import Api
 
         if not run._is_local:

@@ -60,7 +60,7 @@ class Precision:
             value: The name, an alias such as ``"bf16"`` or ``16``, or a `Precision`, which is returned unchanged.
 
         Raises:
-            ValueError: If the name is unknown. The error names the nearest one.
+            ValueError: If the name is unknown. The error names the closest one.
         """
         if isinstance(value, Precision):
             return value

@@ -83,7 +83,7 @@ def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
         world: All processes.
 
     Raises:
-        ValueError: If the name is unknown. The error names the nearest one.
+        ValueError: If the name is unknown. The error names the closest one.
         TypeError: If it is neither a name nor a strategy.
     """
     if isinstance(strategy, Strategy):

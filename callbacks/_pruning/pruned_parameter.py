@@ -18,7 +18,7 @@ class PrunedParameter:
 
     torch stores the trained values as ``weight_orig`` and the mask as a buffer ``weight_mask``, and sets ``weight``
     before each forward pass. While it does, the module's state dict has only ``weight``, pruned, even after a fit. A
-    mask that an earlier fit left is taken over.
+    mask left by an earlier fit is adopted.
 
     Args:
         module: The module of the parameter.
@@ -66,7 +66,7 @@ class PrunedParameter:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
     def register_hooks(self) -> None:
-        """Let the module's state dict have the pruned value under its own name, if the parameter is pruned."""
+        """Make the module's state dict contain the pruned value under its own name, if the parameter is pruned."""
         if self.is_pruned and not self._hooks:
             self._hooks = [  # torch sets an attribute on the hook, which a bound method does not allow
                 self.module.register_state_dict_post_hook(partial(self._hide)),

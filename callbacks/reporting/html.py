@@ -248,7 +248,7 @@ class Chart:
 
 
 def render_charts(charts: Sequence[Chart]) -> Iterator[str]:
-    """Yield the section with a page's charts, nothing where there are none."""
+    """Yield the section with a page's charts, or nothing if there are none."""
     if charts:
         drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
         yield render_section("Curves", f'<div class="charts">{drawn}</div>')

@@ -244,7 +244,7 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def find_best(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the best value of a monitoring callback, `ModelCheckpoint` before `EarlyStopping`; None without one.
+    """Return the best value of a monitoring callback, `ModelCheckpoint` before `EarlyStopping`; None if there is none.
 
     Args:
         trainer: The Trainer.

@@ -69,7 +69,7 @@ class Options:
         overrides: Overrides, in order.
         from_run: Folder or checkpoint of a run whose configuration comes first.
         show: Whether to print the configuration and run nothing.
-        help: Topic of the requested help; empty for the command itself, None without a request.
+        help: Topic of the requested help; empty for the command itself, None if help is not requested.
     """
 
     files: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         The options.
 
     Raises:
-        ConfigError: An option is unknown (the error names the closest one), or lacks its value.
+        ConfigError: If an option is unknown (the error names the closest one), or lacks its value.
     """
     options, rest = Options(), list(arguments)
     while rest:
@@ -157,7 +157,7 @@ def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> 
         defaults: A configuration that files and overrides take precedence over.
 
     Raises:
-        ConfigError: The configuration cannot be read, merged or resolved.
+        ConfigError: If the configuration cannot be read, merged or resolved.
     """
     earlier_config = None if options.from_run is None else read_earlier_config(options.from_run)
     return load(options.files, options.overrides, defaults=defaults, earlier=earlier_config)
@@ -170,7 +170,7 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
         place: The run's folder, or a checkpoint.
 
     Raises:
-        ConfigError: There is no configuration.
+        ConfigError: If there is no configuration.
     """
     from ...engine.checkpoint import find_again
 

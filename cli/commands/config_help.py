@@ -57,7 +57,7 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
         default_classes: Default classes by section.
 
     Raises:
-        ConfigError: No class has this name.
+        ConfigError: If no class has this name.
     """
     if name == "trainer":
         return Trainer

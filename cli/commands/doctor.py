@@ -100,7 +100,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options.
 
     Raises:
-        ValueError: An option is unknown (the error names the closest one), or has an unusable value.
+        ValueError: If an option is unknown (the error names the closest one), or has an unusable value.
     """
     parser = build_parser()
     names = [name for name in parser._option_string_actions if name not in ("--report", "-h")]

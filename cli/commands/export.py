@@ -89,9 +89,9 @@ def export(
         A sentence about what was written and what was omitted.
 
     Raises:
-        ValueError: The checkpoint is damaged or is not a checkpoint, an argument is invalid, or the output is in the
+        ValueError: If the checkpoint is damaged or is not a checkpoint, an argument is invalid, or the output is in the
             folder of a checkpoint, which it would destroy.
-        OSError: The files cannot be written.
+        OSError: If the files cannot be written.
     """
     # torch, for which --help need not wait
     from ...engine.checkpoint import OpenCheckpoint, extra_part, model_part

@@ -1,4 +1,4 @@
-"""Plan subject built from a run's configuration. Nothing of the run is started."""
+"""Plan subject built from a run's configuration. No part of the run is started."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def build_config_subject(options: argparse.Namespace) -> Subject:
         options: The parsed command line of `treadle plan`.
 
     Raises:
-        ConfigError: The configuration is invalid.
-        ValueError: The task cannot be planned.
+        ConfigError: If the configuration is invalid.
+        ValueError: If the task cannot be planned.
     """
     if (current_directory := os.getcwd()) not in sys.path:
         sys.path.insert(0, current_directory)  # modules next to the configuration can be named in it
@@ -198,7 +198,7 @@ class _PlannedRun:
         return task
 
     def make_batch(self, samples: int) -> Any:
-        """Return a batch like the first one, of another size.
+        """Return a batch like the first one, with another size.
 
         Args:
             samples: Samples in the batch.
@@ -213,7 +213,7 @@ class _PlannedRun:
             batch: The batch.
 
         Raises:
-            ValueError: ``training_step`` returned no loss that requires gradients.
+            ValueError: If ``training_step`` returned no loss that requires gradients.
         """
         assert self.trainer.task is not None
         indexed = count_positional(self.trainer.task.training_step) > 1
@@ -228,7 +228,7 @@ class _PlannedRun:
         """Return the first optimizer of the task's ``configure_optimizers``.
 
         Raises:
-            ValueError: ``configure_optimizers`` returned None.
+            ValueError: If ``configure_optimizers`` returned None.
         """
         task = self.trainer.task
         assert task is not None

@@ -70,7 +70,7 @@ def run(
         The session; None if something was printed and nothing run.
 
     Raises:
-        ConfigError: The command line or the configuration is wrong.
+        ConfigError: If the command line or the configuration is wrong.
     """
     follow_scheduler()
     if (current_directory := os.getcwd()) not in sys.path:

@@ -117,7 +117,7 @@ def load(
         earlier: Name and YAML of an earlier run's configuration, which comes before the files.
 
     Raises:
-        ConfigError: The configuration is invalid; the error names file, line and key.
+        ConfigError: If the configuration is invalid; the error names file, line and key.
     """
     return resolve(merge_sources(files, overrides, defaults=defaults, earlier=earlier))
 
@@ -138,7 +138,7 @@ def merge_sources(
         earlier: See `load`.
 
     Raises:
-        ConfigError: The configuration is invalid; the error names file, line and key.
+        ConfigError: If the configuration is invalid; the error names file, line and key.
     """
     root = normalize(make_value(dict(defaults or {}), "script"))
     if earlier is not None:
@@ -158,7 +158,7 @@ def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
         settings: Values by dotted key, which take precedence. Like those of the command line, each must have an effect.
 
     Raises:
-        ConfigError: The configuration is invalid; the error names file, line and key.
+        ConfigError: If the configuration is invalid; the error names file, line and key.
     """
     settings = settings or {}
     for key, value in settings.items():
@@ -244,7 +244,7 @@ def parse_path(key: str) -> Path:
         key: The dotted key.
 
     Raises:
-        ConfigError: It is not a key.
+        ConfigError: If it is not a key.
     """
     parts = key.split(".")
     if not all(re.fullmatch(r"[\w-]+", part) for part in parts):
@@ -260,7 +260,7 @@ def resolve_references(root: Value, explicit: Container[str] = (COMMAND_LINE,)) 
         explicit: Sources whose values must have an effect.
 
     Raises:
-        ConfigError: A value is missing, or a reference cannot be resolved.
+        ConfigError: If a value is missing, or a reference cannot be resolved.
     """
     leaves = {path: value for path, value in iterate_values(root) if isinstance(value.data, str)}
     missing = next(((path, value) for path, value in leaves.items() if value.data == "???"), None)

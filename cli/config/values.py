@@ -119,7 +119,7 @@ def normalize(value: Value) -> Value:
     """Return the values with LightningCLI's ``class_path`` and ``init_args`` rewritten to ``class`` and arguments.
 
     Raises:
-        ConfigError: A mapping uses both forms.
+        ConfigError: If a mapping uses both forms.
     """
     if isinstance(value.data, list):
         return replace(value, data=[normalize(item) for item in value.data])
@@ -179,7 +179,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         add: Whether to append it to the list at the path.
 
     Raises:
-        ConfigError: There is no such place.
+        ConfigError: If there is no such place.
     """
 
     def place(value: Value | None, done: int) -> Value | None:

@@ -55,7 +55,7 @@ def read(file: str | Path) -> Value:
         file: Path of the file.
 
     Raises:
-        ConfigError: The file does not exist, is damaged or is harmful; the error names the line.
+        ConfigError: If the file does not exist, is damaged or is harmful; the error names the line.
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
@@ -70,7 +70,7 @@ def read_text(file: str | Path) -> str:
         file: Path of the file.
 
     Raises:
-        ConfigError: The file does not exist, is too long, or is not UTF-8.
+        ConfigError: If the file does not exist, is too long, or is not UTF-8.
     """
     path = Path(file)
     try:
@@ -96,7 +96,7 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
         lines: Whether sources have a line number.
 
     Raises:
-        ConfigError: The text is damaged or harmful; the error names the line.
+        ConfigError: If the text is damaged or harmful; the error names the line.
     """
     try:
         node = yaml.compose(text, _Loader)  # the tree of what is written: no tag is followed

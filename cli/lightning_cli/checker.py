@@ -249,7 +249,7 @@ def look_up(configs: Namespace, key: str) -> Any:
         key: The dotted key of the source.
 
     Raises:
-        ConfigError: There is no such value.
+        ConfigError: If there is no such value.
     """
     value: Any = configs
     for part in key.split("."):

@@ -40,7 +40,7 @@ class LightningCLI:
         save_config_kwargs: Arguments of that callback.
         trainer_class: A subclass of Trainer, or a function that returns a Trainer.
         trainer_defaults: Defaults of the Trainer's arguments. Callbacks among them are always added.
-        seed_everything_default: The seed. True picks the usual one, False leaves the RNG state alone.
+        seed_everything_default: The seed. True selects the usual one, False leaves the RNG state unchanged.
         parser_kwargs: Arguments of the parser; those of a subcommand's parser under the subcommand's name.
         parser_class: A subclass of `LightningArgumentParser`.
         subclass_mode_model: Whether the settings may name a subclass of ``model_class``.
@@ -273,7 +273,7 @@ class LightningCLI:
         return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
 
     def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
-        """Return a value of the configuration, looked up below the subcommand where there is one."""
+        """Return a value of the configuration, looked up below the subcommand if there is one."""
         return config.get(str(self.subcommand), config).get(key, default)
 
     def _set_seed(self) -> None:
@@ -344,7 +344,7 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Replace the task's ``configure_optimizers`` where the settings name an optimizer."""
+        """Replace the task's ``configure_optimizers`` if the settings name an optimizer."""
         if not self.auto_configure_optimizers:
             return
         parser = self._parser(subcommand)

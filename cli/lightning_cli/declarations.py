@@ -39,7 +39,7 @@ class Option:
     untyped: bool = False
 
     def get_default(self) -> Value | None:
-        """Return the default as settings; None without one."""
+        """Return the default as settings; None if there is none."""
         return None if self.argument.default is REQUIRED else make_settings(self.argument.default, "default")
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
@@ -241,7 +241,7 @@ def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[
         links: The links.
 
     Raises:
-        ValueError: The links form a circle.
+        ValueError: If the links form a circle.
     """
     needs: dict[str, set[str]] = {key: set() for key in declared}
     for link in links:
@@ -271,7 +271,7 @@ def find_owner(declared: Mapping[str, Declared], key: str) -> str:
         key: The dotted key.
 
     Raises:
-        ValueError: There is no such key.
+        ValueError: If there is no such key.
     """
     owner = max((name for name in declared if key == name or key.startswith(f"{name}.")), key=len, default=None)
     if owner is None:

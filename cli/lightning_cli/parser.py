@@ -64,7 +64,7 @@ class LightningArgumentParser:
         env_prefix: Prefix of the names of environment variables.
         default_env: Whether environment variables are read.
         prog: The program's name in the help. Default: the script's.
-        default_config_files: Files that are read before all others, where they exist. Their names may contain ``*``.
+        default_config_files: Files that are read before all others, if they exist. Their names may contain ``*``.
         parser_mode: ``"omegaconf"`` resolves ``${...}``; in ``"yaml"`` and ``"json"`` it is plain text.
         exit_on_error: Whether an error ends the program with status 2. Otherwise the error is raised.
         dump_header: First lines of a written configuration, as comments. Default: Treadle's version.
@@ -72,7 +72,7 @@ class LightningArgumentParser:
         usage: The usage line of the help.
 
     Raises:
-        ValueError: ``parser_mode`` is unknown.
+        ValueError: If ``parser_mode`` is unknown.
 
     Example:
         >>> parser = LightningArgumentParser()
@@ -147,7 +147,7 @@ class LightningArgumentParser:
             metavar: Accepted as in argparse, and ignored.
 
         Raises:
-            ValueError: The argument is positional, or the action is unknown.
+            ValueError: If the argument is positional, or the action is unknown.
         """
         if not names or not all(name.startswith("-") for name in names):
             raise ValueError(f"add_argument{names!r}: positional arguments are not supported; name it --{names[0]}.")
@@ -316,7 +316,7 @@ class LightningArgumentParser:
             The dotted keys of the arguments.
 
         Raises:
-            ValueError: ``lightning_class`` is neither such a class nor a function.
+            ValueError: If ``lightning_class`` is neither such a class nor a function.
         """
         kinds = (Trainer, TaskModule, DataModule, Callback)
         is_class = isinstance(lightning_class, type)
@@ -345,7 +345,7 @@ class LightningArgumentParser:
                 task's optimizer.
 
         Raises:
-            TypeError: A class does not extend ``torch.optim.Optimizer``.
+            TypeError: If a class does not extend ``torch.optim.Optimizer``.
         """
         self._add_optimizer(self._optimizers, (Optimizer,), optimizer_class, nested_key, link_to, "params")
 
@@ -364,7 +364,7 @@ class LightningArgumentParser:
                 task's scheduler.
 
         Raises:
-            TypeError: A class does not extend ``LRScheduler`` or `ReduceLROnPlateau`.
+            TypeError: If a class does not extend ``LRScheduler`` or `ReduceLROnPlateau`.
         """
         kinds = (LRScheduler, ReduceLROnPlateau)
         self._add_optimizer(self._lr_schedulers, kinds, lr_scheduler_class, nested_key, link_to, "optimizer")
@@ -400,8 +400,8 @@ class LightningArgumentParser:
                 them.
 
         Raises:
-            ValueError: A key was not added, several sources have no function, ``apply_on`` is unknown, or ``target`` is
-                linked already.
+            ValueError: If a key was not added, several sources have no function, ``apply_on`` is unknown, or ``target``
+                is linked already.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if apply_on not in ("parse", "instantiate"):
@@ -425,7 +425,7 @@ class LightningArgumentParser:
             **named: Values by key.
 
         Raises:
-            ValueError: A key was not added.
+            ValueError: If a key was not added.
         """
         for mapping in (*mappings, named):
             for key, value in mapping.items():
@@ -687,7 +687,7 @@ class LightningArgumentParser:
                 do.
 
         Raises:
-            ConfigError: A changed value does not fit.
+            ConfigError: If a changed value does not fit.
         """
         built = cfg.clone()
         for name, parser in self.subcommands.items():
@@ -774,7 +774,7 @@ class LightningArgumentParser:
             **options: Further arguments of `dump`.
 
         Raises:
-            FileExistsError: The file exists and ``overwrite`` is False.
+            FileExistsError: If the file exists and ``overwrite`` is False.
         """
         file = FilePath(path)
         if file.exists() and not overwrite:

@@ -32,7 +32,7 @@ class Subcommands:
 
 
 def signature_of_return(function: Callable[..., Any]) -> Any:
-    """Return the annotation of a function's return value; None without one."""
+    """Return the annotation of a function's return value; None if there is none."""
     try:
         return typing.get_type_hints(function).get("return")
     except NameError:  # imported for type checkers only

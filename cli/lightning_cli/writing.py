@@ -44,7 +44,7 @@ def to_plain(value: Any) -> Any:
     """Return a configuration as plain data, without entries that cannot be represented as text.
 
     Raises:
-        NotWritten: The value itself cannot be represented.
+        NotWritten: If the value itself cannot be represented.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)

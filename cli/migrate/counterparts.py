@@ -49,7 +49,7 @@ class PeerModule:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether it is a module of Treadle already."""
+        """Return whether it is already a module of Treadle."""
         return self.peer in ("treadle", "compat")
 
 

@@ -28,7 +28,7 @@ def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
         path: The file, as findings name it. Their lines are counted over the notebook's code cells.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: The file or its code does not parse.
+        SyntaxError, ValueError, RecursionError, MemoryError: If the file or its code does not parse.
     """
     notebook = json.loads(text)
     cells = {number: cell for number, cell in _list_cells(notebook) if not _OTHER_LANGUAGE.match(_join(cell))}

@@ -50,7 +50,7 @@ def migrate_source(text: str, path: str) -> tuple[str, list[Finding]]:
         path: The file, as findings name it.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: The file does not parse.
+        SyntaxError, ValueError, RecursionError, MemoryError: If the file does not parse.
     """
     return _Source(text, path).migrate()
 

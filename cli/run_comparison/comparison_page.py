@@ -33,8 +33,8 @@ def write_page(comparison: Comparison, path: Path) -> None:
         path: The file. One that an earlier comparison wrote is replaced.
 
     Raises:
-        ValueError: Another file exists at the path.
-        OSError: The file cannot be written.
+        ValueError: If another file exists at the path.
+        OSError: If the file cannot be written.
     """
     if path.exists() and not _is_comparison(path):
         raise ValueError(f"{path} exists and is not a comparison of runs, so it is not replaced. Pass --output FILE.")

@@ -18,7 +18,7 @@ _CUT_SHORT = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, sign
 
 
 class End(Enum):
-    """Kind of a trial's end, or that it has not ended."""
+    """How a trial ended, or that it has not ended."""
 
     COMPLETE = "complete"
     PRUNED = "pruned"

@@ -157,7 +157,7 @@ def _parse_space(value: Value) -> Choices | Range:
     """Return the values of a parameter.
 
     Raises:
-        ConfigError: The parameter does not define its values.
+        ConfigError: If the parameter does not define its values.
     """
     if isinstance(value.data, list):
         return _parse_choices(value)

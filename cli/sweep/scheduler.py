@@ -67,7 +67,7 @@ class Scheduler:
         """Run until every trial has ended, or until a signal or too many failures end it. Return the exit status.
 
         Raises:
-            ConfigError: The sweep cannot start or continue with the settings in its file.
+            ConfigError: If the sweep cannot start or continue with the settings in its file.
         """
         with self.folder.working():
             with self.folder.deciding():

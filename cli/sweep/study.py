@@ -56,7 +56,7 @@ class Study:
         sweep: The sweep.
 
     Raises:
-        ConfigError: The storage or an option is wrong.
+        ConfigError: If the storage or an option is wrong.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -218,7 +218,7 @@ def make_pruner(prune: Choice | None) -> BasePruner:
         prune: The pruner's name and options; None for no pruner.
 
     Raises:
-        ConfigError: An option is unknown, or Optuna rejects its value.
+        ConfigError: If an option is unknown, or Optuna rejects its value.
     """
     if prune is None:
         return optuna.pruners.NopPruner()
@@ -237,7 +237,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
         number: The trial's number, which the seed depends on.
 
     Raises:
-        ConfigError: An option is unknown, or Optuna rejects its value.
+        ConfigError: If an option is unknown, or Optuna rejects its value.
     """
     method = sweep.method
     if method.kind == "grid":

@@ -33,7 +33,7 @@ class SweepFolder:
         study.db      Optuna's study
         sweep.json    the sweep with all defaults; `treadle sweep` reads it too
         report.html   a report of the sweep
-        .sweep/       a lock for the decision what to run next, and one for each process that works on the sweep
+        .sweep/       a lock for deciding what runs next, and one for each process that works on the sweep
 
     Args:
         sweep: The sweep.
@@ -104,7 +104,7 @@ class SweepFolder:
             Whether the sweep is new.
 
         Raises:
-            ConfigError: The folder has another sweep, or other runs.
+            ConfigError: If the folder has another sweep, or other runs.
         """
         file, description = self.path / DESCRIPTION, self.sweep.describe()
         anew = (

@@ -40,7 +40,7 @@ class TrialConfigs:
         """Check every choice and both ends of every range, each with the first values of the other parameters.
 
         Raises:
-            ConfigError: The configuration does not accept a key or value; the error names all of them.
+            ConfigError: If the configuration does not accept a key or value; the error names all of them.
         """
         first = {parameter.key: next(parameter.list_samples()) for parameter in self.sweep.parameters}
         problems = self._list_problems(first)
@@ -67,7 +67,7 @@ class TrialConfigs:
             stored: The trial's values by key, as the study stores them.
 
         Raises:
-            ConfigError: The values are not valid in combination.
+            ConfigError: If the values are not valid in combination.
         """
         settings = {parameter.key: parameter.to_value(stored[parameter.key]) for parameter in self.sweep.parameters}
         config = resolve(self.sweep.base, {**settings, "ckpt_path": Value("auto", COMMAND_LINE)})

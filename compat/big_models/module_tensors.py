@@ -71,7 +71,7 @@ def convert_file_size_to_int(size: int | str) -> int:
         size: The size, in bytes or as text.
 
     Raises:
-        ValueError: The size is negative or cannot be parsed.
+        ValueError: If the size is negative or cannot be parsed.
     """
     if isinstance(size, str):
         text = size.strip()
@@ -88,7 +88,7 @@ def dtype_byte_size(dtype: Any) -> float:
         dtype: A ``torch.dtype`` or a member of `CustomDtype`.
 
     Raises:
-        ValueError: The argument is not a dtype.
+        ValueError: If the argument is not a dtype.
     """
     if isinstance(dtype, torch.dtype):
         return 1 / 8 if dtype == torch.bool else dtype.itemsize
@@ -198,7 +198,7 @@ def check_tied_parameters_on_same_device(
         device_map: Devices by name of module or parameter.
 
     Raises:
-        ValueError: The map gives a parameter no device.
+        ValueError: If the map gives a parameter no device.
     """
     for names in tied_params:
         devices = {name: look_up_device(device_map, name) for name in names}
@@ -295,7 +295,7 @@ def set_module_tensor_to_device(
         clear_cache: Whether to release freed memory of the accelerator.
 
     Raises:
-        ValueError: The tensor does not exist or has no values, or ``value`` has another shape.
+        ValueError: If the tensor does not exist or has no values, or ``value`` has another shape.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)

@@ -49,7 +49,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         weight_info: The tensor's ``"dtype"`` and ``"shape"``.
 
     Raises:
-        ValueError: The file has another size.
+        ValueError: If the file has another size.
     """
     dtype, shape = getattr(torch, weight_info["dtype"]), torch.Size(weight_info["shape"])
     size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
@@ -144,7 +144,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: The device for tensors from safetensors files. Default: the CPU.
 
     Raises:
-        ValueError: None of the three is passed.
+        ValueError: If none of the three is passed.
     """
 
     def __init__(

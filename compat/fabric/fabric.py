@@ -55,7 +55,7 @@ class Fabric:
         loggers: One or several loggers.
 
     Raises:
-        ValueError: A value is not supported.
+        ValueError: If a value is not supported.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class Fabric:
             The function's return value on this process; if this call started the processes, the value on rank zero.
 
         Raises:
-            TypeError: The argument is not a function that accepts a Fabric, or it is missing and this call has to start
-                processes.
+            TypeError: If the argument is not a function that accepts a Fabric, or it is missing and this call has to
+                start processes.
         """
         if function is None:
             if self._opened is None:
@@ -309,7 +309,7 @@ class Fabric:
             The prepared model.
 
         Raises:
-            ValueError: The model has been set up already.
+            ValueError: If the model has been set up already.
         """
         if is_wrapped(module):
             raise ValueError(f"this {type(unwrap(module)).__name__} is set up already: pass each model once.")
@@ -328,7 +328,7 @@ class Fabric:
             The prepared optimizer, or a tuple of several.
 
         Raises:
-            ValueError: No optimizer is passed, or one has been set up already.
+            ValueError: If no optimizer is passed, or one has been set up already.
         """
         if not optimizers:
             raise ValueError("setup_optimizers needs at least one optimizer.")
@@ -357,8 +357,8 @@ class Fabric:
             The prepared dataloader, or a list of several.
 
         Raises:
-            TypeError: An argument is not a ``DataLoader``.
-            ValueError: No dataloader is passed, or one has been set up already.
+            TypeError: If an argument is not a ``DataLoader``.
+            ValueError: If no dataloader is passed, or one has been set up already.
         """
         if not dataloaders:
             raise ValueError("setup_dataloaders needs at least one DataLoader.")
@@ -406,8 +406,8 @@ class Fabric:
             The norm before clipping; None if clipped by value.
 
         Raises:
-            ValueError: Both limits are set, or neither is.
-            RuntimeError: The norm is not finite.
+            ValueError: If both limits are set, or neither is.
+            RuntimeError: If the norm is not finite.
         """
         if (clip_val is None) == (max_norm is None):
             raise ValueError(
@@ -433,7 +433,7 @@ class Fabric:
             enabled: Whether to skip the reduction.
 
         Raises:
-            TypeError: The model has not been set up.
+            TypeError: If the model has not been set up.
         """
         wrapper = getattr(module, "_orig_mod", module)
         if not isinstance(wrapper, FabricModule):
@@ -495,8 +495,8 @@ class Fabric:
             filter: Functions ``function(key, value)`` by name, which return whether an entry of the state is saved.
 
         Raises:
-            TypeError: A value is not data (the error names its place), or a filter is not a function.
-            ValueError: A filter's name is not in ``state``, or ``state`` has the optimizer of a sharded model.
+            TypeError: If a value is not data (the error names its place), or a filter is not a function.
+            ValueError: If a filter's name is not in ``state``, or ``state`` has the optimizer of a sharded model.
         """
         filters = {} if filter is None else filter
         if not isinstance(filters, Mapping) or not all(map(callable, filters.values())):
@@ -542,7 +542,7 @@ class Fabric:
             The values that were not restored, by name.
 
         Raises:
-            KeyError: A name is not in the file.
+            KeyError: If a name is not in the file.
         """
         saved = self._read(path, weights_only)
         missing = sorted((state or {}).keys() - saved.keys())
@@ -630,7 +630,7 @@ class Fabric:
         """First logger.
 
         Raises:
-            IndexError: There are no loggers.
+            IndexError: If there are no loggers.
         """
         if not self._loggers:
             raise IndexError("this Fabric has no logger: give it some, Fabric(loggers=...).")

@@ -83,9 +83,9 @@ class FabricModule(nn.Module):
             method: The method or its name.
 
         Raises:
-            AttributeError: The model has no such method.
-            TypeError: The argument is neither a method nor a name.
-            ValueError: The method is ``forward`` itself.
+            AttributeError: If the model has no such method.
+            TypeError: If the argument is neither a method nor a name.
+            ValueError: If the method is ``forward`` itself.
         """
         if not isinstance(method, MethodType | str):
             raise TypeError(f"mark_forward_method takes a method or its name, not {method!r}.")
@@ -174,8 +174,8 @@ class FabricDataLoader:
         shared: Whether the ranks share the samples.
 
     Raises:
-        TypeError: The argument is not a ``DataLoader``, or has a batch sampler without a sampler.
-        ValueError: The dataloader has been set up already.
+        TypeError: If the argument is not a ``DataLoader``, or has a batch sampler without a sampler.
+        ValueError: If the dataloader has been set up already.
     """
 
     def __init__(self, loader: Any, world: World, device: torch.device | None, shared: bool) -> None:

@@ -53,8 +53,8 @@ class ServableModuleValidator(Callback):
         resp: The response, with ``status_code`` and ``json()``; None before training.
 
     Raises:
-        ValueError: An argument is not supported; in training, the response is not the expected one.
-        TypeError: In training, the task is not a `ServableModule`.
+        ValueError: If an argument is not supported; in training, if the response is not the expected one.
+        TypeError: In training, if the task is not a `ServableModule`.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ def find_gpu(name: str | GPU) -> GPU:
         name: The name; a `GPU` is returned unchanged.
 
     Raises:
-        ValueError: If the name is unknown. The error names the nearest one.
+        ValueError: If the name is unknown. The error names the closest one.
     """
     if isinstance(name, GPU):
         return name

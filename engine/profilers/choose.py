@@ -15,7 +15,7 @@ def choose_profiler(profiler: Any) -> Profiler:
         profiler: None, ``"simple"``, ``"advanced"``, ``"pytorch"``, or a `Profiler`.
 
     Raises:
-        ValueError: If the name is unknown. The error names the nearest one.
+        ValueError: If the name is unknown. The error names the closest one.
         TypeError: If it is any other object.
     """
     if profiler is None:

@@ -39,7 +39,7 @@ class PyTorchProfiler(Profiler):
             ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops``, ``with_modules``.
 
     Raises:
-        ValueError: If a key or an argument does not exist. The error names the nearest one.
+        ValueError: If a key or an argument does not exist. The error names the closest one.
         TypeError: If ``schedule`` is not a schedule.
 
     Example:

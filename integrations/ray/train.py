@@ -29,9 +29,9 @@ class RayTrainReportCallback(ReportedCheckpoint):
     ckpt_path="auto")`` then resumes from the last reported checkpoint. Ray's ``CheckpointConfig`` decides which
     checkpoints are kept. ``checkpoint.ckpt`` in Ray's checkpoint is Treadle's.
 
-    All ranks write their shards to Ray's storage, so nothing is copied: a disk that the machines share; S3 with the
-    extra ``s3``; Google Cloud Storage with ``gs``. A checkpoint is reported once it is committed, so a killed worker
-    leaves no partial one.
+    All ranks write their shards to Ray's storage, so nothing is copied. The storage is a disk that the machines share,
+    S3 with the extra ``s3``, or Google Cloud Storage with ``gs``. A checkpoint is reported once it is committed, so a
+    killed worker leaves no partial one.
 
     Args:
         checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, which
@@ -163,7 +163,7 @@ def _get_storage() -> Any:
     """Return Ray's description of the storage of the run's checkpoints.
 
     Raises:
-        RuntimeError: This is not a Ray Train worker.
+        RuntimeError: If this is not a Ray Train worker.
     """
     import ray.train
 

@@ -145,8 +145,8 @@ class _Examination:
             environment: Variables of the launcher.
 
         Raises:
-            ValueError: The address cannot be used.
-            RuntimeError: Rank zero, or the launcher, does not answer.
+            ValueError: If the address cannot be used.
+            RuntimeError: If rank zero, or the launcher, does not answer.
         """
         launched = self.launched
         address = launched.address
@@ -178,8 +178,8 @@ class _Examination:
             facts: Result of `inspect_process` for this rank.
 
         Raises:
-            ValueError: Another process has the same rank.
-            RuntimeError: Rank zero reported, but did not decide.
+            ValueError: If another process has the same rank.
+            RuntimeError: If rank zero reported, but did not decide.
         """
         rank, size = self.launched.rank, self.launched.world_size
         if store.add(f"arrivals of {rank}", 1) > 1:

@@ -52,7 +52,7 @@ def measure_all_reduce(world: World) -> dict[str, Any]:
         ``"backend"``, ``"latency"``, ``"bandwidth"``, and ``"bytes"`` of the tensor that was measured.
 
     Raises:
-        ArithmeticError: A sum is not that of all ranks' values.
+        ArithmeticError: If a sum is not that of all ranks' values.
     """
     _check_sum(world)
     latency = _time_all_reduce(world, _SMALL, repeats=20)

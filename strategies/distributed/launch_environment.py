@@ -238,9 +238,7 @@ def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Read the variables of a task that srun started with other tasks; None in a batch script or shell, or for one
-    task.
-    """
+    """Read the variables of a task that srun started with others; None in a batch script or shell, or for one task."""
     if not _is_slurm_task(env):
         return None
     tasks = _find_set_name(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

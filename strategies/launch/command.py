@@ -134,7 +134,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         The value of each option.
 
     Raises:
-        ValueError: An option is unknown (the error names the nearest one), or belongs in the script.
+        ValueError: If an option is unknown (the error names the closest one), or belongs in the script.
     """
     command_parser = parser()
     option_names = [
@@ -174,7 +174,7 @@ def job_of(options: argparse.Namespace) -> Job:
         options: Result of `parse`.
 
     Raises:
-        ValueError: The options contradict each other or do not fit this machine.
+        ValueError: If the options contradict each other or do not fit this machine.
     """
     nodes = _parse_nodes(options)
     if options.multi_gpu and (options.cpu or not _count_gpus()):

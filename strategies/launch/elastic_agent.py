@@ -162,7 +162,7 @@ class Agent(LocalElasticAgent):
         It has vanished, or one of its ranks has failed at the very end: then all machines have to start again.
 
         Raises:
-            Elsewhere: A machine has left, and no restart is allowed.
+            Elsewhere: If a machine has left, and no restart is allowed.
         """
         if not self.several:
             return True
@@ -305,7 +305,7 @@ class Agent(LocalElasticAgent):
             text: Reason for it.
 
         Raises:
-            Elsewhere: Another machine was first.
+            Elsewhere: If another machine was first.
         """
         if self.several:
             mine = json.dumps([status, text])
@@ -359,7 +359,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
         The exit status of the run.
 
     Raises:
-        ValueError: The endpoint of the other machines does not answer.
+        ValueError: If the endpoint of the other machines does not answer.
     """
     if job.nodes is not None and place is not None:
         _say(f"waiting at {place.endpoint} for {_count(job)} machine(s), from {place.local_addr}, run id {job.run_id}")

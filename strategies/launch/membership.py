@@ -33,7 +33,7 @@ class Membership:
         """Prepare a rendezvous: the first of the run, or a later one.
 
         Raises:
-            RendezvousError: The store does not answer.
+            RendezvousError: If the store does not answer.
         """
         if self._handler is None:
             return
@@ -60,7 +60,7 @@ class Membership:
         life for keep_alive_interval x keep_alive_max_attempt seconds (15).
 
         Raises:
-            RendezvousError: The store does not answer.
+            RendezvousError: If the store does not answer.
         """
         if self._handler is None:
             return False, False

@@ -75,9 +75,9 @@ def notebook_launcher(
         log_line_prefix_template: Only None.
 
     Raises:
-        ValueError: An argument is not supported, the session cannot be forked, or an Accelerator exists already.
-        TypeError: `function` is not callable.
-        RuntimeError: A process failed; the error shows its traceback. The others were ended.
+        ValueError: If an argument is not supported, the session cannot be forked, or an Accelerator exists already.
+        TypeError: If `function` is not callable.
+        RuntimeError: If a process failed; the error shows its traceback. The other processes were ended.
     """
     conf = dict(rdzv_conf or {})
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
@@ -134,9 +134,9 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         num_processes: Number of processes. Default: 2.
 
     Raises:
-        ValueError: The session cannot be forked, or an Accelerator exists already.
-        TypeError: `function` is not callable.
-        RuntimeError: A process failed; the error shows its traceback. The others were ended.
+        ValueError: If the session cannot be forked, or an Accelerator exists already.
+        TypeError: If `function` is not callable.
+        RuntimeError: If a process failed; the error shows its traceback. The other processes were ended.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 

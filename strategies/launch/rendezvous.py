@@ -33,7 +33,7 @@ class Nodes:
         backend: Torch's name of the rendezvous. Default: ``"static"`` with a ``rank``, else ``"c10d"``.
 
     Raises:
-        ValueError: The numbers contradict each other, or the endpoint is empty.
+        ValueError: If the numbers contradict each other, or the endpoint is empty.
     """
 
     least: int
@@ -70,7 +70,7 @@ class Nodes:
         """Return how this machine reaches the others.
 
         Raises:
-            ValueError: The endpoint's host is unknown, or ``local_addr`` is not an address of this machine.
+            ValueError: If the endpoint's host is unknown, or ``local_addr`` is not an address of this machine.
         """
         if self.backend not in _PORTS:  # etcd and what users registered: theirs to interpret
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
@@ -125,7 +125,7 @@ class Job:
         tee: The same, to the terminal as well.
 
     Raises:
-        ValueError: A number is out of its range, or options contradict each other.
+        ValueError: If a number is out of its range, or options contradict each other.
     """
 
     nproc: int
@@ -202,7 +202,7 @@ def _choose_interface(address: str) -> str | None:
     """Return the interface for gloo, which otherwise uses what the host's name resolves to: often a loopback address.
 
     Raises:
-        ValueError: It must be set and cannot be determined.
+        ValueError: If it must be set and cannot be determined.
     """
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ:
         return None

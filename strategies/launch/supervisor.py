@@ -35,7 +35,8 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
 
     Raises:
         SystemExit: Always, with the status that `supervise` describes, when the ranks have ended.
-        ValueError: No script can be run again: a prompt, a notebook, `python -c`, a test runner. Nothing was started.
+        ValueError: If no script can be run again: a prompt, a notebook, `python -c`, a test runner. Nothing was
+            started.
     """
     if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it, in each rank again
@@ -79,8 +80,8 @@ def supervise(
         regardless of the ranks' later statuses; 143 for SIGUSR1 too.
 
     Raises:
-        ValueError: `nproc` is not a positive number, no script can be run again, or this is not the main thread.
-        OSError: The program cannot be started.
+        ValueError: If `nproc` is not a positive number, no script can be run again, or this is not the main thread.
+        OSError: If the program cannot be started.
     """
     command = [] if argv is None else [str(part) for part in argv]
     run_id = run_id or uuid.uuid4().hex
@@ -101,8 +102,8 @@ def supervise_job(job: Job) -> int:
         The status that `supervise` describes; that of the rank that failed first on any machine.
 
     Raises:
-        ValueError: The machines cannot meet as `job.nodes` specifies, or this is not the main thread.
-        OSError: The program cannot be started.
+        ValueError: If the machines cannot meet as `job.nodes` specifies, or this is not the main thread.
+        OSError: If the program cannot be started.
     """
     if threading.current_thread() is not threading.main_thread():
         # Signals reach the main thread only, and Linux ends a rank with the thread that started it.
@@ -147,7 +148,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
         Interpreter, its flags, the script's absolute path or `-m` and the module's name, then the arguments.
 
     Raises:
-        ValueError: No script can be run again.
+        ValueError: If no script can be run again.
     """
     if (obstacle := _find_obstacle()) is not None:
         if is_ray_worker():

@@ -29,7 +29,7 @@ def find_source_address(target: str, port: int = 9) -> str:
         port: Port of the target. Default: 9.
 
     Raises:
-        OSError: No route leads there.
+        OSError: If no route leads there.
     """
     with open_datagram_socket(target) as probe:
         probe.connect((target, port))

@@ -50,8 +50,8 @@ class Fault:
         match: For disk points, a pattern for the path, such as ``"*/model*"``; for a rename, either name may match.
 
     Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A name does not exist; the error names the closest one.
+        TypeError: If a value is of the wrong type.
+        ValueError: If a name does not exist; the error names the closest one.
 
     Example:
         >>> Fault("backward:after", "raise:ValueError", rank=1, step=3)

@@ -79,7 +79,7 @@ class FaultPlan:
             recorded firing does not happen again. All processes of a run may share one file.
 
     Raises:
-        ValueError: There are no faults, or one is planned twice.
+        ValueError: If there are no faults, or one is planned twice.
 
     Example:
         >>> with FaultPlan([Fault("disk:fsync", "delay:0.0")], record=None) as plan:
@@ -129,7 +129,7 @@ class FaultPlan:
             world_size: World size of the run.
 
         Raises:
-            FaultsNotFired: Faults did not happen, or happened more than once; the error names all of them.
+            FaultsNotFired: If faults did not happen, or happened more than once; the error names all of them.
         """
         self._check(
             {
@@ -212,7 +212,7 @@ class FaultPlan:
         """Return the environment variable that passes this plan to `armed_from_environment` in another process.
 
         Raises:
-            TypeError: An action is not a string.
+            TypeError: If an action is not a string.
         """
         for fault in self.faults:
             if not isinstance(fault.action, str):

@@ -231,7 +231,7 @@ class Checker:
         return None if recipes is None else MappingRecipe(value, recipes)
 
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
-        """Return a recipe for the first member that fits; else report the problems of the member of equal shape."""
+        """Return a recipe for the first member that fits; else report the problems of the member of the same kind."""
         # A number is taken as text where nothing in the union is a number.
         numbers = any(candidate in (int, float, bool) for candidate in members)
         for strict in (True,) if numbers else (True, False):
@@ -433,7 +433,7 @@ class Checker:
         return self.check(value, argument.type, path)
 
     def _check_nested(self, value: Value, annotation: Any, path: Path, supplied: set[str]) -> Recipe | None:
-        """Return a recipe for schedulers inside a scheduler, which get the optimizer too."""
+        """Return a recipe for schedulers inside a scheduler, which also receive the optimizer."""
         inner = typing.get_args(annotation)
         if not (isinstance(value.data, list) and inner and isinstance(inner[0], type)):
             return None

@@ -163,7 +163,7 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
         data: The data module's class, if the configuration need not name one.
 
     Raises:
-        ConfigError: The configuration is invalid.
+        ConfigError: If the configuration is invalid.
     """
     checked = check(config, model, data)
     return Built(
@@ -180,7 +180,7 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
         data: The data module's class, if the configuration need not name one.
 
     Raises:
-        ConfigError: The configuration is invalid; the error names every problem with file, line and key.
+        ConfigError: If the configuration is invalid; the error names every problem with file, line and key.
     """
     checker = Checker(config.secrets)
     root = config.root

@@ -72,7 +72,7 @@ def find(name: str, base: Any) -> Any:
         base: The class that the result must extend; ``object`` for any.
 
     Raises:
-        ConfigError: Nothing has this name (the error names the closest one), or several classes do.
+        ConfigError: If nothing has this name (the error names the closest one), or several classes have it.
     """
     homes = list_short_names(base)
     if name in homes:
@@ -107,7 +107,7 @@ def import_target(name: str) -> Any:
         name: The import path.
 
     Raises:
-        ConfigError: There is no such object; the error names the closest one.
+        ConfigError: If there is no such object; the error names the closest one.
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):

@@ -153,7 +153,7 @@ class ObjectRecipe(Recipe):
         return positional + (arguments.pop(variadic_name) if variadic_name in arguments else [])
 
     def _explain_error(self, error: Exception) -> Exception:
-        """Return Treadle's and torch's errors as a ConfigError with the place, any other with a note."""
+        """Return Treadle's and torch's errors as a ConfigError with the place, and any other error with a note."""
         name = self.name or getattr(self.target, "__name__", str(self.target))
         home = getattr(self.target, "__module__", "") or ""
         if isinstance(error, ConfigError):
