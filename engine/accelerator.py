@@ -57,7 +57,7 @@ from .rng import RandomStream
 from .run_rng import RunRng
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
-# Lists that public code reads, though they are private in Accelerate.
+# Lists that public code reads although they are private in Accelerate.
 _PEERS_NAMES = {
     "_models": "models",
     "_optimizers": "optimizers",
@@ -283,7 +283,7 @@ class Accelerator(Process):
             raise ValueError(
                 f"device_placement has {len(placement)} values for {len(objects)} objects; give one value per object."
             )
-        # Models first: an optimizer may have to follow its parameters to where they are then.
+        # Models first, because preparing them may move their parameters, which the optimizers must then refer to.
         models = {
             id(value): self.prepare_model(value, place)
             for value, place in zip(objects, placement, strict=True)
@@ -358,7 +358,7 @@ class Accelerator(Process):
         if self.cursor.around is None and is_compiled(model):
             self._refuse_graphs_under_accumulation()
             self.cursor.around = CompiledBatches(self.dynamo_plugin.uses_cuda_graphs(self.device))
-        if evaluation_mode:  # which one rank may do alone
+        if evaluation_mode:  # one rank alone may prepare a model for evaluation
             wrapped = self.strategy.place(model)
         else:
             if trained or step:
@@ -485,7 +485,8 @@ class Accelerator(Process):
         """
         if isinstance(loader, Loader):
             return loader
-        if "base_dataloader" in getattr(loader, "__dict__", ()):  # of prepare_data_loader without an Accelerator
+        # The loader is from prepare_data_loader, without an Accelerator.
+        if "base_dataloader" in getattr(loader, "__dict__", ()):
             raise TypeError(
                 f"prepare got a {type(loader).__name__}, which is already sharded over the processes: pass the "
                 "DataLoader that it was made from, or iterate it without prepare."
@@ -1244,7 +1245,7 @@ class Accelerator(Process):
         Args:
             model: The model to check.
         """
-        from .big_models import is_dispatched  # 25 ms, for which no import has to wait
+        from .big_models import is_dispatched  # takes 25 ms, which no import should wait for
 
         return any(is_dispatched(part) for part in (model, *model.children()))
 

@@ -117,7 +117,7 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
     """
 
     def resize(tensor: Tensor) -> Tensor:
-        # One row may be a sum as well, which counts once however many samples it is of.
+        # A single row may also be a sum; it then counts once, regardless of the number of samples in it.
         if batch_size == 1 or tuple(tensor.shape) != (batch_size,) or not tensor.is_floating_point():
             return tensor
         return tensor[:1].repeat(samples) if bool((tensor == tensor[0]).all()) else tensor
@@ -202,7 +202,7 @@ def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], An
     if isinstance(value, list | tuple):
         parts = [_walk(item, tensor, other) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return apply_to_collection(value, Tensor, tensor)  # a dataclass
+    return apply_to_collection(value, Tensor, tensor)  # for example a dataclass
 
 
 def with_items(value: Any, items: dict[Any, Any]) -> Any:
@@ -265,7 +265,7 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     """
     choose("reduction", reduction, REDUCTIONS)
     if world.size > 1 and world.debug is None and reduction != "none":
-        _check_forms("reduce", value, world)  # gloo returns what was in memory, NCCL hangs
+        _check_forms("reduce", value, world)  # otherwise gloo returns what was in memory, and NCCL hangs
 
     def reduce_tensor(tensor: Tensor) -> Tensor:
         result = tensor.detach().clone()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-# Shares of the memory in use from which a collection pays off. A process holds main memory for much besides
-# tensors, but a device's memory for nothing else.
+# Shares of the memory in use from which a collection is worthwhile. Main memory holds much besides the process's
+# tensors, a device's memory nothing else.
 DEVICE_SHARE = 1 / 8
 HOST_SHARE = 1 / 4
 
@@ -69,5 +69,5 @@ def _read_main_memory() -> int:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no limit
+    except (OSError, ValueError):  # there is no limit
         return total

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .accelerator import Accelerator
     from .data import Loader
 
-# Of this process, the newest last: Accelerate's state objects describe the one that is in use.
+# This process's Accelerators, the newest last: Accelerate's state objects describe the one in use.
 _accelerators: list[weakref.ref[Accelerator]] = []
 
 
@@ -375,7 +375,7 @@ class Process:
             self.world.raise_together(None)
         try:
             yield
-        except BaseException as error:  # an exit or an interrupt too: the others would wait for good
+        except BaseException as error:  # including exits and interrupts, because the others would wait forever
             if leads:
                 self.world.raise_together(error)
             raise

@@ -15,7 +15,7 @@ from ..common.validation import choose
 GROUP = 32
 """Number of int4 weights that share a scale."""
 _EXTRA = "quantization"
-_MULTIPLE = 16  # of which torch's float8 products want both sizes
+_MULTIPLE = 16  # torch's float8 products require both sizes to be multiples of it
 
 
 class WeightQuantizer:

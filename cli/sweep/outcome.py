@@ -18,7 +18,7 @@ _CUT_SHORT = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, sign
 
 
 class End(Enum):
-    """How a trial ended, or that it has not ended."""
+    """End of a trial, or the fact that it has not ended."""
 
     COMPLETE = "complete"
     PRUNED = "pruned"

@@ -100,7 +100,7 @@ def _fill(
     parts: list[Part], room: Mapping[Device, int | None], main: Device | None, offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
     """Fill the devices greedily; with ``main``, reserve memory there to run what comes after."""
-    reserves = [0]  # for what comes after each part
+    reserves = [0]  # memory to reserve for what comes after each part
     largest = buffers = 0
     for part in reversed(parts[1:]):
         largest, buffers = max(largest, part.largest), buffers + part.buffers

@@ -46,7 +46,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:
         if include_buffers:
-            stack.enter_context(redirect.device)  # nothing is made elsewhere first
+            stack.enter_context(redirect.device)  # so that nothing is created on another device first
         stack.enter_context(_hooked())
         token = _current.set(redirect)
         try:
@@ -61,7 +61,8 @@ class _Redirect:
     def __init__(self, device: torch.device, buffers: bool) -> None:
         self.device = device
         self.buffers = buffers
-        # One registered in two places must stay one; the reference tells whether it is still the same object.
+        # A parameter registered in two places must remain one object; the reference shows whether it is still the same
+        # object.
         self._moved: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def move_tensor(self, tensor: Tensor) -> Tensor | None:

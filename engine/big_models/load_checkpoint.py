@@ -106,7 +106,7 @@ def _plan_device_map(
     quantizer: WeightQuantizer | None,
 ) -> dict[str, Device]:
     choose("device_map", method, ("auto", "balanced", "balanced_low_0", "sequential"))
-    # Four bits are planned as a byte too, as they have more scales.
+    # Four-bit weights are also planned as one byte, because they have more scales.
     sizes = None if quantizer is None else {f"{name}.weight": torch.int8 for name in quantizer.select(model)}
     limits = max_memory
     if method != "sequential":
@@ -207,13 +207,13 @@ def _load_tensor(
 ) -> None:
     piece = next((weights[name] for name in names if name in weights), None)
     if device.type == "meta" and piece is None and not old.is_meta:
-        return  # in no checkpoint, so its values stay in memory
+        return  # it is in no checkpoint, so its values stay in memory
     with torch.no_grad():
         if old.device == device and old.dtype == dtype:
             if piece is not None and device.type != "meta":
                 piece.fill(old.detach())
             return
-        values = torch.empty(old.shape, device=device, dtype=dtype)  # empty_like of meta imports 500 modules, 35 MB
+        values = torch.empty(old.shape, device=device, dtype=dtype)  # empty_like on meta imports 500 modules, 35 MB
         if piece is not None and device.type != "meta":
             piece.fill(values)
         elif piece is None:

@@ -34,7 +34,7 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    # "Gb" would be bits to some and a slip of the pen to others.
+    # Some would read "Gb" as bits, others as a typing error for bytes.
     if match is None or match[2].upper() not in _UNITS or match[2].endswith("b"):
         raise ValueError(
             f"memory {size!r} is not a size. Pass bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB, TiB."
@@ -149,5 +149,5 @@ def available_memory() -> int:
             used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
             free = min(free, max(0, int(limit) - used))
     except (OSError, ValueError):
-        pass  # no limit that can be read
+        pass  # no limit can be read
     return free

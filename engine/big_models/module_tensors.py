@@ -103,7 +103,7 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         tensor: The new tensor.
     """
     if isinstance(module, nn.RNNBase):
-        setattr(module, name, tensor)  # it keeps a second list of its weights, which only this renews
+        setattr(module, name, tensor)  # the module keeps a second list of its weights, which only this call renews
     else:
         registry: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
         registry[name] = tensor

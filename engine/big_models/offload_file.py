@@ -55,7 +55,7 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
             return {}
         index = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
-            return {}  # another program's file of that name
+            return {}  # a file of that name from another program
     files: dict[str, Weights] = {}
     weights: Weights = {}
     for name, entry in (index or {}).items():
@@ -118,7 +118,7 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
 
 def _clear_dead(path: Path) -> None:
     """Delete what killed processes of this machine left next to ``path``."""
-    if os.name != "posix":  # nowhere else can a process be asked for without harm
+    if os.name != "posix":  # on other systems a process cannot be checked without affecting it
         return
     of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")
     for name in filesystem.list_names(path.parent):
@@ -127,5 +127,5 @@ def _clear_dead(path: Path) -> None:
                 os.kill(int(match[1]), 0)
             except ProcessLookupError:
                 filesystem.delete(path.with_name(name))
-            except OSError:  # somebody else's
+            except OSError:  # it belongs to another user
                 pass

@@ -41,7 +41,7 @@ class HostCopies:
     def _unpin_slab(self) -> None:
         unpin, self._unpin = self._unpin, None
         if unpin is not None:
-            torch.cuda.synchronize()  # it may still be copied into
+            torch.cuda.synchronize()  # a copy into it may still be in progress
             unpin()
 
     def copy_tensors(
@@ -75,7 +75,7 @@ class HostCopies:
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 if file in later:
                     copying.add(f"{name} in {file}", buffer, tensor)
-                else:  # into pinned memory the device copies on its own; what is computed after it waits for it there
+                else:  # copied by the device into pinned memory; its later computations wait for the copy
                     buffer.copy_(tensor, non_blocking=tensor.is_cuda)
                     copying.note(tensor)
                 tensors[name] = self._buffers[file, name] = buffer
@@ -99,7 +99,7 @@ class HostCopies:
         }
         if not all(place in before and _fits(before[place], tensor) for place, tensor in tensors.items()):
             for place in tensors:
-                before.pop(place, None)  # the slab before goes first: both may be more than the machine has
+                before.pop(place, None)  # the previous slab is freed first, because both may not fit into memory
             self._unpin_slab()
             starts = list(accumulate((_align(tensor.nbytes) for tensor in tensors.values()), initial=0))
             slab = self._make_pinned_slab(starts[-1])
@@ -122,7 +122,7 @@ class HostCopies:
             )
         elif size:
             self._unpin = unpin = finalize(self, cudart.cudaHostUnregister, address)
-            unpin.atexit = False  # the process's end does it
+            unpin.atexit = False  # the end of the process frees it
         return slab
 
 
@@ -143,7 +143,7 @@ class Copying:
 
     def __init__(self, owner: HostCopies) -> None:
         self._owner = owner
-        self._device: torch.device | None = None  # that some are made from
+        self._device: torch.device | None = None  # the device that some of the copies come from
         self._on_device: torch.cuda.Event | None = None
         self._beside: list[tuple[str, Tensor, Tensor, int]] = []
         self._pairs: list[tuple[str, Tensor, Tensor, int]] = []
@@ -189,7 +189,7 @@ class Copying:
         self.make()
         if self._on_device is not None:
             torch.cuda.current_stream(self._device).wait_event(self._on_device)
-        for place, _, tensor, version in self._beside:  # nobody can tell whether the copy was there first
+        for place, _, tensor, version in self._beside:  # it is unknown whether the copy or a change came first
             if tensor._version != version:
                 self._changed = self._changed or place
         self._beside = []
@@ -198,7 +198,7 @@ class Copying:
         """Make the scheduled copies in host memory, unless they are already made; a second caller waits for them."""
         with self._lock:
             for place, buffer, tensor, version in self._pairs:
-                if tensor.is_contiguous():  # not by torch, whose threads have the training to do
+                if tensor.is_contiguous():  # not with torch's threads, which the training needs
                     ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
                 else:
                     buffer.copy_(tensor)
@@ -214,7 +214,8 @@ class Copying:
         """
         self.make()
         if self._on_device is not None:
-            torch.cuda.set_device(self._device)  # a thread's own is the first one, on which it would open a context
+            # Otherwise the thread would use the first device, and open a context on it.
+            torch.cuda.set_device(self._device)
             self._on_device.synchronize()
         if self._changed:
             raise RuntimeError(
@@ -237,7 +238,7 @@ class _Guard:
 
 _ALIGNMENT = 256  # bytes
 
-_get_stream = cache(torch.cuda.Stream)  # of a device
+_get_stream = cache(torch.cuda.Stream)  # one stream per device
 
 
 class Job:
@@ -257,7 +258,7 @@ class Job:
         self.error: BaseException | None = None
         self._heard = False
         self._work = work
-        # A thread that Ctrl-C interrupted the `join` of counts as ended, though it runs (Python 3.11).
+        # If Ctrl-C interrupts the `join` of a thread, the thread counts as ended although it still runs (Python 3.11).
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="treadle-save").start()
         atexit.register(self._finish_at_exit)
@@ -293,4 +294,4 @@ class Job:
             traceback.print_exception(self.error)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # an exception would be printed and forgotten here
+            os._exit(1)  # an exception would only be printed here, and then ignored

@@ -72,7 +72,7 @@ def swap_in(staging: Path, target: Path) -> None:
     if os.path.lexists(target) and is_empty(target):
         filesystem.rmdir(target)
     elif os.path.lexists(target):
-        # If an earlier swap left both, the one that can be loaded stays until the new one is in place.
+        # If an earlier swap left both, the one that can be loaded remains until the new one is in place.
         aside = gone if os.path.lexists(old) and not is_whole(target) else old
         retire(aside, target)
     try:
@@ -80,7 +80,7 @@ def swap_in(staging: Path, target: Path) -> None:
             filesystem.rename(target, aside)
         filesystem.rename(staging, target)
         filesystem.fsync(target.parent)
-    except OSError:  # what was not saved for certain was not saved; a rename may have happened and yet have failed
+    except OSError:  # a save that is not certain does not count; a rename may have happened and still have failed
         with suppress(OSError):
             if not os.path.lexists(staging):
                 filesystem.rename(target, staging)
@@ -182,7 +182,7 @@ def retire(path: Path, target: Path) -> bool:
     """
     if not _is_left(path):
         return False
-    if path.is_symlink():  # what it leads to is the user's
+    if path.is_symlink():  # its target belongs to the user
         filesystem.unlink(path)
         return True
     listed_files = _read_listed_files(path, target)
@@ -235,7 +235,7 @@ def is_staged(path: Path) -> bool:
 
 def _is_left(path: Path) -> bool:
     """Return whether the path is the rest of a checkpoint, or an empty directory."""
-    if not os.path.lexists(path):  # nearly always, and quicker to find out than what is in it
+    if not os.path.lexists(path):  # the usual case, and faster to check than its content
         return False
     return is_empty(path) or any(os.path.isfile(path / name) for name in (MANIFEST, UNFINISHED))
 
@@ -285,7 +285,7 @@ def _carry_over(path: Path, target: Path, listed_files: Collection[str]) -> None
         place = _choose_free_path(place / os.path.basename(entry))
         if place.name != os.path.basename(entry):
             warnings.warn(f"{target} now has its own {entry}; the previous file of this name is kept as {place.name}.")
-        with suppress(FileNotFoundError):  # another process is at it too
+        with suppress(FileNotFoundError):  # another process is doing the same
             filesystem.rename(path / entry, place)
         folders.add(place.parent)
     for folder in sorted(folders):
@@ -302,7 +302,7 @@ def _clear(path: Path, listed_files: Collection[str]) -> None:
     mark = path / UNFINISHED
     if os.path.lexists(path / MANIFEST):
         filesystem.replace(path / MANIFEST, mark)
-    for name in sorted(filesystem.list_leaves(path)):  # no name from a manifest is followed anywhere
+    for name in sorted(filesystem.list_leaves(path)):  # names from the manifest are not followed
         if name in listed_files and name != UNFINISHED:
             filesystem.unlink(path / name)
     for folder in filesystem.list_names(path):

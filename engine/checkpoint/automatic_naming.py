@@ -118,7 +118,7 @@ def drop_oldest(folder: AnyPath, limit: int) -> None:
     """
     numbers = [n for n in _list_numbers(folder) if (folder / f"checkpoint_{n}" / store.MANIFEST).is_file()]
     try:
-        store.CheckpointStore(folder).recover()  # what was killed while it deleted
+        store.CheckpointStore(folder).recover()  # complete deletions that were interrupted by a kill
     except (OSError, ValueError) as error:
         warn(f"leftovers of older checkpoints in {folder} can't be deleted: {error}. The next save tries again.")
     for number in numbers[:-limit]:

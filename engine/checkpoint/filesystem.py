@@ -192,14 +192,14 @@ def fsync(path: Path) -> None:
     Args:
         path: The file or directory.
     """
-    if os.name == "nt" and path.is_dir():  # Windows can't open a directory
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
         return
-    # A hook's file may be read-only; Windows alone wants it open for writing.
+    # A file written by a hook may be read-only; only Windows requires that it is opened for writing.
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems lack the call for directories.
+        # Some network file systems do not support the call for directories.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
@@ -379,7 +379,7 @@ def mark(path: Path) -> Mark:
 
 
 def _measure_file(path: Path) -> int:
-    status = path.lstat()  # a link may lead out of the directory, a pipe would block for ever
+    status = path.lstat()  # a link may lead out of the directory, and a pipe would block forever
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a plain file")
     return status.st_size

@@ -95,7 +95,8 @@ def load(
             _choose_schedule(accelerator, opened.path, optimizers, shared, schedule)
             for loader, saved in zip(_list_training_loaders(accelerator), shared["loaders"], strict=False):
                 loader.check(saved)
-            if accelerator.process_index < manifest.world_size:  # a rank that did not exist then keeps its own state
+            # A rank that did not exist when the checkpoint was saved keeps its own state.
+            if accelerator.process_index < manifest.world_size:
                 of_rank = _read_rank_state(accelerator, opened)
     _check_frozen(accelerator, opened, chosen, strict)
     for model, values, fully in weights:
@@ -112,7 +113,7 @@ def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
     """Start the next epoch if the state was saved with the last batch of one; return the info with its number."""
     loaders = _list_training_loaders(accelerator)
     epochs = [loader.epoch for loader in loaders]
-    with isolated_random_state():  # what the process draws next does not depend on an empty pass
+    with isolated_random_state():  # so that an empty pass does not change what the process draws next
         finished = [loader.finish_epoch() for loader in loaders]
     if not any(finished):
         return info
@@ -139,14 +140,15 @@ def _load_training(
     _load_shared_state(accelerator, shared, manifest)
     world_unchanged = accelerator.world.size == manifest.world_size
     _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and world_unchanged else [])
-    accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
+    accelerator.draw_apart()  # a rank that is not in the checkpoint draws its own numbers
     if of_rank is not None:
         random = of_rank["random"]
         set_random_state(random)
         for loader, states in zip(sort_loaders(accelerator.loaders), random.get("loaders", ()), strict=False):
             loader.load_reading_state(states)
     if accelerator.rng.stream is not None and (stream := shared.get("stream")) is not None:
-        # Last: on one process the stream is the process's own state, and what several saved there is rank zero's.
+        # Last, because with one process the stream is the state of that process, and the state saved by several is rank
+        # zero's.
         accelerator.rng.stream.go_to(stream)
 
 
@@ -163,7 +165,7 @@ def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
         except ValueError as caught:
             error = caught
         try:
-            opened.check_unchanged()  # first: what else went wrong may come of it
+            opened.check_unchanged()  # first, because a replaced checkpoint may be the cause of the other error
         except ValueError as replaced:
             raise replaced from error
         if error is not None:
@@ -181,7 +183,7 @@ def _is_identical_save(first: Manifest, second: Manifest) -> bool:
 def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
     """Return the state that all ranks share, with its tensors unread."""
     shared = open_train_state(opened)
-    # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
+    # Checkpoints from before this was saved: each optimizer step advanced a schedule by one.
     if not isinstance(shared.setdefault("scheduler_advances", [1] * len(shared["schedulers"])), list):
         text = f"{opened.path}: part 'state' is damaged: scheduler_advances is not a list"
         raise ValueError(f"{text}. Use another checkpoint.")
@@ -268,7 +270,7 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
             once[key] = cut_like(saved, like) if alike else saved.read()
         return once[key]
     if isinstance(saved, np.ndarray):
-        return np.array(saved)  # it lies on the file
+        return np.array(saved)  # the array shares memory with the file
     if type(saved) is dict:
         layouts = like if isinstance(like, Mapping) else {}
         return {name: load_into_memory(value, layouts.get(name), once) for name, value in saved.items()}
@@ -386,7 +388,8 @@ def _choose_schedule(
     if schedule == "script":
         resume_options.follow_script(accelerator, optimizers, state)
         return
-    # Where not all has to fit: a schedule keeps values for each group of parameters, so the saved one can't go on.
+    # If a mismatch is allowed: a schedule keeps values for each group of parameters, so the saved one cannot continue
+    # with other groups.
     regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.optimizer.param_groups)]
     if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(accelerator, loaded.optimizer)]:
         warn(f"{path} has another number of parameter groups: learning rates and schedules are those of the script.")
@@ -411,7 +414,8 @@ def _check_counts(
     path = opened.path
     optimizers = sum(opened.has(optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))
     pairs = {
-        "models": (len(accelerator.models), len(state["reduction_orders"])),  # also those that hooks keep elsewhere
+        # Including those that hooks store elsewhere.
+        "models": (len(accelerator.models), len(state["reduction_orders"])),
         "optimizers": (len(accelerator.optimizers), optimizers),
         "schedulers": (len(accelerator.schedulers), len(state["schedulers"])),
         "loaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
@@ -420,8 +424,9 @@ def _check_counts(
         if prepared == saved:
             continue
         text = f"{path} contains {saved} {kind}, but this run has {prepared}"
-        # If nothing of a kind is prepared, nothing starts over unnoticed: the script evaluates, or prepares it later.
-        # Loaders may also be made for each epoch. A Trainer, which asks to be strict, has all that it will have.
+        # If no object of a kind is prepared, none silently starts over: the script evaluates, or prepares it later.
+        # Loaders may also be created for each epoch. A Trainer, which requests strict loading, has prepared all its
+        # objects.
         left_out = not asked and (kind == "loaders" or (prepared == 0 and kind != "models"))
         if not left_out and (strict or kind in ("models", "optimizers")):
             raise ValueError(f"{text}: prepare the same ones before it is loaded.")
@@ -475,7 +480,7 @@ def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
 def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
     current, saved = run_metadata(accelerator), opened.manifest.info
     if saved.get("precision") != current["precision"]:
-        return  # `_say_other_batches` has warned of it
+        return  # `_say_other_batches` has already warned about it
     for number, model in enumerate(accelerator.unwrapped_models):
         fingerprints = saved.get("models")
         unchanged = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current["models"][number]]

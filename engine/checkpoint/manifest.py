@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 FOLDER = r"data-[0-9a-f]{16}"
 """Name of the folder with the files of a checkpoint in an object store."""
 
-_MAX_BYTES = 64 * 2**20  # far above any real manifest; bounds what a hostile one makes us read
+_MAX_BYTES = 64 * 2**20  # far above any real manifest; limits what is read of a malicious one
 _COUNTS = ("step", "epoch", "samples", "world_size")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 

@@ -159,7 +159,7 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
         yield
     except BaseException:
         if accelerator.checkpointer.save_hooks and accelerator.is_main_process:
-            with suppress(OSError):  # what is left is cleared away at the next start
+            with suppress(OSError):  # a remainder is deleted at the next start
                 store.discard(target)
         raise
 
@@ -221,7 +221,8 @@ def collect(
     if not weights_only:
         with attempts:
             files |= encode_optimizers(accelerator)
-        with attempts:  # asked on every process: what is registered may exchange something to know its state
+        # Called on every process, because registered objects may use collectives to determine their state.
+        with attempts:
             files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
         with attempts:
             has_rank_buffers = rank > 0 and accelerator.strategy.has_rank_buffers
@@ -371,8 +372,8 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
                 save.commit(merged, info, others)
         except Exception as caught:
             error = error or caught
-    with suppress(OSError):  # what is left is cleared away at the next start
-        save.discard(world.is_main)  # of a commit there is nothing
+    with suppress(OSError):  # a remainder is deleted at the next start
+        save.discard(world.is_main)  # nothing of the commit remains
     world.raise_together(error)
 
 
@@ -404,7 +405,7 @@ def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attemp
     for hook in accelerator.checkpointer.save_hooks.values():
         with attempts:
             hook(list(models), left, str(store.beside(target)))
-    # Others than rank zero may have nothing of a sharded one, and have nothing to write.
+    # Ranks other than zero may have no part of a sharded object, and then write nothing.
     return [
         {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None
         for state in whole
@@ -495,7 +496,7 @@ def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
         "strategy": accelerator.strategy.name,
         "precision": accelerator.precision.name,
         "accumulate": accumulate,
-        "batch_size": batch,  # of a micro-batch, over all processes
+        "batch_size": batch,  # of a micro-batch, summed over all processes
         "global_batch_size": None if batch is None else batch * accumulate,
         "models": [model_check.fingerprint(model) for model in accelerator.unwrapped_models],
     }

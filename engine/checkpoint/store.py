@@ -135,7 +135,7 @@ def commit(
     data = Manifest.build(entries, info, sequence, written).to_json()
     for name, entry in entries.items():
         filesystem.check_file(source, name, entry, digests=False)
-    for stray in sorted(set(os.listdir(source)) - set(files)):  # of a killed attempt: its manifest, perhaps
+    for stray in sorted(set(os.listdir(source)) - set(files)):  # left by a killed attempt, such as its manifest
         if not others:
             filesystem.delete(source / stray)
     try:
@@ -144,7 +144,7 @@ def commit(
         if others:
             filesystem.delete(source / UNFINISHED)
         filesystem.fsync(source)
-        forget_unfinished(source)  # it is complete: after a failure below, `recover` decides
+        forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
         atomic_swap.swap_in(source, target)
     except OSError:
         with suppress(OSError):
@@ -186,7 +186,7 @@ def begin(target: AnyPath | str) -> Path:
     note_unfinished(source)
     filesystem.write_bytes(
         source / UNFINISHED, b"{}"
-    )  # so that it is known for ours, if nothing else of ours gets there
+    )  # so that the directory is recognized as a checkpoint's even if no other file is written
     return source
 
 
@@ -215,7 +215,7 @@ def find_again(path: AnyPath | str) -> None:
         path: The checkpoint's directory. It is left alone if it exists, or if it is not being replaced.
     """
     target = absolute(path)
-    if isinstance(target, RemotePath):  # where nothing is renamed
+    if isinstance(target, RemotePath):  # in a store nothing is renamed
         return
     for _ in range(20):
         interrupted = [
@@ -406,8 +406,8 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
         if os.path.islink(path) or not os.path.isdir(path):
             continue
         if match and atomic_swap.is_whole(directory / match[1]):
-            continue  # replaced, and about to be deleted
-        if _looks_like_checkpoint(path):  # else it is somebody else's directory
+            continue  # it is replaced, and about to be deleted
+        if _looks_like_checkpoint(path):  # otherwise the directory is not a checkpoint's
             yield path
 
 
@@ -423,15 +423,16 @@ def _find_next_sequence(directory: Path) -> int:
             if entry is None or entry[0] != version:
                 entry = version, read_manifest(path).sequence
             present[path.name] = entry
-    for name in list(known):  # a list: asynchronous saves commit in threads
+    for name in list(known):  # copied to a list, because asynchronous saves commit in threads
         if name not in present:
             known.pop(name, None)
     known.update(present)
     return max((sequence for _, sequence in present.values()), default=0) + 1
 
 
-# Each commit asks for the sequences of all checkpoints next to it: where many are kept, reading their manifests again
-# each time took longer than the save itself. Deleted checkpoints are forgotten, or a long run would remember them all.
+# Each commit needs the sequence numbers of all checkpoints next to it. With many kept checkpoints, reading their
+# manifests each time took longer than the save itself. Deleted checkpoints are dropped, because the cache would grow
+# throughout a long run.
 @lru_cache(maxsize=8)
 def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     """Return the manifest version and the sequence of each checkpoint read in a directory so far."""
@@ -439,7 +440,7 @@ def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], in
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-    with suppress(OSError):  # what nobody may look into is not ours
+    with suppress(OSError):  # an unreadable directory is not a checkpoint of this run
         return os.path.isfile(path / MANIFEST) or any(
             file.endswith(".safetensors") for file in filesystem.list_names(path)
         )

@@ -18,7 +18,7 @@ Writers create these dicts by calling the class, so a type checker finds a missi
 `check_form`, which detects an intact file with other content.
 """
 
-# No postponed annotations here: to look at them would mean to evaluate text while a checkpoint is read.
+# No postponed annotations here, because evaluating them would run text while a checkpoint is read.
 import types
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict, TypeVar, Union, cast, get_origin, is_typeddict
@@ -113,9 +113,9 @@ class RandomState(TypedDict):
     numpy: Any
     torch: Tensor
     cuda: NotRequired[list[Tensor]]
-    cuda_device: NotRequired[int]  # the one that the process computed on; earlier versions lack it
+    cuda_device: NotRequired[int]  # the device that the process computed on; earlier versions do not have it
     mps: NotRequired[Tensor]
-    loaders: NotRequired[list[Any]]  # checkpoints of earlier versions lack it
+    loaders: NotRequired[list[Any]]  # checkpoints of earlier versions do not have it
 
 
 class RankState(TypedDict):
@@ -213,7 +213,7 @@ def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
         ValueError: If the part is damaged.
     """
     saved = open_registered(opened).get("callbacks", {})
-    if isinstance(saved, dict):  # a script without a Trainer may register something else under this name
+    if isinstance(saved, dict):  # a script without a Trainer may register another object under this name
         saved = {"callbacks": {}, "added": {}} | saved
     return check_form(CallbackStates, saved, opened.path, STATE)
 

@@ -241,7 +241,7 @@ def read_rows(
     def over() -> bool:
         return all(passes) if cycled or mode == "max_size" else any(passes)
 
-    if over():  # as was known when a group was read, whose last batch was still to come
+    if over():  # this was known when a group was read whose last batch was not yet returned
         return
     iterators = [None if ended and not cycled else start(n, True) for n, ended in enumerate(passes)]
     while True:

@@ -92,7 +92,7 @@ class JointBatches:
         alone = self.planner.size == 1
 
         def start(number: int, together: bool) -> Iterator[Any]:
-            # A plain loop over zip() begins all of them before it reads a batch.
+            # A plain loop over zip() starts all of them before it reads a batch.
             return self.loaders[number].begun() if together else iter(self.loaders[number])
 
         for batches, numbers in read_rows(self.mode, start, self.passes):
@@ -129,8 +129,8 @@ class JointLoader(Loader):
             raise TypeError(
                 "CombinedLoader contains a prepared loader: combine the DataLoaders themselves, and prepare the result."
             )
-        # As in evaluation no process is left without a share of a last, short batch: its stand-in would be one part of
-        # a batch whose others count.
+        # As in evaluation, every process has a share of a last, short batch: a placeholder would be one part of a batch
+        # whose other parts count.
         self.loaders = [
             Loader(
                 dataloader,
@@ -252,7 +252,7 @@ class JointLoader(Loader):
         self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
         plan.passes = list(state["passes"])
         if widths != [loader._plan.full for loader in self.loaders]:
-            self.batches = plan.behind()  # another number of processes, each with fewer or more batches
+            self.batches = plan.behind()  # with another number of processes, each has fewer or more batches
         plan.order = {} if state["running"] else None
         self._resuming, self._micro = state["running"], None
 
@@ -271,7 +271,7 @@ class JointLoader(Loader):
         for loader, loader_state in zip(self.loaders, within, strict=False):
             loader.load_reading_state(
                 {**loader_state, "generators": read_states(loader._reads)}
-            )  # which are put back already
+            )  # they are already restored
 
     def check(self, state: dict[str, Any]) -> None:
         """Check that a state was saved with the same loaders, in the same mode.

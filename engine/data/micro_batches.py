@@ -131,10 +131,11 @@ class GroupPlanner:
         total = 0
         for _, everyone in sizes:
             total += everyone
-        # Gradients are averaged over the ranks, hence the world size; every sample then weighs 1 / total.
+        # Gradients are averaged over the ranks, hence the factor world size; every sample then has the weight 1 /
+        # total.
         scales = [self.world_size * samples / total if total else 0.0 for samples, _ in sizes]
         whole = 0.0
-        for scale in scales:  # not `sum`, which rounds otherwise than a loop that adds them up
+        for scale in scales:  # not `sum`, which rounds differently from a loop that adds them up
             whole += scale
         last = len(sizes) - 1
         return [

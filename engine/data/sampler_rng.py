@@ -47,9 +47,9 @@ class Draws:
             if get_stateful(sampler) is None
             and not hasattr(sampler, "set_epoch")
             and hasattr(sampler, "__dict__")
-            and type(sampler).__module__ != Sampler.__module__  # torch's own count nothing
+            and type(sampler).__module__ != Sampler.__module__  # torch's own samplers count nothing
         ]
-        self._first: list[dict[str, int]] | None = None  # what they had counted when this process began
+        self._first: list[dict[str, int]] | None = None  # their counts when this process began
         self._last: list[dict[str, int]] = []
 
     def state(self) -> dict[str, Any]:
@@ -237,9 +237,9 @@ def get_stateful(value: Any) -> Any:
         return None
     try:
         inspect.signature(value.state_dict).bind()
-    except TypeError:  # it asks for what only its own loader knows: MosaicML's StreamingDataset
+    except TypeError:  # it requires attributes of its own loader, as MosaicML's StreamingDataset does
         return None
-    except ValueError:  # written in C
+    except ValueError:  # a class written in C
         pass
     return value
 
@@ -281,7 +281,7 @@ def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) 
     """Return ``roots`` and, recursively, every attribute that is a ``kind`` or has one of these names; each once."""
     reached: dict[int, Any] = {}
     waiting = [root for root in roots if root is not None]
-    for owner in waiting:  # which grows
+    for owner in waiting:  # the list grows during the loop
         if id(owner) not in reached:
             reached[id(owner)] = owner
             waiting += [value for name, value in _iter_attributes(owner) if isinstance(value, kind) or name in names]

@@ -102,7 +102,7 @@ def iter_parts(dataset: Any) -> Iterator[Any]:
         dataset: The stream.
     """
     library, visited, waiting = _name_library(dataset), set[int](), [dataset]
-    for part in waiting if library in ("datasets", "webdataset") else ():  # which grows
+    for part in waiting if library in ("datasets", "webdataset") else ():  # the list grows during the loop
         if id(part) in visited:
             continue
         visited.add(id(part))

@@ -153,8 +153,8 @@ class StreamedBatches:
         self.cursor = cursor
         self.compare: World | None = None
         self.first_digest = ""
-        self._expected = ""  # the digest of the epoch that is resumed
-        self._pushed: deque[tuple[int, Any]] = deque()  # read to be compared
+        self._expected = ""  # the digest of the resumed epoch
+        self._pushed: deque[tuple[int, Any]] = deque()  # read for a comparison
         self._again = False
         self.source = source
         self.counted = counted
@@ -165,14 +165,14 @@ class StreamedBatches:
         self.order: dict[str, Any] | None = None
         self._stands: dict[str, Any] | None = None
         self._reader: RandomStream | None = None
-        self._taken: State | None = None  # where the reader was when the batches yielded last were read
-        self._late: State | None = None  # where the reader is once the source is open again
+        self._taken: State | None = None  # the reader's position when the last yielded batches were read
+        self._late: State | None = None  # the reader's position after the source is opened again
         self._ended = False
-        self.seeded: SeededStream | None = None  # the dataset, where its workers outlive an epoch
-        self.workers: dict[str, Any] | None = None  # what they were started from
+        self.seeded: SeededStream | None = None  # the dataset, if its workers outlive an epoch
+        self.workers: dict[str, Any] | None = None  # the state that they were started from
         self.sizes: deque[int] = deque()
         self._ahead: deque[BatchAhead] = deque()
-        self._outlooks: deque[Outlook | None] = deque()  # of the groups to come, the next one first
+        self._outlooks: deque[Outlook | None] = deque()  # for the coming groups, the next one first
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0) -> None:
@@ -189,8 +189,8 @@ class StreamedBatches:
         self._pushed.clear()
         self._ahead.clear()
         self._outlooks.clear()
-        self._is_exhausted = False  # the source's end was met while reading ahead
-        self._state_at_end: Any = None  # of the source, before that
+        self._is_exhausted = False  # whether reading ahead has reached the source's end
+        self._state_at_end: Any = None  # the source's state before its end
         self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
     @property
@@ -315,7 +315,7 @@ class StreamedBatches:
             self.stateful.load_state_dict(self._stands["source"])
         with draws.stream.drawing():
             iterator = get_iterator()
-        # Read ahead of the run's stream, which follows the batches that are really taken.
+        # It reads ahead of the run's stream, which follows the batches that are actually used.
         self._reader = RandomStream(draws.stream.get_state())
         self._taken = self._reader.state
         if again:
@@ -363,11 +363,11 @@ class StreamedBatches:
         stands, self._stands = self._stands, None
         self._ended = False
         has_ended = stands is not None and stands["ended"]
-        # A source that was saved at its end may start over: it then yields the next epoch's samples.
+        # A source that was saved at its end may start over and yield the next epoch's samples.
         if self.compare is not None and not has_ended:
             self._compare_ranks(source, self.compare)
         if self.planner.shares is not None and not self._again:
-            self.draws.stream.advance()  # what is read moves each rank's reader by another length
+            self.draws.stream.advance()  # reading advances each rank's reader by a different length
         stand_in = None
         if stands is None:
             self._compare_first(source)
@@ -412,7 +412,7 @@ class StreamedBatches:
             if not totals:
                 return
             stand_in = group[-1][1] if group else stand_in
-            if stand_in is None:  # resumed just behind the end of this rank's data
+            if stand_in is None:  # the run resumed at the end of this rank's data
                 with self._lend():
                     stand_in = next(iter(self.source))
             group += [(0, stand_in)] * (len(totals) - len(group))
@@ -528,12 +528,12 @@ class StreamedBatches:
         Args:
             drawn: What was drawn for the last batch; None for the current state of the stream.
         """
-        if self._stands is not None:  # loaded, and not begun since
+        if self._stands is not None:  # loaded, but not started since
             return self._stands
         if self.stateful is None or (self._ended and self.planner.shares is not None):
-            return None  # a rank whose own stream has ended needs a batch of it to stay in step
+            return None  # a rank whose stream has ended needs a batch to stay in step
         stream = None if self.order is None else self.draws.stream.get_state() if drawn is None else drawn.after
-        # The state of a source at its end may already be that of the next epoch.
+        # The state of a source at its end may already be the next epoch's.
         ended = self.order is not None and self._ended
         if self._ahead:
             source_state = self._ahead[0].state

@@ -67,7 +67,7 @@ class Metrics:
         """
         self._entries = self._in_epoch if yes else self._in_step
         if yes:
-            self.weight = 1.0  # a process's value, not a batch's
+            self.weight = 1.0  # the weight of a process's value, not of a batch's
 
     def counted(self, batches: Iterable[Any], cursor: Cursor, owner: nn.Module) -> Iterator[Any]:
         """Yield batches; metric objects of ``owner`` do not count the stand-ins among them.
@@ -135,7 +135,7 @@ class Metrics:
             if value.ndim:
                 value = _to_number(name, value)
             if value.is_cpu:
-                value = value.item()  # nothing to wait for, and a fifth of what detaching costs
+                value = value.item()  # no wait is needed, and it takes a fifth of the time of detaching
             else:
                 value = self._detach(value)
         elif entry.metric is not None and isinstance(value, type(entry.metric)):
@@ -146,7 +146,8 @@ class Metrics:
                 value = _to_number(name, value)
         elif value.__class__ is not float and value.__class__ is not int:
             value = _to_number(name, value)
-        # A stand-in that only keeps the processes in step weighs nothing, whichever batch size the user passes.
+        # A placeholder batch, which only keeps the processes in step, has no weight, regardless of the batch size that
+        # the user passes.
         weight = batch_size if batch_size is not None and self.weight else self.weight
         entry.last, entry.last_weight = value, weight
         if entry.batches is not None and value is not None:
@@ -159,9 +160,9 @@ class Metrics:
 
     def _detach(self, value: Tensor) -> Tensor:
         """Return a value on an accelerator without its graph, copied if it could change later."""
-        # A parameter, or a tensor the user counts in, changes later; the result of an operation does not.
-        # A view would keep all that it is a part of, such as the logits of a batch.
-        # The next replay of a CUDA graph overwrites its results.
+        # A parameter, or a tensor that the user counts in, changes later; the result of an operation does not. A view
+        # would keep its whole base alive, such as the logits of a batch. The next replay of a CUDA graph overwrites its
+        # results.
         lasts = value.grad_fn is not None and not value._is_view() and not self.copies
         return value.detach() if lasts else value.detach().clone()
 
@@ -230,11 +231,12 @@ class Metrics:
         """
         entries = [entry for entry in self.entries if entry.on_epoch]
         plain = [entry for entry in entries if entry.metric is None]
-        # Metric objects and the values of batches are exchanged apart: the same ones on all processes, or they hang.
+        # Metric objects and the values of batches are exchanged separately. They must be the same on all processes,
+        # otherwise the exchange hangs.
         others = [entry for entry in self.entries if entry.metric is not None or entry.batches is not None]
         values = dict(self._reduce_entries(plain, [entry.epoch_pair() for entry in plain], world, others))
         for entry in entries:
-            if entry.metric is not None:  # exchanges its own state
+            if entry.metric is not None:  # it exchanges its own state
                 values[entry] = _compute_number(entry)
         return [(entry, values[entry]) for entry in entries if entry in values]
 
@@ -630,7 +632,7 @@ class Entry:
             return 0.0, 0.0
         if self.reduction != "mean":
             return self.last, self.last_weight
-        # In float64, where weighing a float32 and dividing it again gives the same number.
+        # In float64, in which multiplying a float32 by its weight and dividing it again gives the same number.
         if not isinstance(self.last, Tensor):
             return float(self.last) * self.last_weight, self.last_weight
         return stack_numbers([self.last])[0] * self.last_weight, self.last_weight
@@ -653,7 +655,7 @@ class Entry:
         """
         if self.reduction == "mean":
             return sum(value for value, _ in pairs) / sum(weight for _, weight in pairs)
-        # In torch: Python's min and max drop a NaN or keep it, depending on its place.
+        # In torch, because Python's min and max drop or keep a NaN depending on its position.
         return FOLDS[self.reduction](
             torch.tensor([value for value, _ in pairs], dtype=torch.float64, device="cpu")
         ).item()

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_MOST = 256  # a longer list or dict is not searched for further lists: it holds values
+_MOST = 256  # a longer list or dict is not searched for nested lists: it holds values
 _UNTOUCHED = frozenset({*vars(nn.Module()), "training"}) - {"_buffers"}
 _NUMBERS = (int, float, complex, str, type(None))
 

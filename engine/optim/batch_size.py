@@ -14,13 +14,13 @@ from ...common.messages import announce
 from ...common.validation import check_int
 from ...strategies.distributed import DONE, RETRY, Attempts
 
-# Where memory runs out without a type of its own for it.
+# Messages of errors about memory that have no type of their own.
 _WORDS = (
     "out of memory",
     "can't allocate memory",
     "not enough memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's word for a workspace that it could not get, among others
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's message for a workspace that it could not allocate, among other causes
 )
 _ACCUMULATION = "gradient_accumulation_steps"
 
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not any(words in str(error) for words in _WORDS):
         return False
-    # A subclass may be the user's own. Torch's are AcceleratorError, since torch 2.8, and DistBackendError, of NCCL.
+    # A subclass may be the user's own. Torch's are AcceleratorError (since torch 2.8) and NCCL's DistBackendError.
     kind = type(error)
     return kind is RuntimeError or (issubclass(kind, RuntimeError) and kind.__module__.startswith("torch"))
 
@@ -165,7 +165,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
     try:
         result = call()
     except BaseException as error:
-        # What breaks where another process has run out of memory is a consequence.
+        # An error on this process is a consequence if another process has run out of memory.
         if not is_out_of_memory(error) and not (attempts.size > 1 and attempts.someone_retries()):
             attempts.report(f"{type(error).__name__}: {error}")
             raise

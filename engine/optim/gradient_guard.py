@@ -51,7 +51,7 @@ class GradientGuard:
             ValueError: On every rank, if a gradient is not finite and the policy is ``"raise"``.
         """
         accumulation = optimizer.accumulation
-        if accumulation.loss_scale is not None:  # it skips such steps automatically
+        if accumulation.loss_scale is not None:  # the loss scaler skips such steps
             return True
         strategy, world = accumulation.strategy, accumulation.world
         if not (self.immediate and self._on_host):

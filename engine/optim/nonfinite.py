@@ -90,7 +90,7 @@ def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
     """
     keys = sorted(key for known in evidence.values() for key in known.gradients)
     names = list(dict.fromkeys(name for *_, name in keys))
-    if not names:  # a parameter of no prepared model
+    if not names:  # the parameter belongs to no prepared model
         return "a gradient", ""
     order = "first of {} in the order of backward" if keys[0][0] < math.inf else "last of {} in the model"
     return f"the gradient of {names[0]}", f", the {order.format(len(names))}," if len(names) > 1 else ""

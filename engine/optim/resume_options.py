@@ -90,7 +90,7 @@ def _compare_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]
         if saved is None or len(saved) != len(groups):
             continue
         for number, (old, new) in enumerate(zip(saved, groups, strict=True)):
-            scheduled = "initial_lr" in old and "initial_lr" in new  # then ``lr`` is the schedule's first value
+            scheduled = "initial_lr" in old and "initial_lr" in new  # ``lr`` is then the schedule's first value
             label = f" group {number}" if len(groups) > 1 else ""
             lines += [
                 f"{type(optimizer).__name__}{label}: {'lr' if name == 'initial_lr' else name} {_format(old[name])} "
@@ -254,7 +254,7 @@ def _step_copy(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, op
     copied.load_state_dict(copy.deepcopy(built.state))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch expects a step of the optimizer before each
+            warnings.simplefilter("ignore")  # torch expects an optimizer step before each
             for _ in range(last - first):
                 copied.step()
     except ValueError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .plan import Plan
 
-# Less is within what a plan can tell apart.
+# A plan cannot distinguish smaller differences.
 _WORTH = 0.02
 
 Again = Callable[..., Plan]

@@ -198,7 +198,7 @@ def format_duration(seconds: float) -> str:
     Args:
         seconds: The duration.
     """
-    # Each up to what is rounded to the first of the next unit.
+    # Each unit is used up to the value that would round to the first of the next one.
     for limit, unit, unit_seconds in (
         (0.9995e-3, "us", 1e-6),
         (0.9995, "ms", 1e-3),

@@ -49,7 +49,7 @@ class _Round:
         while True:
             loop, batch = self.position
             self.limit = (loop, batch + 1) if batch < _FAR else (loop + 1, 0)
-            if self.position < self.limit:  # else it has moved on before it could see the limit
+            if self.position < self.limit:  # otherwise it has continued before it could see the limit
                 return self.limit
 
 

@@ -27,11 +27,12 @@ from .departure import Departure
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
 
-# SIGHUP: the terminal has closed. Where processes get different signals, the one that stands last here counts.
+# SIGHUP means that the terminal was closed. If processes get different signals, the last one in this list counts.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _FINALIZERS = {multiprocessing.util.Finalize.__call__.__code__, weakref.finalize.__call__.__code__}
 _REQUEUE_LIMIT = 30  # seconds; the scheduler's own limit for an answer is 10 by default
-# Seconds in which a rank may get one Ctrl-C twice: from the user's `pkill` or its terminal, and from the launcher.
+# Seconds within which a rank may get the same Ctrl-C twice: from the user's `pkill` or its terminal, and from the
+# launcher.
 _ECHO = 1.0
 
 
@@ -95,9 +96,9 @@ class Preemption:
         self.departure = Departure(accelerator.process_index, accelerator.num_processes)
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._pid = os.getpid()
-        self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised immediately
+        self._interrupted_at: float | None = None  # time of the first Ctrl-C that did not raise immediately
         self._held = self._at_once = self._failing = False
-        self._steps = 0  # asked for by a loop of the user's own
+        self._steps = 0  # number of times that a user-defined loop has asked
         self._speaks = accelerator.is_main_process
 
     @contextmanager
@@ -117,7 +118,7 @@ class Preemption:
             return
         for number in _SIGNALS:
             handler = signal.getsignal(number)
-            if handler is not None and handler is not signal.SIG_IGN:  # None: set by something that is not Python
+            if handler is not None and handler is not signal.SIG_IGN:  # None: set by code other than Python's
                 self._replaced[number] = handler
                 signal.signal(number, self._interrupt if number is signal.SIGINT else self._note)
         if self._grace is not None:
@@ -158,7 +159,7 @@ class Preemption:
         try:
             self._leave_if_caught()
             yield
-            self._leave_if_caught()  # of a signal that came in a finalizer
+            self._leave_if_caught()  # of a signal that was received in a finalizer
         finally:
             self._at_once = False
 
@@ -188,24 +189,25 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         caught = signal.Signals(number)
-        if os.getpid() != self._pid:  # a child that was forked within the block
-            if caught is signal.SIGTERM:  # from the parent process, such as `Process.terminate`
+        if os.getpid() != self._pid:  # a child process that was forked within the block
+            if caught is signal.SIGTERM:  # sent by the parent process, for example by `Process.terminate`
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
-            return  # to the whole process group; data workers are needed for the step in progress
+            return  # sent to the whole process group; data workers are needed for the step in progress
         if self._interruption() is None:
             self._set(caught)
             handler = self._replaced.get(caught)
-            if callable(handler) and handler is not end_by_signal:  # that is ours, of a stage that has failed before
+            # A handler of Treadle's, from an earlier stage that failed.
+            if callable(handler) and handler is not end_by_signal:
                 handler(number, frame)
-        if not _is_in_finalizer(frame):  # else the block's end, or the watchdog's next signal, comes soon
+        if not _is_in_finalizer(frame):  # otherwise the block's end, or the watchdog's next signal, follows soon
             self._leave_if_caught()
             self._raise_interruption()
 
     def _set(self, caught: signal.Signals) -> None:
         if self.caught is None:
             self.caught = caught
-            if not self._at_once:  # else the others would wait for this rank's answers
+            if not self._at_once:  # otherwise the others would wait for this rank's answers
                 self._agreement.signal()
                 self.departure.ask()
                 self._set_interruptible(True)
@@ -241,7 +243,8 @@ class Preemption:
         self._at_once = False  # another signal must not interrupt the cleanup
         if self._accelerator.watchdog is not None:
             self._accelerator.watchdog.awaits_others = False
-        self._speaks = self._accelerator.world.claim("leaves before the first step")  # others may not get the signal
+        # Other ranks may not get the signal.
+        self._speaks = self._accelerator.world.claim("leaves before the first step")
         if self._speaks:
             _say(f"{self.caught.name} ends the run before its first step, so nothing has to be saved")
         self._agreed = self.caught
@@ -249,7 +252,7 @@ class Preemption:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            if not multiprocessing.current_process().daemon:  # data workers are: the rank ends them
+            if not multiprocessing.current_process().daemon:  # data workers are daemonic: the rank ends them
                 self._raise_interrupt(frame)
             return
         if not (self.interrupts or self._held):
@@ -273,7 +276,7 @@ class Preemption:
         handler = self._replaced.get(signal.SIGINT, signal.default_int_handler)
         if callable(handler):
             handler(signal.SIGINT, frame)
-        else:  # the system's own: the process ends
+        else:  # the system's default: the process ends
             signal.signal(signal.SIGINT, handler)
             signal.raise_signal(signal.SIGINT)
 
@@ -289,7 +292,7 @@ class Preemption:
             return False
         self._steps += 1
         leaves = self.departure.must_leave(self._steps)
-        if leaves:  # what is done now, all do, and some may end first
+        if leaves:  # all ranks complete the current work, and some may end first
             self._set_interruptible(False)
         return leaves
 
@@ -380,5 +383,5 @@ def requeue_job() -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # not by sys.stderr, which the signal may have interrupted
+    with contextlib.suppress(OSError):  # not with sys.stderr, which the signal may have interrupted
         os.write(2, f"treadle: {text}\n".encode())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_PENDING = 4096  # marks waiting to be read; far more than a device can be behind
+_PENDING = 4096  # marks waiting to be read; far more than a device can lag behind
 
 
 class Span:

@@ -186,7 +186,7 @@ class PyTorchProfiler(Profiler):
         profiler, self.profiler = self.profiler, None
         if profiler is None:
             return
-        while self._running:  # what an error has left open
+        while self._running:  # actions that an error left open
             self._running.pop()[1].__exit__(None, None, None)
         profiler.__exit__(None, None, None)
         if not self.emit_nvtx and not self._table:

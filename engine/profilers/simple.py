@@ -45,7 +45,7 @@ class SimpleProfiler(Profiler):
     def _forget(self) -> None:
         self.actions: dict[str, Action] = {}
         self._running: list[tuple[str, float, Span | None]] = []
-        self._inner: list[float] = []  # seconds in actions within the running ones
+        self._inner: list[float] = []  # seconds spent in actions inside the running ones
         self._clock = device_clock(self.device, self._take)
         self._started = time.perf_counter()
 

@@ -19,8 +19,8 @@ from .sources import Opened, Source, open_source
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 
-_WRAPPERS = ("module.", "_forward_module.")  # what DistributedDataParallel and Fabric put before every name
-_INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # what FSDP1 puts anywhere
+_WRAPPERS = ("module.", "_forward_module.")  # DistributedDataParallel and Fabric put these before every name
+_INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 puts these at any place
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def load_opened(
     for name in fitting:
         value = read_tensor(weights[name]) if hasattr(weights[name], "fill") else weights[name]
         key = targets.get(name, name)
-        # A hook may have put the sharded model's own parameters there, which are cut already.
+        # A hook may have inserted the sharded model's own parameters, which are already shards.
         cuts = isinstance(value, Tensor) and not hasattr(value, "device_mesh") and key in state
         values[key] = cut_like(value, state[key]) if cuts else value
     try:
@@ -177,7 +177,7 @@ def _compare(
     if not any(differences):
         return
     if not reshaped and _may_know_other_names(module):
-        return  # then torch itself compares, once they have renamed
+        return  # torch compares the names itself after the hooks have renamed them
     lines = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
     lines += [
         f"{name}: {tuple(getattr(weights[name], 'shape', ()))} in the source, "

@@ -75,7 +75,7 @@ class Reader:
         """
         if isinstance(value, UnbuiltCall):
             name = value.name
-            if name == "collections.OrderedDict" and value.args:  # as Python 2 wrote it
+            if name == "collections.OrderedDict" and value.args:  # in the form that Python 2 wrote
                 return _build_ordered_dict(self, value.args[0]) | value.pairs
             if name.rpartition(".")[2] in ("OrderedDict", "AttributeDict", "defaultdict"):
                 return value.pairs
@@ -111,7 +111,7 @@ class Reader:
             built = self._build(value, depth + 1)
         finally:
             self._open.discard(id(value))
-        self._built[id(value)] = (value, built)  # kept alive, so that its id stays its own
+        self._built[id(value)] = (value, built)  # kept alive, so that its id is not reused
         return built
 
     def charge(self, size: int) -> None:
@@ -222,7 +222,7 @@ def _build_bytes(reader: Reader, data: bytes | str = b"", encoding: str = "latin
     if isinstance(data, str):
         return _encode_text(reader, data, encoding.replace("latin-1", "latin1"))
     if not isinstance(data, bytes | bytearray):
-        raise Unknown("builtins.bytes")  # bytes(10**11) is that many zeros
+        raise Unknown("builtins.bytes")  # bytes(10**11) would allocate that many zeros
     reader.charge(len(data))
     return bytes(data)
 

@@ -199,10 +199,11 @@ def write_weights(
         if len(files) > 1:
             write_atomically(index, lambda beside: filesystem.write_bytes(Path(beside), text))
     except BaseException:
-        if len(files) > 1 and not (index.is_file() and index.read_bytes() == text):  # which would name them
+        if len(files) > 1 and not (index.is_file() and index.read_bytes() == text):  # the index would name them
             _clear(directory / file for file in files)
         raise
-    # In this order: the other kind's files may be what loaders took until now, and must not give way to older ones.
+    # In this order, because files of the other kind may be the ones that loaders used until now, and must not be
+    # replaced by older ones.
     for naming in (kind, other):
         _drop_others(directory, *naming, {*files, index.name} if len(files) > 1 else {*files})
 
@@ -268,7 +269,7 @@ def _write(path: str, tensors: Mapping[str, Whole], aliases: Mapping[str, str], 
     if safe:
         write_file(Path(path), tensors, aliases)
     else:
-        # Of a view, only what is seen.
+        # Of a view, only the visible part is copied.
         copies = {name: tensor[...].detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         torch.save(copies | {alias: copies[name] for alias, name in aliases.items() if name in copies}, path)
 
@@ -281,7 +282,7 @@ def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, s
         tensors: Tensors by name.
         aliases: Other names of some of them.
     """
-    # Header entries as safetensors' own `save_model` writes them, which its `load_model` reads.
+    # Header entries in the form that safetensors' `save_model` writes and its `load_model` reads.
     notes = {alias: name for alias, name in aliases.items() if name in tensors}
     filesystem.write_tensors(path, tensors, {"format": "pt", **notes})
 
@@ -291,7 +292,7 @@ def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
     entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
     existing = filesystem.list_names(directory)
-    for name in entries.intersection(existing):  # loaders would take it for the weights, so it may not stay
+    for name in entries.intersection(existing):  # loaders would take it for the weights, so it is removed
         _delete(directory / name)
         if isinstance(directory, Path):
             filesystem.fsync(directory)

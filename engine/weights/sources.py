@@ -37,7 +37,7 @@ Source = str | os.PathLike[str]
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
 _USUAL = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 _OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "numpy", b"\x1f\x8b": "gzip"}
-_MAX_INDEX_BYTES = 32 * 2**20  # some 300,000 tensors
+_MAX_INDEX_BYTES = 32 * 2**20  # about 300,000 tensors
 _ACCEPTED_SOURCES = (
     "Weights are a checkpoint of Treadle (a folder with a manifest.json), a safetensors file, a file of torch.save, "
     "or a folder with these"
@@ -184,7 +184,7 @@ def _open_folder(path: AnyPath, digests: bool) -> Opened:
 
 
 def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    # Hugging Face's cache holds links only. What must not lead elsewhere is the content, see below.
+    # Hugging Face's cache contains only links. The content must not lead elsewhere, see below.
     document = filesystem.read_json(path.resolve(), _MAX_INDEX_BYTES)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -211,7 +211,8 @@ def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | None]:
     with path.open("rb") as stream:
         head = stream.read(512)
-    # First of all: the length of a safetensors header may well begin with the byte that a pickle begins with.
+    # This check comes first, because the length of a safetensors header may begin with the byte that a pickle begins
+    # with.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size:
         return read_whole_model(path), {}, None
     if head[:4] == b"PK\x03\x04" or head[:1] == b"\x80":

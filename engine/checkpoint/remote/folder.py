@@ -194,7 +194,7 @@ def recover(directory: RemotePath) -> list[str]:
             try:
                 folder = read_manifest(path).folder
             except ValueError:
-                continue  # nobody knows what is its own
+                continue  # its own entries cannot be determined
         if stale := [name for name in names if name.partition("/")[0] != folder]:
             delete(path, stale)
             done.append(f"{path}: removed a checkpoint that was never completed")

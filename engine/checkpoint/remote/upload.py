@@ -91,8 +91,8 @@ class Upload:
         try:
             (target / MANIFEST).write_bytes(data)
         except OSError:
-            # The request may have succeeded and its answer been lost; the store knows. Where it can't be asked, nothing
-            # is deleted.
+            # The request may have succeeded although its response was lost, so the store is asked. If it does not
+            # answer, nothing is deleted.
             self._may_be_committed = self._is_committed(data)
             if not self._may_be_committed:
                 raise
@@ -113,7 +113,7 @@ class Upload:
                 raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}, so it can't be saved.")
 
         def transfer(name: str) -> filesystem.Entry:
-            file = (self.staging / name).resolve()  # a store has no links
+            file = (self.staging / name).resolve()  # a store does not support links
             (self._target / self._folder / name).upload(file)
             return filesystem.describe(file)
 
@@ -137,7 +137,7 @@ def open_staging(target: RemotePath) -> Path:
         target: The checkpoint's URL.
     """
     folder = temporary_folder(str(target))
-    note_unfinished(folder)  # if the process is killed, the job's last one removes it
+    note_unfinished(folder)  # if the process is killed, the last process of the job deletes it
     return folder
 
 
