@@ -54,7 +54,7 @@ def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
         A value to compare or to use in a dict.
     """
     local_tensor = local(tensor)
-    # It consists of several tensors, such as rounded weights and their scales.
+    # A tensor that consists of several ones, such as rounded weights and their scales.
     if is_traceable_wrapper_subclass(local_tensor):
         return (id(tensor),)
     pointer = local_tensor.untyped_storage().data_ptr()

@@ -663,7 +663,7 @@ class Trackers:
                 if not unwrap:
                     return tracker
                 return tracker.tracker if tracker in self._on_this_rank() else _Silent()  # type: ignore[attr-defined]
-        # It was started on the main process only.
+        # The tracker was started on the main process only.
         if not self.started and not self._world.is_main and name in self.sources:
             return _Silent()
         names = [str(tracker.name) for tracker in self.started]  # type: ignore[attr-defined]

@@ -84,7 +84,8 @@ class DistributedDataParallelKwargs:
         )
 
 
-ReplicaKwargs = DistributedDataParallelKwargs  # for those above, who do not ask which strategy it is
+# The name for callers in higher layers, which do not depend on the strategy.
+ReplicaKwargs = DistributedDataParallelKwargs
 
 
 @dataclass
@@ -168,7 +169,7 @@ class ParallelismConfig:
 
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
-# What the sharding does by nature, so that asking for it changes nothing.
+# Values that the sharding has by nature, so setting them changes nothing.
 _ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "fsdp_version": (None, 1, 2),
     "backward_prefetch": (None, "BACKWARD_PRE", "NO_PREFETCH"),
@@ -269,7 +270,7 @@ class FullyShardedDataParallelPlugin:
     def _build_wrap_policy(self) -> Any:
         policy = self.auto_wrap_policy
         if policy is not None and not isinstance(policy, str):
-            return policy  # torch's own are understood too
+            return policy  # torch's own policies are also accepted
         if policy is not None:
             choose("auto_wrap_policy", policy.lower(), _POLICIES)
         names = self.transformer_cls_names_to_wrap
@@ -313,7 +314,7 @@ def _convert_mixed_precision(value: Any) -> Any:
         return value
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):  # FSDP1's
+    if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):  # it is FSDP1's
         return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
     raise TypeError(f"mixed_precision_policy={value!r} must be torch.distributed.fsdp.MixedPrecisionPolicy.")
 

@@ -20,7 +20,7 @@ class StrategyAliases:
     """
 
     world: World
-    unwrap: Callable[[nn.Module], nn.Module]  # the strategy's
+    unwrap: Callable[[nn.Module], nn.Module]  # the strategy's method
     prepared: tuple[Sequence[nn.Module], Sequence[Any]] = ((), ())
 
     @property

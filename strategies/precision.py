@@ -11,7 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..common.messages import nearest, warn
 
-# Lightning's names, then the short forms both peers accept.
+# Lightning's names, then the short forms that Fabric and Accelerate accept.
 _ALIASES: dict[Any, str] = {
     None: "32-true",
     "no": "32-true",

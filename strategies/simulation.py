@@ -165,7 +165,7 @@ def method(called: nn.Module, module: nn.Module, name: str) -> Callable[..., Any
     return routed(called, called, getattr(module, name))
 
 
-VOTES_BYTES = 4 * BALLOT_SIZE  # of an agreement by a collective of its own, which sends float32
+VOTES_BYTES = 4 * BALLOT_SIZE  # size of an agreement with its own collective, which sends float32
 
 
 def ballot_bytes(parameters: Iterable[Tensor]) -> int:

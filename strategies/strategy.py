@@ -200,7 +200,7 @@ class Strategy(StrategyAliases):
         while True:
             if isinstance(module, Router | nn.parallel.DistributedDataParallel):
                 module = module.module
-            elif (compiled := module._modules.get("_orig_mod")) is not None:  # what `torch.compile` returned
+            elif (compiled := module._modules.get("_orig_mod")) is not None:  # the module that `torch.compile` returned
                 module = compiled
             else:
                 return module

@@ -11,7 +11,7 @@ from torch import nn
 from ..common.messages import nearest
 from ..common.validation import choose
 
-# A name, a class or several, a number of parameters, or a function of a module.
+# One or several names or classes, a number of parameters, or a function of a module.
 Policy = str | type[nn.Module] | Collection[type[nn.Module] | str] | int | Callable[..., bool]
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _NAMES = ("auto", "parts")

@@ -197,7 +197,7 @@ class Preemption:
         if self._interruption() is None:
             self._set(caught)
             handler = self._replaced.get(caught)
-            # A handler of Treadle's, from an earlier stage that failed.
+            # Not a handler of Treadle's, left by an earlier stage that failed.
             if callable(handler) and handler is not end_by_signal:
                 handler(number, frame)
         if not _is_in_finalizer(frame):  # otherwise the block's end, or the watchdog's next signal, follows soon

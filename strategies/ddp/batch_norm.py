@@ -38,7 +38,7 @@ def synchronise(module: nn.Module, world: World) -> None:
     Raises:
         ValueError: If ``module`` itself is such a layer, or if one has a custom class.
     """
-    # torch's SyncBatchNorm refuses the CPU, up to 2.13 at least.
+    # torch's SyncBatchNorm does not support the CPU, at least up to 2.13.
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
     if isinstance(module, _BatchNorm):
         raise ValueError("sync_batchnorm=True, but the model itself is a BatchNorm layer: put it inside a module.")
@@ -115,7 +115,8 @@ class _Normalise(torch.autograd.Function):
         if total < 2:
             raise ValueError("batch normalization needs more than one value per channel over all processes to train.")
         mean = (means * counts).sum(0) / total
-        # From each process's own mean: the difference of two sums of squares would lose half of the digits.
+        # Computed from each process's own mean, because the difference of two sums of squares would lose half of the
+        # digits.
         var = (deviations + counts * (means - mean).square()).sum(0) / total
         inverse = (var + eps).rsqrt()
         normal = (wide - mean.view(shape)) * inverse.view(shape)

@@ -66,7 +66,7 @@ class ReadyOrder:
         if replica is None or not order or sorted(order) != list(range(len(self._parameters))):
             return
         replica.reducer.prepare_for_forward()
-        replica.reducer.prepare_for_backward([])  # what torch's own forward does
+        replica.reducer.prepare_for_backward([])  # as torch's own forward does
         with torch.enable_grad():
             for number in order:
                 (self._parameters[number].sum() * 0).backward()

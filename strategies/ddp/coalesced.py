@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..distributed import World
 
-BUCKET_BYTES = 25 * 2**20  # torch's own choice for DDP; larger buckets only take more memory
+BUCKET_BYTES = 25 * 2**20  # torch's default for DDP; larger buckets only need more memory
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
@@ -92,7 +92,7 @@ def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor |
             work.wait()
     for bucket, flat in packed:
         _scatter(flat.div_(world.size), bucket)
-    if any(parameter.grad is None for parameter in parameters):  # else nothing has to be read from the device
+    if any(parameter.grad is None for parameter in parameters):  # otherwise nothing has to be read from the device
         for parameter, gradient, count in zip(parameters, gradients, holders[:-1].tolist(), strict=True):
             if parameter.grad is None and count:
                 parameter.grad = gradient

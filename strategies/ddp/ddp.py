@@ -29,7 +29,7 @@ from .join import joined
 from .local_sgd import parse_local_steps
 from .zero import Shards
 
-_ALIASES = {  # Lightning's and Accelerate's
+_ALIASES = {  # Lightning's and Accelerate's names
     "ddp_comm_hook": "comm_hook",
     "ddp_comm_state": "comm_state",
     "comm_state_option": "comm_state",
@@ -73,7 +73,7 @@ class _Replica(DistributedDataParallel):
         local: AbstractContextManager[Any] = nullcontext()
         if torch.is_grad_enabled():  # a rank may evaluate on its own
             self._advance()
-        elif self._join_config.enable:  # else ranks that have left the loop wait for this forward's backward
+        elif self._join_config.enable:  # otherwise ranks that have left the loop wait for this forward's backward pass
             local = self.no_sync()
         try:
             with local:
@@ -93,7 +93,7 @@ class _Replica(DistributedDataParallel):
         if self.ready is not None and self.ready.watching:
             self.ready.settle()
         try:
-            self.reducer._check_reducer_finalized()  # 0.1 us
+            self.reducer._check_reducer_finalized()  # takes 0.1 us
         except RuntimeError as error:
             raise (self.explain(error) or error) from error
 
@@ -244,7 +244,7 @@ class DDP(Strategy):
         replica = _Replica(
             router,
             self.world.advance,
-            # With device_ids torch would rebuild every batch, and move what the user has left on the host.
+            # With device_ids, torch would rebuild every batch, and move tensors that the user has left on the host.
             device_ids=None,
             process_group=self.world.group,
             **_translate_options(self.options),
@@ -256,7 +256,7 @@ class DDP(Strategy):
         if ballot is not None:
             self._ballot_replica = replica
         self._replicas.add(replica)
-        self._latest_replicas[id(module)] = replica  # a model is wrapped anew when other parameters are trained
+        self._latest_replicas[id(module)] = replica  # a model is wrapped again if other parameters are trained
         self.set_gradient_sync(replica, True)
         return replica
 
@@ -331,8 +331,8 @@ class DDP(Strategy):
         if replica.apart or (self.local_steps is not None and self.local_steps.alone):
             on = False
         elif not on and not replica.can_skip_reduction():
-            # torch learns a static graph in a first reduced backward, or fails. To reduce a part of a group is exact:
-            # the mean of what is the same everywhere and of what is added to it.
+            # torch learns a static graph in the first backward pass with reduction, or fails. Reducing a part of a
+            # group is exact: the mean of values that are equal on all ranks, and of values that are added to them.
             on = True
         replica.require_backward_grad_sync = on  # type: ignore[assignment]
 
@@ -371,7 +371,7 @@ class DDP(Strategy):
             )
         before = replica.require_backward_grad_sync
         replica.require_backward_grad_sync = True  # type: ignore[assignment]
-        replica.reducer.prepare_for_backward([])  # what a forward outside no_sync ends with
+        replica.reducer.prepare_for_backward([])  # as a forward pass outside no_sync ends
         try:
             yield
         finally:
@@ -387,7 +387,7 @@ class DDP(Strategy):
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """See `Strategy.join`."""
         exchanges = {
-            "comm_hook": self.comm_hook,  # divides by the world size, not by the number of ranks that are left
+            "comm_hook": self.comm_hook,  # it divides by the world size, not by the number of remaining ranks
             "sync_batchnorm": self.sync_batchnorm,
             "zero": self.zero,
             "local_sgd_steps": self.local_steps,
@@ -424,7 +424,7 @@ class DDP(Strategy):
         assert summed is not None, "the step's loss did not carry the ballot"
         ballot.carrier.grad = None
         ballot.clear()
-        return summed * self.world.size  # DDP averages
+        return summed * self.world.size  # because DDP averages
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -492,7 +492,7 @@ class DDP(Strategy):
 
         cap = self.options["bucket_cap_mb"]
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20] if cap is None else [int(cap * 2**20)] * 2
-        with _disable_current_modes():  # a plan's own mode would count these tensors as the model's
+        with _disable_current_modes():  # a plan's own mode would count these tensors as part of the model
             shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in ready]
             if ballot:
                 shapes.insert(0, torch.empty(BALLOT_SIZE, dtype=ballot_dtype(ready), device="meta"))

@@ -36,7 +36,7 @@ def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
         return
     join = Join(trained, divide_by_initial_world_size=False)  # type: ignore[arg-type]
     try:
-        with warnings.catch_warnings():  # torch sets a filter
+        with warnings.catch_warnings():  # torch sets a warning filter
             with join:
                 yield
     finally:

@@ -29,7 +29,7 @@ class LocalSteps:
         self.every = every
         self.start = start
         self.count = 0
-        self._apart = False  # some step was taken alone since the last average
+        self._apart = False  # whether a step was taken without synchronization since the last average
 
     @property
     def alone(self) -> bool:

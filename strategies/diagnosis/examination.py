@@ -29,9 +29,9 @@ from .machine import Facts, inspect_process
 from .measurements import measure_all_reduce, measure_clocks
 
 Report = dict[str, Any]
-_STORE_ERRORS = (RuntimeError, dist.DistError)  # torch's, of a store that is silent or gone
-MARGIN = 5.0  # seconds which the timer leaves to torch's own limits
-_numbers = itertools.count()  # of the examinations in this process
+_STORE_ERRORS = (RuntimeError, dist.DistError)  # raised by torch if the store does not answer or no longer exists
+MARGIN = 5.0  # seconds by which the timer ends before torch's own limits
+_numbers = itertools.count()  # numbers of the examinations in this process
 
 
 def examine(
@@ -152,14 +152,15 @@ class _Examination:
         address = launched.address
         host = address[0] if address else environment["MASTER_ADDR"]
         try:
-            socket.getaddrinfo(host, None)  # torch would try again until the limit
+            socket.getaddrinfo(host, None)  # torch would retry until the limit
         except OSError as error:
             raise ValueError(
                 f"MASTER_ADDR={host!r} does not resolve on {socket.gethostname()} ({error}); set the address of rank "
                 "0's machine"
             ) from None
         if address is None and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            # Rank zero keeps the store. Torch's own rendezvous would wait in it for all ranks, and name none.
+            # Rank zero holds the store. In torch's own rendezvous it would wait for all ranks, without naming the
+            # missing ones.
             port = environment["MASTER_PORT"]
             if not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(f"MASTER_PORT={port!r} must be a number from 1 to 65535")
@@ -266,7 +267,7 @@ class _Examination:
             error: Failure of the meeting; "" for none.
             facts: Result of `inspect_process` for this rank.
         """
-        with self._ending:  # the timer may come while the report is on its way
+        with self._ending:  # the timer may expire while the report is being sent
             if self.report is not None:
                 return
             if not self._is_reporter:

@@ -11,14 +11,14 @@ from .machine import OPTIONAL, REQUIRED, Facts, format_bytes
 GOOD, NOTE, FAULT = "good", "note", "fault"
 _MARKS = (GOOD, NOTE, FAULT)
 
-_OLDEST_LINUX = (5, 5)  # on older ones processes may hang, as Accelerate warns
-_SMALL_SHM, _MODEST_SHM = 100e6, 1e9  # bytes; Docker's default is 64 MiB, too little for a few batches
+_OLDEST_LINUX = (5, 5)  # on older kernels processes may hang, as Accelerate warns
+_SMALL_SHM, _MODEST_SHM = 100e6, 1e9  # bytes; Docker's default is 64 MiB, which is too little for a few batches
 _FULL_DISK, _MODEST_DISK = 100e6, 5e9  # bytes
-# Of the 107 letters of a socket's path, what /treadle-<32>/pymp-<8>/listener-<8> leaves to the temp folder.
+# A socket's path has at most 107 characters; /treadle-<32>/pymp-<8>/listener-<8> leaves this many to the temp folder.
 _LONGEST_TEMP = 107 - len("/treadle-/pymp-/listener-") - 32 - 8 - 8
 _LOW_MEMORY = 500e6  # bytes
-_FEW_FILES = 1024  # data workers, connections and sharded checkpoints take some each
-# What `accelerate launch` sets, with the values that ask for nothing.
+_FEW_FILES = 1024  # data workers, connections and sharded checkpoints each need some
+# Variables that `accelerate launch` sets, with the values that request nothing.
 _OF_ACCELERATE = {
     "ACCELERATE_MIXED_PRECISION": "no",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
@@ -298,7 +298,7 @@ def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> It
             "address of rank 0's machine.",
         )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        # NCCL takes prefixes, "^" for all others and "=" for an exact name.
+        # NCCL accepts prefixes, "^" for all others and "=" for an exact name.
         wanted = [part.lstrip("=") for part in env.get(name, "").split(",") if part]
         unknown = [part for part in wanted if not any(other.startswith(part) for other in facts["interfaces"])]
         if unknown and not env[name].startswith("^"):

@@ -42,7 +42,7 @@ def current_world(accelerator: str = "auto") -> World:
 
 
 def _find_device() -> torch.device:
-    # A group for GPUs has a backend for them; one that was made for the CPU has not, on any machine.
+    # A group for GPUs has a backend for them; a group for the CPU has none, even on a machine with GPUs.
     on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 

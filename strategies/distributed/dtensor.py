@@ -99,13 +99,13 @@ def piece_of(tensor: Any) -> Piece:
         raise TypeError(f"a tensor placed as {tensor.placements} has no values yet: redistribute it first.")
     mesh = tensor.device_mesh
     copies = [at for at, p in zip(mesh.get_coordinate(), tensor.placements, strict=True) if p.is_replicate()]
-    # Where it lies on a part of a larger grid, each such part has a copy; that of rank zero is the first.
+    # If the tensor is on a part of a larger grid, each such part has a copy; that of rank zero is the first.
     return Piece(tensor.to_local(), _place(tensor)[1], not any(copies) and int(mesh.mesh.min()) == 0)
 
 
 def _place(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return shape and offset of this process's shard."""
-    # Also where it is cut along two dimensions of the mesh; torch's own checkpoints use it.
+    # Also supports tensors that are split along two dimensions of the mesh; torch's own checkpoints use it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)

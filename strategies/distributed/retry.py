@@ -50,7 +50,7 @@ class Attempts:
                 "after a failure. Start them with torchrun or `treadle launch`."
             )
         self._device = current_world().device.type if dist.is_initialized() else None
-        # Not the group's own connection to the store, which ends with the group.
+        # Not the group's own connection to the store, because it ends with the group.
         limit = timedelta(minutes=30)
         store = process_group.meeting_place(self.rank, self.size, limit, launched.address)
         name = f"treadle/{launched.run_id}/calls"
@@ -72,7 +72,7 @@ class Attempts:
         self._over.set()
         if self.size > 1:
             self._store.set(f"{self._number}/{self.rank}", outcome)
-            self._store.get(f"{self._number}/{self.rank}")  # now the others can see it
+            self._store.get(f"{self._number}/{self.rank}")  # now the other ranks can see it
 
     def someone_retries(self) -> bool:
         """Return whether another process has reported `RETRY`, without waiting."""
@@ -151,7 +151,7 @@ def _is_nccl() -> bool:
 def _cut_off_replicas() -> None:
     """Remove the process group from all existing replicas, which cannot be used again and would keep it open."""
     for value in gc.get_objects():
-        # By type: an isinstance would wake proxies and lazy modules.
+        # By type, because isinstance would trigger proxies and lazy modules.
         if issubclass(type(value), DistributedDataParallel):
             for name in ("logger", "reducer", "process_group"):
                 value.__dict__.pop(name, None)

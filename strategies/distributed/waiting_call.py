@@ -19,9 +19,9 @@ WAITING_FILES = (
     "/strategies/distributed/",
     "/engine/preemption/",
 )
-# Ranks connect, start over after a failure, or leave: that has rules and limits of its own.
+# Ranks connect, restart after a failure, or leave: these waits have their own rules and limits.
 _OTHER_RULES = ("/engine/preemption/", "/process_group.py", "/retry.py", "/collective_debug.py")
-_WRAPPERS = "c10d_logger.py"  # around torch's functions: all are called `wrapper` there
+_WRAPPERS = "c10d_logger.py"  # wrapper of torch's functions, each of which is called `wrapper` there
 _PAIRWISE = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _WORLDS = (f"{__package__}.world", f"{__package__}.collective_debug", "contextlib")

@@ -27,7 +27,7 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-# What gloo and NCCL know; tensors of other types, such as int16 or float8, travel as bytes.
+# Types that gloo and NCCL support; tensors of other types, such as int16 or float8, are sent as bytes.
 _CARRIED = {
     torch.bool,
     torch.uint8,
@@ -113,9 +113,9 @@ class World:
             if timeout is not None:
                 process_group.set_timeout(timeout)
             self._note_carried_devices()
-            if dist.get_backend() != "fake":  # of a plan, in which nobody else is
+            if dist.get_backend() != "fake":  # the group of a plan has no other processes
                 process_group.make_communicators(self.device)
-                arrivals_of(self)  # so that others can see where this process is
+                arrivals_of(self)  # so that other ranks can see this process's position
 
     def _note_carried_devices(self) -> None:
         """Note which devices the group supports: a script's own ``init_process_group("nccl")`` has no host tensors."""
@@ -145,7 +145,7 @@ class World:
             )
         key = tuple(dimensions.items())
         if key not in self._meshes:
-            process_group.connect(self.device, self.rank, self.size, self.timeout)  # also a world of one
+            process_group.connect(self.device, self.rank, self.size, self.timeout)  # also with a single process
             shape, names = tuple(dimensions.values()), tuple(dimensions)
             self._meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         return self._meshes[key]
@@ -205,8 +205,9 @@ class World:
         name = ""
         lines = process_group.spare_lines
         if lines and lines[-1][0] == self.timeout:
-            name = lines[-1][1].group_name  # torch counts the groups, so it is the same line on all ranks
-        # Asked also where this rank has none: another may have one, after a stage that failed on this rank alone.
+            name = lines[-1][1].group_name  # torch counts the groups, so the name is the same on all ranks
+        # Requested even if this rank has none, because another may have one after a stage that failed on this rank
+        # alone.
         if self.gather_objects(name) != [name] * self.size or not name:
             return None
         return lines.pop()[1]
@@ -245,7 +246,7 @@ class World:
         store = dist.PrefixStore("treadle claims", dist.distributed_c10d._get_default_store())
         try:
             return bool(store.add(name, 1) == 1)
-        except RuntimeError:  # the process that kept the store has ended, so it called this earlier
+        except RuntimeError:  # the process that held the store has ended, so it called this earlier
             return False
 
     def meet(self, call: str) -> None:
@@ -450,13 +451,13 @@ class World:
         """
         if self.size > 1:
             words = None if error is None else f"{type(error).__name__}: {error}"
-            status = (error.code or 0) if isinstance(error, SystemExit) else None  # sys.exit() is sys.exit(0)
+            status = (error.code or 0) if isinstance(error, SystemExit) else None  # sys.exit() equals sys.exit(0)
             try:
                 errors = self.gather_objects(None if words is None else (words, status))
             except Exception:
                 if error is None:
                     raise
-                raise error from None  # the others are gone; that must not hide why this one goes
+                raise error from None  # the others have ended; that must not hide why this rank leaves
             failed = [(rank, *failure) for rank, failure in enumerate(errors) if failure is not None]
             if failed and error is None:
                 if isinstance(failed[0][2], int):

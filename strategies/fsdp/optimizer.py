@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..distributed import World, cut_like, is_sharded
 
-# They compute with all elements of a parameter, or index some of them, for which torch has no sharded form (2.13).
+# They compute with all elements of a parameter, or index some of them, which torch does not support for shards (2.13).
 _NEED_WHOLE = (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor)
 
 

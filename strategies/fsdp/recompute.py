@@ -94,7 +94,7 @@ class Recompute:
         if self.budget is not None:
             self._set_budget(module)
             return
-        # The form that leaves the names of the model's parts as they are; torch has no public one (2.13).
+        # The form that keeps the names of the model's submodules; torch has no public one (2.13).
         from torch.distributed._composable import checkpoint
 
         chosen = blocks if self.blocks is None else chosen_blocks(module, self.blocks, FLAG)

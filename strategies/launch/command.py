@@ -64,7 +64,7 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
     )
 
     def add(*names: str, **settings: object) -> None:
-        # Both spellings of each, as torchrun has them.
+        # Both spellings of each option, as in torchrun.
         spellings = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
         spellings += [name[:2] + name[2:].replace("_", "-") for name in names if "_" in name]
         command_parser.add_argument(*dict.fromkeys((*names, *spellings)), **settings)  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def job_of(options: argparse.Namespace) -> Job:
     if nodes is None:
         run_id = options.rdzv_id or uuid.uuid4().hex
     else:
-        run_id = options.rdzv_id or "none"  # torchrun's; all machines must say the same
+        run_id = options.rdzv_id or "none"  # torchrun's default; it must be the same on all machines
     return Job(
         nproc=_parse_nproc(options, nodes),
         command=[*python, *(["-m"] if options.module else []), options.script, *options.arguments],

@@ -32,7 +32,7 @@ from ..distributed import (
 from ..processes import die_with_parent, kill_session, sweep
 from .supervisor import FAILURE_GRACE
 
-_ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
+_ANY_PORT = "29500"  # Accelerate's default, on which two notebooks would conflict
 
 
 def notebook_launcher(
@@ -235,7 +235,7 @@ class _Launch:
                     ranks[-1].start()
                     theirs.close()
                     pipes.append(ours)
-            # After the forks, which could not hold its threads.
+            # Created after the forks, which could not contain its threads.
             stores.append(
                 dist.TCPStore(
                     self.host,
@@ -250,8 +250,8 @@ class _Launch:
             self._wait(ranks, pipes)
         finally:
             _end(ranks)
-            # A rank's error refers to this frame and to the copy of its variables that `hide_frames` made, in a cycle.
-            # A rank of the next attempt that collected the store would wait for its threads, which it doesn't have.
+            # A rank's error refers to this frame and to the copy of its variables that `hide_frames` made, which forms
+            # a cycle. A rank of the next attempt that collected the store would wait for threads that it does not have.
             stores.clear()
             sweep(os.getpid(), all_ended=True)
 
@@ -262,7 +262,8 @@ class _Launch:
             ended = {local: rank.exitcode for local, rank in waiting.items() if rank.exitcode is not None}
             failed = {local: _receive_failure(pipes[local]) for local, code in ended.items() if code}
             if failed:
-                # A killed rank comes first, then who said so first: one failure makes others raise.
+                # A killed rank comes first, then the one that reported first, because one failure makes the others
+                # raise errors.
                 first = min(failed, key=lambda local: (ended[local] >= 0, failed[local][0]))
                 failure = self._describe_failure(first, ended[first], failed[first][1])
                 hide_frames(failure)
@@ -280,7 +281,7 @@ class _Launch:
 
     def _run_rank(self, local_rank: int, pipe: Connection, parent: int, attempt: int) -> None:
         """Run one process of the launch."""
-        os.setsid()  # so that ending it ends its data workers, and the notebook's interrupt reaches the parent alone
+        os.setsid()  # so that ending it ends its data workers, and only the parent gets the notebook's interrupt
         die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -304,7 +305,7 @@ class _Launch:
                 **self.variables,
             }
         )
-        # The threads of the session's OpenMP did not come along, and the first parallel loop would wait for them.
+        # The threads of the session's OpenMP are not in the fork, and the first parallel loop would wait for them.
         torch.set_num_threads(1)
         try:
             _check_autograd()
@@ -312,12 +313,12 @@ class _Launch:
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return
-            function_trace = error.__traceback__ and error.__traceback__.tb_next  # from the function on
+            function_trace = error.__traceback__ and error.__traceback__.tb_next  # from the user's function on
             words = format_error(error, function_trace)
-            pipe.send((time.time(), words[-20_000:]))  # no more than a pipe holds: nobody reads it yet
+            pipe.send((time.time(), words[-20_000:]))  # at most what a pipe holds, because it is not read yet
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # the others may be gone, and a backend's end would wait for them
+            os._exit(1)  # the others may have ended, and a backend's shutdown would wait for them
         process_group.disconnect()
 
 
@@ -340,7 +341,7 @@ def _collect_reachable(function: Callable[..., Any]) -> dict[str, Any]:
     session = getattr(function, "__globals__", {})
     around = {}
     for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # not yet filled
+        with contextlib.suppress(ValueError):  # it is not filled yet
             around[name] = cell.cell_contents
     return {name: session[name] for name in code.co_names if name in session} | around
 

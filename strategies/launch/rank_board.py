@@ -13,8 +13,8 @@ from typing import Any
 
 from ..processes import BOARD_RECORD, explain_silence, fetch_stacks
 
-_MARGIN = 1.5  # seconds that the ranks have to notice it themselves: they know more
-_ABSENCE = 2.0  # seconds without a look after which this process was stopped itself, or its machine suspended
+_MARGIN = 1.5  # seconds that the ranks have to notice it themselves, because they know more
+_ABSENCE = 2.0  # seconds without a check after which this process was stopped itself, or its machine suspended
 
 
 @dataclass
@@ -109,7 +109,7 @@ class RankBoard:
         folder = Path(beat["directory"], folder_name)
         reason = f"{explain_silence(beat['pid'])}, process {beat['pid']}"
         place = ""
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # the disk is full
             folder.mkdir(parents=True, exist_ok=True)
             place = fetch_stacks(beat["pid"], beat["dumps"], folder / f"rank-{beat['rank']}.txt")
         return f"{reason}, and no other rank of this machine gives a sign of life: last seen {beat['where']}{place}"

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from ...common.validation import check_int, check_positive
 from ..processes import find_source_address, interface_of, is_named_loopback, open_datagram_socket
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # which end a run
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # signals that end a run
 GRACE = 30.0
 FAILURE_GRACE = 2.0
-_PORTS = {"c10d": 29400, "static": 29500}  # torchrun's
-_PATIENCE = 30.0  # seconds; the name of a pod is not known everywhere the moment it starts
+_PORTS = {"c10d": 29400, "static": 29500}  # torchrun's defaults
+_PATIENCE = 30.0  # seconds; a pod's name is not known everywhere immediately after it starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Nodes:
         Raises:
             ValueError: If the endpoint's host is unknown, or ``local_addr`` is not an address of this machine.
         """
-        if self.backend not in _PORTS:  # etcd and what users registered: theirs to interpret
+        if self.backend not in _PORTS:  # etcd and user-registered backends interpret it themselves
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
         host, port = _split(self.endpoint, _PORTS[self.backend])
         target = _resolve(host, port, f"the endpoint of the machines is {host}:{port}")

@@ -39,10 +39,10 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
             started.
     """
     if (config := _get_hydra_config()) is not None:
-        os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it, in each rank again
+        os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it again in each rank
     status = supervise(nproc, grace=grace)
     for stream in (sys.stdout, sys.stderr):
-        # The reader of a pipe may be gone by now, which must not replace the ranks' status by our own.
+        # The reader of a pipe may have ended by now; that must not replace the ranks' status with this process's own.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     sys.exit(status)
@@ -106,9 +106,9 @@ def supervise_job(job: Job) -> int:
         OSError: If the program cannot be started.
     """
     if threading.current_thread() is not threading.main_thread():
-        # Signals reach the main thread only, and Linux ends a rank with the thread that started it.
+        # Signals reach the main thread only, and Linux ends a rank along with the thread that started it.
         raise ValueError(f"devices={job.nproc} starts {job.nproc} processes, which only the main thread can supervise.")
-    # Text still in a buffer would come out after that of the ranks.
+    # Text that is still in a buffer would appear after the ranks' output.
     sys.stdout.flush()
     sys.stderr.flush()
     handled = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
@@ -122,9 +122,9 @@ def supervise_job(job: Job) -> int:
     place = job.nodes.place() if job.nodes is not None else None
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
-    # torch's agent starts each rank with a copy of this process's own.
+    # torch's agent starts each rank with a copy of this process's variables.
     with variables_set(variables), _restore_signals():
-        from . import elastic_agent  # a second of imports, which only a supervisor has to pay
+        from . import elastic_agent  # takes a second, for imports that only a supervisor needs
 
         try:
             return elastic_agent.run(job, place, board)
@@ -161,7 +161,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
             f"and run `python train.py` or `torchrun --nproc-per-node {nproc} train.py`, or use devices=1. "
             f"In a notebook: `treadle.notebook_launcher(function, num_processes={nproc})`."
         )
-    # The function behind multiprocessing's spawn. It omits -u, which shows only in the stream it makes.
+    # The function that multiprocessing's spawn uses. It omits -u, which is only visible in the stream.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if getattr(sys.__stdout__, "write_through", False):
         flags.append("-u")
@@ -178,12 +178,12 @@ def _add_hydra_overrides(arguments: list[str]) -> list[str]:
     config = _get_hydra_config()
     if config is None:
         return arguments
-    if getattr(getattr(config, "mode", None), "name", "") == "MULTIRUN":  # the ranks go through all its jobs
+    if getattr(getattr(config, "mode", None), "name", "") == "MULTIRUN":  # the ranks execute all of its jobs
         overrides = {"hydra.sweep.dir": _quote(os.path.join(config.runtime.cwd, config.sweep.dir))}
     else:
-        # What is in its .hydra is complete, and two ranks would write it at the same time.
+        # The content of its .hydra is complete, and two ranks would write it at the same time.
         overrides = {"hydra.run.dir": _quote(config.runtime.output_dir), "hydra.output_subdir": "null"}
-    # Beside the other overrides: argparse takes those in one piece only.
+    # Next to the other overrides, because argparse accepts them in one piece only.
     override_positions = [
         position
         for position, argument in enumerate(arguments)
@@ -211,16 +211,16 @@ def _find_target() -> list[str] | None:
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name is not None and name != "__main__":
         return ["-m", name.removesuffix(".__main__")]
-    # That name is what a folder or zip file with a __main__.py inside runs under.
+    # A folder or zip file with a __main__.py inside runs under this name.
     file = getattr(main, "__file__", None) if name is None else sys.argv[0]
-    # Absolute: the script may have changed its directory since.
+    # Absolute, because the script may have changed its directory since.
     return [os.path.abspath(file)] if file is not None and os.path.exists(file) else None
 
 
 def _read_arguments(target: list[str]) -> list[str]:
     """Return the arguments that the interpreter received: the script may have consumed those in `sys.argv`."""
     original_argv, name = sys.orig_argv, target[1] if target[0] == "-m" else sys.argv[0]
-    # Not there if a debugger stands between; then `sys.argv` is what it left for the script.
+    # It is missing if a debugger is in between; then `sys.argv` is what the debugger left for the script.
     return original_argv[original_argv.index(name) + 1 :] if name in original_argv else sys.argv[1:]
 
 
@@ -257,7 +257,7 @@ def _restore_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: set by something that is not Python
+            if handler is not None:  # None: set by code other than Python's
                 signal.signal(number, handler)
 
 

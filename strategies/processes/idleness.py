@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-_MOST_WORK = 0.03  # CPU seconds per second; to receive 100 MB/s takes more
+_MOST_WORK = 0.03  # CPU seconds per second; receiving 100 MB/s needs more
 
 
 class Idleness:

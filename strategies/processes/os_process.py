@@ -42,7 +42,7 @@ def read_start_time(pid: int) -> str | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         state, *rest = text.rpartition(")")[2].split()
-        return None if state in "ZX" else rest[18]  # an ended process waits for its parent to take note
+        return None if state in "ZX" else rest[18]  # an ended process waits until its parent has read its status
     except (OSError, ValueError, IndexError):
         pass
     with contextlib.suppress(OverflowError):
@@ -65,7 +65,7 @@ def kill_session(leader: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # where there is no /proc
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # on systems without /proc
         os.killpg(leader, signal.SIGKILL)
 
 
@@ -90,6 +90,6 @@ def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if os.getppid() == supervisor_pid:
         prctl(set_death_signal, number)
-    # The supervisor may have died before that call took effect, or before this process got here at all.
+    # The supervisor may have died before that call took effect, or before this process reached this line.
     if os.getppid() != supervisor_pid and not is_alive(supervisor_pid):
         os.kill(os.getpid(), number)

@@ -11,7 +11,7 @@ import signal
 import time
 from pathlib import Path
 
-_DUMP = getattr(signal, "SIGRTMIN", None)  # asks for the stacks: no handler in Python is needed
+_DUMP = getattr(signal, "SIGRTMIN", None)  # requests the stacks, without a handler in Python
 
 
 class Dumps:
@@ -26,7 +26,8 @@ class Dumps:
         self.path = ""
         if _DUMP is not None and hasattr(os, "memfd_create"):
             self._descriptor = os.memfd_create("treadle stacks")
-            # Of the main thread alone: the others go on while they are read, which has ended a process by SIGSEGV.
+            # Of the main thread only: the others keep running while they are read, which has ended a process with
+            # SIGSEGV.
             faulthandler.register(_DUMP, file=self._descriptor, all_threads=False)
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
@@ -34,8 +35,9 @@ class Dumps:
         """Close the file. Later requests are ignored."""
         if self._descriptor is not None and _DUMP is not None:
             faulthandler.unregister(_DUMP)
-            with contextlib.suppress(ValueError):  # in another thread than the main one
-                signal.signal(_DUMP, signal.SIG_IGN)  # the request of one who doesn't know that yet
+            with contextlib.suppress(ValueError):  # not in the main thread
+                # Another process may send the request without knowing that it is no longer answered.
+                signal.signal(_DUMP, signal.SIG_IGN)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -74,8 +76,8 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
         end = time.monotonic() + 0.5
         while not (stacks := Path(dumps).read_bytes()).rstrip() and time.monotonic() < end:
             time.sleep(0.001)
-        time.sleep(0.005 if stopped else 0.05)  # it comes line by line
-        with contextlib.suppress(OSError):  # the process may have come to its end meanwhile
+        time.sleep(0.005 if stopped else 0.05)  # the output arrives line by line
+        with contextlib.suppress(OSError):  # the process may have ended in the meantime
             stacks = Path(dumps).read_bytes()
             if stopped:
                 os.kill(pid, signal.SIGSTOP)
