@@ -33,5 +33,5 @@ def _run() -> None:
         work()
 
 
-# Not public, but what concurrent.futures itself uses, from Python 3.9 on.
+# Not public, but concurrent.futures itself uses it, from Python 3.9 on.
 getattr(threading, "_register_atexit", atexit.register)(_run)

@@ -45,7 +45,7 @@ def parse_duration(name: str, value: Any) -> timedelta:
         )
     try:
         duration = timedelta(**units)
-    except (OverflowError, ValueError) as error:  # timedelta's own words for infinity and NaN
+    except (OverflowError, ValueError) as error:  # timedelta's errors for infinity and NaN
         raise ValueError(f"{name}={value!r} is not a valid duration: {error}.") from None
     if duration <= timedelta(0):
         raise ValueError(f"{name}={value!r} must be a positive duration.")

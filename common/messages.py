@@ -26,13 +26,13 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 logger = logging.getLogger("treadle")
 if not logger.handlers:
-    # As for any library that speaks to a person at a terminal; `logging.getLogger("treadle").setLevel(...)` quiets it.
+    # The usual output of a library at a terminal; `logging.getLogger("treadle").setLevel(...)` silences it.
     logger.addHandler(_StandardError())
     logger.setLevel(logging.INFO)
     logger.propagate = False
 
 
-# Importing the library of `rank_zero` costs 0.1 s, which commands without messages save.
+# Importing the package of `rank_zero` takes 0.1 s, which commands without messages save.
 def announce(text: str) -> None:
     """Log a message through the ``treadle`` logger, on rank zero only.
 
@@ -42,7 +42,7 @@ def announce(text: str) -> None:
     from .rank_zero import rank_zero_only
 
     if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-        # A metric's name may hold half of a surrogate pair, which no stream can write.
+        # A metric's name may contain half of a surrogate pair, which no stream can write.
         logger.info(text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 

@@ -49,7 +49,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
             value = getattr(own, name)
         except (AttributeError, _NoSuchNameError):
             value = find_peer_name(module, name, names)
-        setattr(sys.modules[module], name, value)  # the next look-up is the module's own
+        setattr(sys.modules[module], name, value)  # later lookups find it in the module itself
         return value
 
     _bind_over_submodules(sys.modules[module], names, __getattr__)
@@ -103,7 +103,7 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
 
 
 def _import_submodule(module: str, path: str) -> Any:
-    # The peers import all their modules with the package: `accelerate.state.PartialState` needs no other import.
+    # The peers import all their modules with the package: `accelerate.state.PartialState` needs no further import.
     roots = ("treadle", "treadle.compat")
     for root in reversed(roots) if module.startswith("treadle.compat") else roots:
         submodule = f"{root}.{path}"
@@ -115,12 +115,13 @@ def _import_submodule(module: str, path: str) -> Any:
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # nor is there the package that it would be in
+    except ModuleNotFoundError:  # its package does not exist either
         return False
 
 
 def _refuse(module: str, name: str, text: str) -> NoReturn:
-    # `from module import name` replaces an AttributeError by one without the text; hasattr() takes no ImportError.
+    # `from module import name` replaces an AttributeError with one without the text; hasattr() does not accept an
+    # ImportError.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in _ASKING:
         frame = frame.f_back

@@ -41,9 +41,9 @@ _CHECKSUM = "CRC32"
 _PARTS_AT_ONCE = 8
 """Number of parts of one object that are uploaded concurrently; all of them are in memory."""
 
-# What a further attempt can't change. A missing bucket is a FileNotFoundError.
+# Errors that a further attempt cannot resolve. A missing bucket is a FileNotFoundError.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
-# The same, of packages that need not be installed: botocore's and google-auth's.
+# Such errors of packages that need not be installed: botocore's and google-auth's.
 _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
 
 
@@ -176,7 +176,7 @@ class RemotePath:
             except _FINAL:
                 raise
             except Exception as error:
-                # Packages of stores raise what they like; what is above here knows errors of files.
+                # Packages of stores raise errors of any kind; callers only handle errors of files.
                 reason = str(error) or type(error).__name__
                 if type(error).__name__ in _FINAL_NAMES:
                     raise StoreError(f"{self}: can't {action}: {reason}") from error
@@ -269,7 +269,7 @@ class RemotePath:
     def _write(self, action: str, request: Callable[[], T]) -> T:
         try:
             return self._ask(action, request)
-        except FileNotFoundError as error:  # no bucket
+        except FileNotFoundError as error:  # there is no bucket
             raise StoreError(f"{self}: can't {action}: {error}") from error
 
     def upload(self, file: Path) -> None:
@@ -290,7 +290,7 @@ class RemotePath:
     def _sends_checksums(self) -> bool:
         """Return whether botocore's configuration lets uploads carry checksums, which a few older stores reject."""
         self._store.connect()
-        config = self._store.s3.meta.config  # botocore before 1.36 has no such option
+        config = self._store.s3.meta.config  # botocore before 1.36 does not have this option
         return getattr(config, "request_checksum_calculation", "") == "when_supported"
 
     def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
@@ -335,7 +335,7 @@ class RemotePath:
                 parts = {"Parts": [future.result() for future in futures]}
             self._complete(place, parts, size)
         except BaseException:
-            with suppress(OSError):  # the bucket's lifecycle rules remove what is left
+            with suppress(OSError):  # otherwise the bucket's lifecycle rules delete the parts
                 self._call_s3("abort_multipart_upload", **place)
             raise
 

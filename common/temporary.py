@@ -46,7 +46,7 @@ _kept: set[Path] = set()
 
 
 def _remove(folder: Path, pid: int) -> None:
-    if os.getpid() != pid:  # a process that was forked from the folder's owner
+    if os.getpid() != pid:  # this process was forked from the folder's owner
         return
     for path in folder.iterdir():
         if path not in _kept:

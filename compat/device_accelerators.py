@@ -219,7 +219,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             break
         try:
             torch.zeros((), device=torch.device("cuda", index))
-        except RuntimeError:  # another process has it for itself
+        except RuntimeError:  # another process uses the device exclusively
             continue
         usable.append(index)
     if len(usable) < num_devices:

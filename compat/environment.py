@@ -220,7 +220,7 @@ def check_cuda_p2p_ib_support() -> bool:
     """Return whether GPUs may exchange data directly: False for two or more GeForce RTX 40 in one machine."""
     try:
         names, count = get_gpu_info()
-    except (OSError, subprocess.CalledProcessError):  # no driver: nothing speaks against it
+    except (OSError, subprocess.CalledProcessError):  # no driver is installed, so there is no objection
         return True
     return count < 2 or not any("RTX 40" in name for name in names)
 

@@ -20,7 +20,7 @@ from ..strategies.distributed import current_world
 
 _MODEL = "pytorch_model_fsdp"
 _OPTIMIZER = "optimizer"
-_NO_LIMIT = 2**63  # bytes of a file
+_NO_LIMIT = 2**63  # bytes; no file is larger
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -143,7 +143,7 @@ def fsdp2_load_full_state_dict(
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     state = dict(full_sd) if accelerator.is_main_process else {}
     missing = [name for name in module.state_dict() if name not in state] if accelerator.is_main_process else []
-    missing = current_world().broadcast(missing, 0)  # every rank raises, or none
+    missing = current_world().broadcast(missing, 0)  # all ranks raise an error, or none
     if missing:
         raise KeyError(f"the full state lacks {missing[:5]} of the model. Give the state of the same model.")
     _set_model_state(module, state, full=True)

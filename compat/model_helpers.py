@@ -58,7 +58,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         **compile_kwargs: Arguments of ``torch.compile``.
     """
     compiled = _compile_parts(module, compile_kwargs)
-    compiled.__dict__.setdefault("_orig_mod", module)  # in __dict__: not a second child
+    compiled.__dict__.setdefault("_orig_mod", module)  # in __dict__, so that it is not registered as a second child
     return compiled
 
 
@@ -200,7 +200,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         if safe_serialization:
             save_object(clean_state_dict_for_safetensors(obj), f, safe=True)
         else:
-            torch.save(obj, f)  # numpy arrays too, which `load` reads
+            torch.save(obj, f)  # also writes numpy arrays, which `load` reads
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:

@@ -108,7 +108,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         deterministic: Whether torch must use deterministic algorithms, and raise an error if an operation has none.
     """
     if device_specific:
-        seed_everything(seed)  # a wrong seed is named as it was given
+        seed_everything(seed)  # an invalid seed is reported as it was passed
         seed = (seed + current_place()[0]) % 2**32
     seed_everything(seed)
     if deterministic:

@@ -69,7 +69,8 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 
 
 def _has_layers(model: nn.Module, package: str, names: set[str]) -> bool:
-    # By name: importing the package would initialize the accelerator, and who has not got it has no such layers.
+    # By name, because importing the package would initialize the accelerator, and without the package there are no such
+    # layers.
     return any(
         kind.__name__ in names and kind.__module__.partition(".")[0] == package
         for module in model.modules()

@@ -46,7 +46,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         turns = range(size) if in_order else [rank]
         world = current_world() if in_order and size > 1 else None
         for turn in turns:
-            # Also where this process's level hides it: the others wait for it.
+            # Called even if this process's level hides the record, because the other ranks wait for it.
             if turn == rank and (in_order or not main_process_only or rank == 0) and self.isEnabledFor(level):
                 text, options = self.process(msg, kwargs)
                 self.logger.log(level, text, *args, **options)
@@ -80,7 +80,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     def __getattr__(self, name: str) -> Any:
         if name == "logger":
             raise AttributeError(name)
-        return getattr(self.logger, name)  # addHandler, handlers, propagate, ...
+        return getattr(self.logger, name)  # addHandler, handlers, propagate and other attributes
 
 
 class _FallbackHandler(logging.StreamHandler[TextIO]):
@@ -103,7 +103,7 @@ class _FallbackHandler(logging.StreamHandler[TextIO]):
         if record_logger is not self._logger and any(
             isinstance(handler, _FallbackHandler) for handler in record_logger.handlers
         ):
-            return  # it has said so itself
+            return  # the logger has already shown it
         logger: logging.Logger | None = self._logger
         while logger is not None:
             if any(not isinstance(handler, _FallbackHandler) for handler in logger.handlers):

@@ -120,7 +120,7 @@ class BatchSamplerShard(BatchSampler):
     def _iter_rounds(self) -> Iterator[list[Any]]:
         count = self.num_processes
         first_round: list[list[Any]] = []
-        mine: list[Any] | None = None  # held back until the round's last batch is known to be complete
+        mine: list[Any] | None = None  # kept until it is known that the round's last batch is complete
         index = -1
         batch: list[Any] = []
         for index, batch in enumerate(self.batch_sampler):

@@ -72,7 +72,7 @@ _REFUSED = {
 
 _DEFAULT_TIMEOUT = 1800  # seconds
 
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # fused kernels are used wherever they can be
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # fused kernels are used wherever possible
 
 _LOGGERS: dict[str, Any] = {
     **{"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLFlowLogger},
@@ -308,7 +308,7 @@ def _translate_saving(args: Any) -> dict[str, Any]:
         mode = "max" if greater else "min"
     keep = -1 if args.save_total_limit is None else max(int(args.save_total_limit), 1)
     if monitor is None and keep > 1:
-        monitor, mode = "step", "max"  # the newest
+        monitor, mode = "step", "max"  # the newest one
     trigger: dict[str, Any] = (
         {"every_n_train_steps": _read_steps(args, "save_steps")} if when == "steps" else {"every_n_epochs": 1}
     )

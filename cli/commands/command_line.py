@@ -17,7 +17,7 @@ from ...trainer import TrainerSettings
 from ...trainer.runs import CONFIG
 from ..config import COMMAND_LINE, SECTIONS, Config, ConfigError, load, make_printable, read_text
 
-GRACE = 3.0  # seconds; launchers look after their processes several times a second
+GRACE = 3.0  # seconds; launchers check their processes several times per second
 
 WORDS = {
     "fit": "train a task",

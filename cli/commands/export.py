@@ -93,7 +93,7 @@ def export(
             folder of a checkpoint, which it would destroy.
         OSError: If the files cannot be written.
     """
-    # torch, for which --help need not wait
+    # They import torch, which --help should not wait for.
     from ...engine.checkpoint import OpenCheckpoint, extra_part, model_part
     from ...engine.weights import (
         make_parent,

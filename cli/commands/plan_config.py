@@ -27,13 +27,14 @@ from ..config import load
 from ..config.instantiate import CheckedConfig, check
 from .plan_subject import Subject, vary_strategy
 
-# A second of stepping.
+# About a second of stepping.
 _MOST_STEPS = 100_000
 _POINTS = 80
 
-# Where and on what the run is: what a plan asks for itself.
+# Flags that set the place and the hardware of the run, which a plan needs itself.
 _PLACE = ("strategy", "devices", "num_nodes", "precision", "gradient_clip_val", "compile", "sync_batchnorm")
-# How long it is: what the Trainer's own arithmetic is asked. Callbacks, loggers and profilers are not even built.
+# Flags that set the length of the run, for the Trainer's own computation. Callbacks, loggers and profilers are not even
+# built.
 _LENGTH = (
     "accumulate_grad_batches", "fast_dev_run", "limit_train_batches", "max_epochs", "max_steps", "max_time",
     "min_epochs", "min_steps", "overfit_batches", "use_distributed_sampler",
@@ -51,7 +52,7 @@ def build_config_subject(options: argparse.Namespace) -> Subject:
         ValueError: If the task cannot be planned.
     """
     if (current_directory := os.getcwd()) not in sys.path:
-        sys.path.insert(0, current_directory)  # modules next to the configuration can be named in it
+        sys.path.insert(0, current_directory)  # so that it can name modules next to the configuration
     checked = check(load(options.config, options.overrides))
     run = _PlannedRun(checked, options)
     return Subject(
@@ -108,7 +109,8 @@ class _PlannedRun:
     def __init__(self, checked: CheckedConfig, options: argparse.Namespace) -> None:
         self.checked = checked
         self.options = options
-        planned = (*_PLACE, *_LENGTH, "float32_matmul_precision")  # the last is the process's, and the costs read it
+        # The last one applies to the whole process, and the costs depend on it.
+        planned = (*_PLACE, *_LENGTH, "float32_matmul_precision")
         flags = {name: recipe.make() for name, recipe in checked.trainer.items() if name in planned}
         placement = {name: flags.pop(name) for name in _PLACE if name in flags}
         self._read_placement(placement)
@@ -244,7 +246,7 @@ class _PlannedRun:
         try:
             with torch.device("meta"):
                 task = self.checked.build_task()
-        except (RuntimeError, NotImplementedError):  # it looks at values, as at those of torch.linspace
+        except (RuntimeError, NotImplementedError):  # it reads values, such as those of torch.linspace
             with torch.device("cpu"):
                 task = self.checked.build_task()
         task.trainer = self.trainer
@@ -254,7 +256,7 @@ class _PlannedRun:
     def _configure_task(self, task: TaskModule) -> TaskModule:
         """Run the task's ``setup`` and ``configure_model``, and move it to the meta device."""
         with torch.device("cpu"):
-            task.setup("fit")  # may read data, so values are needed
+            task.setup("fit")  # it may read data, so values are needed
         with torch.device("meta"):
             task.configure_model()
         if any(not tensor.is_meta for tensor in (*task.parameters(), *task.buffers())):
@@ -301,7 +303,7 @@ class _SimulatedAccelerator:
     """Accelerator that prepares loaders for rank zero of ``processes``."""
 
     def __init__(self, processes: int) -> None:
-        self.world: Any = SimpleNamespace(rank=0, size=processes)  # all that a loader asks of a `World`
+        self.world: Any = SimpleNamespace(rank=0, size=processes)  # all attributes of a `World` that a loader uses
 
     def prepare_data_loader(self, source: Any, *, shard: bool, evaluation: bool, move: Any) -> Loader:
         """Prepare a dataloader; see `Accelerator.prepare_data_loader`."""
@@ -361,7 +363,7 @@ def _resize_batches(source: Any, micro: int) -> Any:
     if not _is_plain_loader(source):
         return source
     resized, batch_sampler = copy.copy(source), source.batch_sampler
-    # DataLoader forbids to set these by name once it is built.
+    # A DataLoader refuses to set these by name after its construction.
     resized.__dict__["batch_sampler"] = BatchSampler(batch_sampler.sampler, micro, batch_sampler.drop_last)
     resized.__dict__["batch_size"] = micro
     return resized
@@ -391,7 +393,7 @@ def _simulate_rates(
     interval = max(1, steps // _POINTS)
     rates = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no optimizer stepped before them
+        warnings.simplefilter("ignore")  # the warning that no optimizer stepped before them
         for step in range(1, steps + 1):
             if (step - 1) % interval == 0:
                 rates.append(float(optimizer.param_groups[0]["lr"]))

@@ -46,13 +46,13 @@ SECTIONS = {
 COMMAND_LINE = "command line"
 MOST_EXPANDED = 100_000
 
-_OPEN = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # two backslashes before it stand for one
-_SOURCE = re.compile(r"  # ([^,#]+)[^#]*$")  # as `printed.dump_yaml` writes it
+_OPEN = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # two backslashes before it represent one
+_SOURCE = re.compile(r"  # ([^,#]+)[^#]*$")  # in the form that `printed.dump_yaml` writes
 _REFERENCE = re.compile(_OPEN.pattern + r"\s*(\.*[^\s${}:'\"()\\]+)\s*\}")
 _RESOLVER = re.compile(_OPEN.pattern + r"\s*([\w.]+)\s*:")
 _VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)\s*(?:\}|,)")
 _SINGLE_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)\s*(?:,(.*))?\}", re.DOTALL)
-_REFUSED = re.compile(r"oc\.(?!env$|decode$)")  # they make configurations, or know of what is not written
+_REFUSED = re.compile(r"oc\.(?!env$|decode$)")  # they create configurations, or depend on the environment
 _REFERENCE_HINT = "Write ${section.key}, ${oc.env:NAME,default}, or \\${ for the characters themselves."
 _SECRET = re.compile(r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASS$|_PWD|CREDENTIAL|_AUTH$", re.IGNORECASE)
 
@@ -442,7 +442,7 @@ class _References:
             raise ConfigError(f"{source}: {format_path(path)}={text!r}: {_describe_unset_variable(name)}")
         elif re.search(r"[{}'\"]", value_text := default.strip()):
             return self._resolve_single(value_text, path, carried)
-        return Value(parse_scalar(value_text), source, value_text)  # as if it were written there
+        return Value(parse_scalar(value_text), source, value_text)  # as if the value were written there
 
 
 def _list_keys(data: Any) -> list[str | int]:

@@ -227,7 +227,7 @@ def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
         return recipe
     name = str(path[0])
     if len(path) == 1 and name not in recipe.signature.arguments and not recipe.signature.open:
-        return recipe  # a class that does not take it
+        return recipe  # the class does not accept the argument
     inner = recipe.arguments.get(name, recipe) if len(path) > 1 else recipe
     return replace(recipe, arguments={**recipe.arguments, name: supply(inner, path[1:], value)})
 

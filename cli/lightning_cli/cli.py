@@ -170,7 +170,7 @@ class LightningCLI:
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": v for name, v in self.trainer_defaults.items() if name != "callbacks"})
         parser.add_lightning_class_args(self.model_class or TaskModule, "model", self.subclass_mode_model)
-        # Without a class the task may bring its own loaders.
+        # If there is no data module class, the task may have its own dataloaders.
         required = self.datamodule_class is not None
         parser.add_lightning_class_args(self.datamodule_class or DataModule, "data", self.subclass_mode_data, required)
 
@@ -371,7 +371,7 @@ class LightningCLI:
         configure = self.configure_optimizers
 
         def configure_optimizers(task: TaskModule) -> Any:
-            # Built here, not with the task: its parameters may be on another device by now, or made just before.
+            # Built here and not with the task, because the task's parameters may have been moved or created only now.
             built = instantiate_class(task.parameters(), optimizer)
             return configure(task, built, instantiate_class(built, scheduler) if scheduler else None)
 

@@ -80,7 +80,8 @@ class Option:
                 return None
         default = self.argument.default
         if not isinstance(value.data, dict | list) and type(value.data) is type(default) and value.data == default:
-            return PlainRecipe(value, value.data)  # as of `x: int = None`, whose default is not of its type
+            # As in `x: int = None`, where the default does not have the annotated type.
+            return PlainRecipe(value, value.data)
         return checker.check(value, self.argument.type, path)
 
 
@@ -187,7 +188,8 @@ class ClassGroup:
         if not isinstance(value.data, str | dict | list):
             return checker.check(value, self.bases[0] if len(self.bases) == 1 else object, path)
         named = value.data.get("class") if isinstance(value.data, dict) else value
-        # A base's own name stands for that base alone: PyTorch's ReduceLROnPlateau knows no `monitor`.
+        # The name of a base class denotes that class only, because PyTorch's ReduceLROnPlateau has no argument
+        # `monitor`.
         bases = [base for base in self.bases if named is not None and base.__name__ == named.data] or self.bases
         trial = checker
         for base in bases:

@@ -48,7 +48,7 @@ from .writing import drop_equal, drop_none, dump_yaml, escape_references, to_pla
 
 _FLAG_ACTIONS = {"store_true": (True, False), "store_false": (False, True)}
 _PARSER_MODES = ("yaml", "json", "omegaconf")
-# The arguments of the peer's Trainer that ours does not have, as they stand in its configurations: always null.
+# Arguments of Lightning's Trainer that Treadle's does not have, but that its configurations contain, always as null.
 _PEER_FLAGS = frozenset({"model_registry"})
 
 
@@ -377,7 +377,8 @@ class LightningArgumentParser:
             if not (isinstance(cls, type) and issubclass(cls, kinds)):
                 raise TypeError(f"{key}: {cls!r} must be a class that extends {kinds[0].__name__}.")
         if several:
-            bases = sorted(classes, key=lambda cls: cls is not ReduceLROnPlateau)  # its bare name means the one here
+            # The bare name denotes the class defined here.
+            bases = sorted(classes, key=lambda cls: cls is not ReduceLROnPlateau)
             self.add_subclass_arguments(tuple(bases), key, skip={supplied}, instantiate=False)
         else:
             self.add_class_arguments(classes, key, skip={supplied}, instantiate=False)
@@ -782,7 +783,7 @@ class LightningArgumentParser:
         text = self.dump(cfg, format or ("json" if file.suffix == ".json" else None), skip_none, **options)
         draft = file.with_name(f".{file.name}.{os.getpid()}")
         draft.write_text(text, encoding="utf-8")
-        os.replace(draft, file)  # whoever reads meanwhile sees the whole file or none
+        os.replace(draft, file)  # a concurrent reader sees the complete file or none
 
     def format_help(self) -> str:
         """Return the text of the help."""

@@ -146,7 +146,7 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
         return entries
     target = find_class(named.data)
     if target is None:
-        return {**entries, "class": named}  # what is wrong with it is reported when it is checked
+        return {**entries, "class": named}  # the error is reported when the argument is checked
     accepted = signature(target).arguments
     dropped = [str(key) for key in entries if key != "class" and key not in accepted]
     if dropped:
@@ -287,7 +287,7 @@ def find_shape(annotation: Any) -> Any:
 def describe_import_path(target: Any) -> str:
     """Return the shortest import path of an imported class or function; empty if it has none."""
     full_name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", None) or ""
-    name = full_name.rpartition(".")[2]  # as of `torch.tanh`, whose full name holds a class that nobody sees
+    name = full_name.rpartition(".")[2]  # as for `torch.tanh`, whose full name contains a private class
     parts = module.split(".")
     for home in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
         if name and getattr(sys.modules.get(home), name, None) is target:

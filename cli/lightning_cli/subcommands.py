@@ -35,5 +35,5 @@ def signature_of_return(function: Callable[..., Any]) -> Any:
     """Return the annotation of a function's return value; None if there is none."""
     try:
         return typing.get_type_hints(function).get("return")
-    except NameError:  # imported for type checkers only
+    except NameError:  # the name is imported for type checkers only
         return None

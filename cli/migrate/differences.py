@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-# Trainer, Trainer(flag), Trainer(flag="value"), .method, .method(flag), def hook, torch.load
+# Forms: Trainer, Trainer(flag), Trainer(flag="value"), .method, .method(flag), def hook, torch.load.
 _SIGN = re.compile(r"(?P<name>(?:def )?\.?\w+(?:\.\w+)?)(?:\((?P<keyword>\w+)(?:=(?P<value>.+))?\))?")
 
 

@@ -109,7 +109,7 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
         notebook: The parsed notebook.
         sources: The new sources by cell number.
     """
-    # Outside strings JSON has no quotes, so these are its strings, in the order of the parsed ones.
+    # JSON contains no quotes outside strings, so these are its strings, in the order of the parsed ones.
     literals = list(re.finditer(r'"(?:[^"\\]|\\.)*"', text))
     spans = dict(_locate_sources(notebook))
     for number, source in sorted(sources.items(), reverse=True):

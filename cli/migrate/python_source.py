@@ -60,7 +60,7 @@ class _Source:
 
     def __init__(self, text: str, path: str) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler, about the user's strings
+            warnings.simplefilter("ignore")  # warnings of the compiler about the user's strings
             self.tree = ast.parse(text)
         self.path = path
         self.raw = text.encode()
@@ -331,7 +331,7 @@ class _Source:
                 continue
             function = modules.get(id(node))
             if function == "getLogger":
-                new: str | None = "treadle"  # the one logger of ours
+                new: str | None = "treadle"  # Treadle's only logger
             else:
                 new = find_module(node.value) if function else find_dotted(node.value)
             text = self._text(node)

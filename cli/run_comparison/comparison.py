@@ -10,7 +10,7 @@ from ...callbacks.reporting import Points, format_duration, format_number, group
 from ...trainer.runs import Run, index
 from ..config import ConfigError, format_path, iterate_values, parse
 
-_OWN_FOLDER = "trainer.default_root_dir"  # differs between any two runs
+_OWN_FOLDER = "trainer.default_root_dir"  # it differs between any two runs
 
 Rows = dict[str, list[str]]
 """A table: a name, and a cell for each run; "" where a run has nothing of that name."""

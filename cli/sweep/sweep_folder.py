@@ -21,7 +21,7 @@ from .sweep_file import Sweep, list_changes
 DESCRIPTION = "sweep.json"
 REPORT = "report.html"
 _PRIVATE = ".sweep"
-_POLL = 0.1  # seconds between two looks at a lock that another process holds
+_POLL = 0.1  # seconds between two attempts to get a lock that another process holds
 
 
 class SweepFolder:
@@ -82,7 +82,7 @@ class SweepFolder:
         while lock is None:
             try:
                 lock = RunLock(self._private)
-            except ValueError:  # another process decides
+            except ValueError:  # another process holds the lock
                 time.sleep(_POLL)
         try:
             yield
@@ -168,7 +168,7 @@ class SweepFolder:
             return True
         try:
             return index.read(path).facts.get("trial") == trial
-        except ValueError:  # no run's folder: one that a killed process has left half made
+        except ValueError:  # not a run's folder, but one that a killed process left incomplete
             return {entry.name for entry in path.iterdir()} <= {CONFIG, f".{CONFIG}.tmp", f".{RECORD}.tmp"}
 
     def prepare(self, number: int, trial: int, config: str, parameters: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from .offload_files import load_offloaded_weight
 Device = int | str | torch.device
 TiedParams = dict[int, dict[Any, Tensor]]
 
-_QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving the parameter alone loses its statistics
+_QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving only the parameter loses its statistics
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -45,7 +45,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def _is_peft(model: nn.Module) -> bool:
-    # By name, so that peft, which takes seconds, is not imported to ask for what is not there.
+    # By name, because importing peft takes seconds, even if it is not used.
     kinds = type(model).__mro__
     return any(kind.__name__ == "PeftModel" and kind.__module__.partition(".")[0] == "peft" for kind in kinds)
 
@@ -371,7 +371,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 def _get_offload_hook(module: nn.Module) -> Any:
     hook: Any = getattr(module, "_hf_hook", None)
-    return hook if getattr(hook, "offload", None) is True else None  # elsewhere `offload` may be a method
+    return hook if getattr(hook, "offload", None) is True else None  # in other classes `offload` may be a method
 
 
 @contextmanager
@@ -417,7 +417,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if path and not has_offloaded_params(module):
-            continue  # the root's own state has what this one has
+            continue  # the root's own state contains it
         with align_module_device(module, "cpu") if has_offloaded_params(module) else align_module_device(module):
             for key, tensor in module.state_dict().items():
                 if not tensor.is_meta:

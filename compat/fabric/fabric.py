@@ -83,7 +83,7 @@ class Fabric:
         }
         self._callbacks: list[Any] = _as_list(callbacks)
         self._loggers: list[Logger] = _as_list(loggers)
-        # Where no script can be run again, processes begin with a function.
+        # If no script can be run again, processes start with a function.
         indices = parse_devices(device_type(accelerator), devices)
         forks = indices is not None and len(indices) > 1 and LaunchEnvironment.read() is None
         self._process_count = (
@@ -180,7 +180,8 @@ class Fabric:
                     path.write_bytes(pickle.dumps(result))
 
             notebook_launcher(run, num_processes=self._process_count)
-            return pickle.loads(path.read_bytes())  # of our own fork, in a folder that no one else can write to
+            # Written by this process's own fork, in a folder that only this user can write to.
+            return pickle.loads(path.read_bytes())
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the local rank zero of each machine.
@@ -315,7 +316,7 @@ class Fabric:
             raise ValueError(f"this {type(unwrap(module)).__name__} is set up already: pass each model once.")
         accelerator = self._accelerator
         prepared = accelerator.prepare_model(module, move_to_device)
-        accelerator.models.clear()  # a script sets up any number of models, one per fold say, and lets go of them
+        accelerator.models.clear()  # a script may set up and release any number of models, for example one per fold
         return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:

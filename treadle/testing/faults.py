@@ -165,7 +165,7 @@ class FaultPlan:
 
     def __enter__(self) -> FaultPlan:
         if self.record is not None:
-            self.record.open("a").close()  # now, not when something is to happen
+            self.record.open("a").close()  # an error is raised now, not when a fault fires
             _ = self.firings
         self._places.__enter__()
         return self
@@ -290,12 +290,12 @@ def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[st
     child = os.fork()
     if child == 0:
         status = 1
-        torch.set_num_threads(1)  # OpenMP's other threads are not in the copy, and it would wait for them for ever
+        torch.set_num_threads(1)  # OpenMP's other threads are not in the fork, which would wait for them forever
         try:
             with FaultPlan(faults, record=record):
                 work()
             status = 0
-        except SystemExit as left:  # as the interpreter ends; fit leaves so after a SIGTERM
+        except SystemExit as left:  # the interpreter would end this way; fit does so after a SIGTERM
             status = left.code if isinstance(left.code, int) else int(left.code is not None)
         except BaseException:
             traceback.print_exc()

@@ -55,7 +55,7 @@ def list_short_names(base: Any) -> dict[str, str]:
             continue
         module = importlib.import_module(home)
         for name in getattr(module, "__all__", None) or dir(module):
-            # What is imported when it is first used need not be for its name.
+            # An export that is imported on first use should not be imported just to compare its name.
             lazy = kind is base and name not in vars(module) and name[:1].isupper()
             if name != kind.__name__ and (lazy or _is_subclass(getattr(module, name, None), base)):
                 homes[name] = home

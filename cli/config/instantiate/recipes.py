@@ -90,7 +90,8 @@ class MappingRecipe(Recipe):
 
     def resolve_defaults(self) -> Value:
         """Return the entries with all defaults."""
-        items = zip(self.value.data, self.items.values(), strict=True)  # keys as written: made ones may be paths
+        # Keys as written, because built ones may be paths.
+        items = zip(self.value.data, self.items.values(), strict=True)
         return Value({key: item.resolve_defaults() for key, item in items}, self.value.source)
 
 
