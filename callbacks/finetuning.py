@@ -80,7 +80,7 @@ class BaseFinetuning(Callback):
     def __init__(self) -> None:
         self._layout: dict[str, Any] = {}
 
-    # -- for the methods to be overridden ------------------------------------------------------------------------
+    # -- for methods that may be overridden ----------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
         """Freeze the modules that are not trained at first.

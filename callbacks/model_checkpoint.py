@@ -251,7 +251,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Also keep a ``last.ckpt``, unless ``save_last`` was set. Call it before ``fit``."""
         self.save_last |= self._may_keep_last
 
-    # -- when ----------------------------------------------------------------------------------------------------
+    # -- triggers ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Determine the directory, the same on every process, and reset the triggers of an earlier run."""
@@ -461,7 +461,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             raise make_never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
         return False
 
-    # -- what ----------------------------------------------------------------------------------------------------
+    # -- saving --------------------------------------------------------------------------------------------------
 
     @property
     def _directory(self) -> str:

@@ -158,7 +158,7 @@ class SpikeWatch(Callback):
         """Reset the sum of the step."""
         self._sum, self._parts = None, 0
 
-    # -- looks ---------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check if it is due."""

@@ -220,7 +220,7 @@ class TransformersTask(TaskModule):
         optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, **dict(options.optimizer_options or {}))
         return {"optimizer": optimizer, "lr_scheduler": self._make_scheduler(optimizer)}
 
-    # -- what you may override -----------------------------------------------------------------------------------
+    # -- methods that may be overridden --------------------------------------------------------------------------
 
     def count_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the number of labels that the loss of a batch is the mean of.
@@ -253,7 +253,7 @@ class TransformersTask(TaskModule):
         for metric in metrics.values():
             metric.update(predictions, targets)
 
-    # -- what you call -------------------------------------------------------------------------------------------
+    # -- methods to call -----------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model, or only its adapters if it has some, and the tokenizer for ``from_pretrained``.

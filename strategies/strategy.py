@@ -525,7 +525,7 @@ class Strategy(StrategyAliases):
             raise ValueError(f"strategy={self.name!r} has no {setting}; use 'fsdp'.")
         return copy.copy(self)
 
-    # -- what the processes agree on -----------------------------------------------------------------------------
+    # -- agreement of the processes ------------------------------------------------------------------------------
 
     @property
     def votes_in_backward(self) -> bool:

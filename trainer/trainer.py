@@ -521,7 +521,7 @@ class Trainer(LightningAliases):
         if self.is_global_zero:
             (print if bar is None or self.stage is None else bar.print)(*args, **kwargs)
 
-    # -- what runs, on which processes ---------------------------------------------------------------------------
+    # -- task and processes --------------------------------------------------------------------------------------
 
     @property
     def is_global_zero(self) -> bool:
@@ -583,7 +583,7 @@ class Trainer(LightningAliases):
         """
         return self.accelerator.init_module(bool(empty_init))
 
-    # -- how far the run is --------------------------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:

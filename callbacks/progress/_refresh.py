@@ -90,7 +90,7 @@ class DrawnBar(ProgressBar):
         if self._terminal:
             self._safely(self._come_back)
 
-    # -- how it looks --------------------------------------------------------------------------------------------
+    # -- appearance ----------------------------------------------------------------------------------------------
 
     def _can_draw(self) -> bool:
         """Return whether there is a terminal or a notebook."""

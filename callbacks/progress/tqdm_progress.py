@@ -79,7 +79,7 @@ class TQDMProgressBar(DrawnBar):
         """Bar of the running evaluation, or None."""
         return self.val_progress_bar
 
-    # -- what users override -------------------------------------------------------------------------------------
+    # -- methods that may be overridden --------------------------------------------------------------------------
 
     def init_train_tqdm(self) -> Any:
         """Return the epoch's bar. Its total and its text are set later."""

@@ -183,7 +183,7 @@ class _PlannedRun:
         world_size = self.settings["world_size"]
         return int(world_size // self.make_strategy(world_size).grid(world_size)["tensor"])
 
-    # -- what simulate is given ----------------------------------------------------------------------------------
+    # -- inputs of simulate --------------------------------------------------------------------------------------
 
     def make_strategy(self, world_size: int) -> Any:
         """Return the configuration's strategy, or the one that the options name.

@@ -195,7 +195,7 @@ def _check(option: str, value: str, valid: Iterable[str]) -> None:
         raise ValueError(f"{option} {value!r} is not one of {', '.join(names)}.{nearest(value, names)}")
 
 
-# -- one of them ---------------------------------------------------------------------------------------------------
+# -- one run -------------------------------------------------------------------------------------------------------
 
 
 def _show(options: argparse.Namespace) -> str:
@@ -308,7 +308,7 @@ def _format_table(rows: Mapping[str, str]) -> list[str]:
     return [f"  {name:<{width}}  {value}" for name, value in rows.items()]
 
 
-# -- several of them ---------------------------------------------------------------------------------------------------
+# -- several runs ------------------------------------------------------------------------------------------------------
 
 
 def _compare(options: argparse.Namespace) -> str:
@@ -359,7 +359,7 @@ def _cut_cell(text: str) -> str:
     return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 3]}..."
 
 
-# -- words ---------------------------------------------------------------------------------------------------------
+# -- formats -------------------------------------------------------------------------------------------------------
 
 
 def _format_count(value: Any) -> str:

@@ -115,7 +115,7 @@ class LightningArgumentParser:
         self._optimizers: dict[str, tuple[Any, str]] = {}
         self._lr_schedulers: dict[str, tuple[Any, str]] = {}
 
-    # -- what it takes -----------------------------------------------------------------------------------------------
+    # -- arguments ---------------------------------------------------------------------------------------------------
 
     def add_argument(
         self,

@@ -116,7 +116,7 @@ class _Source:
     def _report(self, line: int, text: str, by_hand: bool = True) -> None:
         self.findings.add(Finding(self.path, line, text, by_hand))
 
-    # -- what imports bind, and what uses it -------------------------------------------------------------------------
+    # -- imports and their uses --------------------------------------------------------------------------------------
 
     def _bind_import(self, node: ast.Import, scope: Scope) -> None:
         for position, alias in enumerate(node.names):

@@ -77,7 +77,7 @@ class Report:
             )
         return [replace(point, colour=colour_by_rank(rank, len(points))) for rank, point in enumerate(points)]
 
-    # -- from top to bottom --------------------------------------------------------------------------------------
+    # -- sections of the page ------------------------------------------------------------------------------------
 
     def _render_head(self) -> Iterator[str]:
         sweep, counts = self.sweep, Counter(trial.state for trial in self.trials)

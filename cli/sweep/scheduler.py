@@ -150,7 +150,7 @@ class Scheduler:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    # -- what is next --------------------------------------------------------------------------------------------
+    # -- the next trial ------------------------------------------------------------------------------------------
 
     def _decide(self) -> int | None:
         """Return the next trial, claimed by this process; None if there is none."""
@@ -229,7 +229,7 @@ class Scheduler:
     def _label(self, run: int) -> str:
         return f"{self.sweep.name}/{run}"
 
-    # -- what has become of it -----------------------------------------------------------------------------------
+    # -- outcomes ------------------------------------------------------------------------------------------------
 
     def _settle(self, worker: Worker) -> None:
         """Record the outcome of a process of this session. A trial that was cut short is left to be continued."""

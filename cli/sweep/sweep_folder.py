@@ -49,7 +49,7 @@ class SweepFolder:
         self._private = self.path / _PRIVATE
         self._lock: RunLock | None = None
 
-    # -- who works on it -----------------------------------------------------------------------------------------
+    # -- processes -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -95,7 +95,7 @@ class SweepFolder:
             if entry.is_dir() and entry.name != self.token and self.find_host(entry.name) is None:
                 shutil.rmtree(entry, ignore_errors=True)
 
-    # -- its description -----------------------------------------------------------------------------------------
+    # -- description ---------------------------------------------------------------------------------------------
 
     def describe(self) -> bool:
         """Write the description, or compare it with that of earlier sessions. Call it while `deciding`.
@@ -151,7 +151,7 @@ class SweepFolder:
             part.unlink(missing_ok=True)
             raise
 
-    # -- the folders of its trials -------------------------------------------------------------------------------
+    # -- folders of trials ---------------------------------------------------------------------------------------
 
     def choose_number(self, trial: int, taken: Container[int | None]) -> int:
         """Return the number of a trial's run folder: the trial's number, from 1, or the next one that is free.

@@ -103,7 +103,7 @@ def get_length(value: Any) -> int | None:
         return None
 
 
-# -- what a dataset holds for each sample ------------------------------------------------------------------------------
+# -- data per sample ---------------------------------------------------------------------------------------------------
 
 
 def _iter_columns(dataset: Any) -> Iterator[Any]:
@@ -159,7 +159,7 @@ def _take_excerpt(column: Any) -> list[Any]:
     return _strip_common_folder(list(itertools.chain(*parts)))
 
 
-# -- which samples they are --------------------------------------------------------------------------------------------
+# -- identity of samples -----------------------------------------------------------------------------------------------
 
 
 def _sketch_samples(dataset: Any) -> list[int] | None:

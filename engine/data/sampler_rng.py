@@ -168,7 +168,7 @@ class Draws:
             return f"{text}, but this one has {len(self.stateful)}"
         return ""
 
-    # -- what is in no checkpoint --------------------------------------------------------------------------------
+    # -- state outside of checkpoints ----------------------------------------------------------------------------
 
     def note_counts(self) -> None:
         """Note the counters of samplers before an epoch's order is drawn for the first time."""

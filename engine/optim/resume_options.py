@@ -50,7 +50,7 @@ def _to_numbers(value: Any) -> list[int | float]:
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
 
-# -- what differs --------------------------------------------------------------------------------------------------
+# -- differences ---------------------------------------------------------------------------------------------------
 
 
 def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState) -> None:

@@ -280,7 +280,7 @@ class Preemption:
             signal.signal(signal.SIGINT, handler)
             signal.raise_signal(signal.SIGINT)
 
-    # -- in a loop of your own -----------------------------------------------------------------------------------
+    # -- in user-defined loops -----------------------------------------------------------------------------------
 
     def should_stop(self) -> bool:
         """Return whether to save and leave now; the result is the same on every rank.

@@ -58,7 +58,7 @@ class Profiler:
         self.filename = filename
         self.advice: dict[str, str] = {}
 
-    # -- what you write ------------------------------------------------------------------------------------------
+    # -- methods to define ---------------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
         """Start an action.
@@ -81,7 +81,7 @@ class Profiler:
         """Return the report as text."""
         return ""
 
-    # -- what you call -------------------------------------------------------------------------------------------
+    # -- methods to call -----------------------------------------------------------------------------------------
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
         """Return a context that measures a block: ``with profiler.profile("augment"): ...``.
@@ -132,7 +132,7 @@ class Profiler:
         with path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
-    # -- what the Trainer calls ----------------------------------------------------------------------------------
+    # -- called by the Trainer -----------------------------------------------------------------------------------
 
     @property
     def needs_directory(self) -> bool:

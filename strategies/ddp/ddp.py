@@ -321,7 +321,7 @@ class DDP(Strategy):
         explanations = (replica.explain(error) for replica in self._replicas)
         return next((better for better in explanations if better is not None), error)
 
-    # -- when gradients are reduced ------------------------------------------------------------------------------
+    # -- reduction of gradients ----------------------------------------------------------------------------------
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
         """See `Strategy.set_gradient_sync`; this is the switch behind torch's own ``no_sync``."""
@@ -395,7 +395,7 @@ class DDP(Strategy):
         active = [f"{name}=..." for name, on in exchanges.items() if on]
         return self._warn_unjoined(f"DDP({', '.join(active)})") if active else joined(models)
 
-    # -- what the processes agree on -----------------------------------------------------------------------------
+    # -- agreement of the processes ------------------------------------------------------------------------------
 
     @property
     def votes_in_backward(self) -> bool:

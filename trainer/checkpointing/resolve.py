@@ -148,7 +148,7 @@ class CheckpointResolver:
                 "ModelCheckpoint. Pass a path instead."
             )
 
-    # -- the last ------------------------------------------------------------------------------------------------
+    # -- the last checkpoint -------------------------------------------------------------------------------------
 
     def _last(self) -> OpenCheckpoint | None:
         """Return the latest intact checkpoint; None if ``"auto"`` finds nothing to resume from."""
@@ -255,7 +255,7 @@ class CheckpointResolver:
         depth = max(callback.name_depth for callback in self.trainer.checkpoint_callbacks)
         return [CheckpointStore(path) for directory in directories for path in folders(directory, depth)]
 
-    # -- the best ------------------------------------------------------------------------------------------------
+    # -- the best checkpoint -------------------------------------------------------------------------------------
 
     def _best(self) -> OpenCheckpoint:
         """Return the best checkpoint of this process's ModelCheckpoint, or the one that the latest checkpoint names."""

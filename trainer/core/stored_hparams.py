@@ -177,7 +177,7 @@ def _make_readable_key(key: Any) -> Any:
     return name if isinstance(name, Hashable) else str(key)
 
 
-# -- to data -------------------------------------------------------------------------------------------------------
+# -- conversion to data --------------------------------------------------------------------------------------------
 
 
 class _NoData(Exception):
@@ -312,7 +312,7 @@ def _list_fields(kind: type) -> list[str]:
     return names
 
 
-# -- and back ------------------------------------------------------------------------------------------------------
+# -- conversion from data ------------------------------------------------------------------------------------------
 
 
 class CannotRebuild(ValueError):

@@ -72,7 +72,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         self.__dict__["_metrics"] = None
         self.__dict__["_toggled"] = []
 
-    # -- what you write ------------------------------------------------------------------------------------------
+    # -- methods to define ---------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor | Mapping[str, Any]:
         """Return the mean loss of a batch, or a dict with ``"loss"``.
@@ -235,7 +235,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         else:
             scheduler.step(metric)
 
-    # -- what you call -------------------------------------------------------------------------------------------
+    # -- methods to call -----------------------------------------------------------------------------------------
 
     def log(
         self,
@@ -457,7 +457,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         warn_of_code(weights_only)
         return build(cls, checkpoint_path, map_location, hparams_file, strict, sha256, kwargs)
 
-    # -- what the Trainer knows ----------------------------------------------------------------------------------
+    # -- values of the Trainer -----------------------------------------------------------------------------------
 
     @property
     def device_mesh(self) -> Any:

@@ -207,7 +207,7 @@ class History(Mapping[str, Curve]):
             self.waits[self._part] = self.waits.get(self._part, 0.0) + waited - self._waited_since
         self._part, self._since, self._waited_since = part, current_time, waited
 
-    # -- keeping and showing -------------------------------------------------------------------------------------
+    # -- storage and display -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves and rates, without times: a repeated run has to save the same bytes."""

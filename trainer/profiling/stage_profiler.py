@@ -86,7 +86,7 @@ class Profiled:
             self.profiler.teardown(stage)
             self.profiler.model = None
 
-    # -- what is measured ----------------------------------------------------------------------------------------
+    # -- measurements --------------------------------------------------------------------------------------------
 
     def _measure(self, owner: Any, method: str, action: str) -> None:
         """Replace a method with a measured one."""

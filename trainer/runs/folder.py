@@ -196,7 +196,7 @@ class RunFolder:
             raise
         return folder
 
-    # -- what a Trainer needs ------------------------------------------------------------------------------------
+    # -- for a Trainer -------------------------------------------------------------------------------------------
 
     def flags(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the flags of a Trainer that writes everything to this folder: ``Trainer(**folder.flags(settings))``.
@@ -266,7 +266,7 @@ class RunFolder:
                     )
         return callback.dirpath
 
-    # -- what is in it -------------------------------------------------------------------------------------------
+    # -- contents ------------------------------------------------------------------------------------------------
 
     def write_config(self, text: str) -> None:
         """Write the run's configuration, as YAML.

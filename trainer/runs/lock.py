@@ -159,7 +159,7 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    # -- kept by the system --------------------------------------------------------------------------------------
+    # -- locks of the system -------------------------------------------------------------------------------------
 
     def _take_from_system(self) -> bool:
         """Take the lock, and return whether the file system has locks."""
@@ -198,7 +198,7 @@ class RunLock:
         os.register_at_fork(after_in_child=let_go)
         return True
 
-    # -- kept by signs of life -----------------------------------------------------------------------------------
+    # -- locks with a heartbeat ----------------------------------------------------------------------------------
 
     def _take_by_beat(self) -> None:
         """Take the lock by creating its file, and start the heartbeat."""

@@ -106,7 +106,7 @@ class FaultPlan:
         self._reached = [0] * len(self.faults)
         self._lock = threading.Lock()
 
-    # -- what happened -------------------------------------------------------------------------------------------
+    # -- firings -------------------------------------------------------------------------------------------------
 
     @property
     def firings(self) -> list[Firing]:
@@ -161,7 +161,7 @@ class FaultPlan:
         if mismatches:
             raise FaultsNotFired("\n".join(mismatches))
 
-    # -- what is to happen ---------------------------------------------------------------------------------------
+    # -- arming --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> FaultPlan:
         if self.record is not None:
@@ -206,7 +206,7 @@ class FaultPlan:
                     os.close(file)
             self.faults[firing.fault].happen(firing)
 
-    # -- for scripts that somebody else starts -------------------------------------------------------------------
+    # -- plans of other processes --------------------------------------------------------------------------------
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variable that passes this plan to `armed_from_environment` in another process.
@@ -233,7 +233,7 @@ def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractConte
     return FaultPlan([Fault(**fault) for fault in plan["faults"]], record=plan["record"])
 
 
-# -- every disk operation in turn ------------------------------------------------------------------------------------
+# -- each disk operation in turn -------------------------------------------------------------------------------------
 
 
 class DiskPoint(NamedTuple):

@@ -110,7 +110,7 @@ class Places(Generic[Due]):
         progress = self._progress.get(accumulation)
         self.step = 1 + (accumulation.steps if progress is None else progress.step)
 
-    # -- what stands in the place of Treadle's functions ---------------------------------------------------------
+    # -- replacements of Treadle's functions ---------------------------------------------------------------------
 
     def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(accumulation: Accumulation, *args: Any, **kwargs: Any) -> None:
