@@ -303,7 +303,7 @@ class ThroughputMonitor(BestEffortCallback):
 
 
 def _as_number(value: Any) -> Any:
-    """Return a number; one that a GPU still computes stays there and is read with the others."""
+    """Return a number; one that a GPU is still computing stays there and is read with the others."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value.detach().reshape(()).clone()
     return float(value)

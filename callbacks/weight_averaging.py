@@ -153,7 +153,7 @@ class WeightAveraging(Averaging):
         self._end()
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages into the model for good."""
+        """Put the averages into the model permanently."""
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True

@@ -126,7 +126,7 @@ class RemotePath:
         return PurePosixPath(*self._parts).relative_to(PurePosixPath(*folder._parts))
 
     def is_relative_to(self, folder: RemotePath) -> bool:
-        """Return whether it is in a folder, or the folder itself.
+        """Return whether this path is in a folder, or is the folder itself.
 
         Args:
             folder: The folder.
@@ -247,7 +247,7 @@ class RemotePath:
 
         Raises:
             FileNotFoundError: If the object does not exist.
-            ValueError: If it is larger than the limit.
+            ValueError: If the object is larger than the limit.
         """
         if limit is not None and int(self._ask("look it up", lambda: self._store.size(self._key)) or 0) > limit:
             raise ValueError(f"it is larger than {limit:,} bytes")

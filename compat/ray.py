@@ -45,7 +45,7 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
         trainer: The Trainer.
 
     Raises:
-        RuntimeError: If it does not run on all of them.
+        RuntimeError: If it does not run on all workers.
     """
     launched = RayLightningEnvironment()
     if (trainer.global_rank, trainer.world_size) != (launched.rank, launched.world_size):

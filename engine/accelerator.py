@@ -587,7 +587,7 @@ class Accelerator(Process):
         Raises:
             TypeError: If an argument has another type.
             ValueError: If a model is not prepared; for ``backward(weight=...)`` on batches that do not come from a
-                prepared DataLoader, since a rank that has left reports no weight.
+                prepared DataLoader, because a rank that has left reports no weight.
 
         Example:
             >>> import torch, treadle

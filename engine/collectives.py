@@ -107,7 +107,7 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
     """Resize a value that is repeated once per sample of a full batch to the number of samples of this batch.
 
     Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
-    short last batch. Rows that differ are unchanged: a batch may have that many tokens.
+    short last batch. Rows that are not equal are unchanged, because a batch may have that many tokens.
 
     Args:
         value: A tensor or a nested structure (dict, list, tuple) of tensors; one-dimensional floating-point ones of

@@ -73,7 +73,7 @@ class Router(nn.Module):
         module: The user's model.
         context: The context to run it in, or None.
         upcast: Convert what ``forward`` returns in half precision to float32, so that a loss computed outside is exact.
-            The result of another method is not converted, since it computes its own loss.
+            The result of another method is not converted, because it computes its own loss.
         ballot: The votes that the step's loss carries through the gradient reduction, or None.
     """
 

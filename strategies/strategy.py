@@ -531,7 +531,7 @@ class Strategy(StrategyAliases):
     def votes_in_backward(self) -> bool:
         """True if votes that are cast before the next backward are part of its gradient reduction.
 
-        Its gradients must then be the same on every process, since they cannot be voted on. Otherwise votes are a
+        Its gradients must then be the same on every process, because they cannot be voted on. Otherwise votes are a
         separate exchange, which is better started when the gradients are known.
         """
         return False

@@ -229,8 +229,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         device_map: The map.
 
     Raises:
-        ValueError: If it names something that is not in the model, or a device that this machine does not have; if it
-            misses tensors; or if it splits what must be on one device.
+        ValueError: If the map names something that is not in the model, or a device that this machine does not have; if
+            it misses tensors; or if it splits what must be on one device.
     """
     tensors = named_tensors(model)
     valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()

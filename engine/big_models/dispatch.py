@@ -63,8 +63,8 @@ def dispatch_model(
             shape of a ``NAME.dat`` in ``offload_dir``, or a ``safetensors_file`` and the ``weight_name`` in it.
         offload_buffers: Offload buffers of offloaded modules too.
         skip_keys: Names of arguments, and of entries of the output, that are not moved.
-        preload_module_classes: Classes whose modules get all weights inside them when they are called, since they read
-            them without calling the modules that hold them.
+        preload_module_classes: Classes whose modules get all weights inside them when they are called, because they
+            read them without calling the modules that hold them.
         force_hooks: Add the hooks even if everything is on one device.
 
     Returns:
@@ -297,7 +297,7 @@ def refuse_twice(model: nn.Module) -> None:
         model: The model.
 
     Raises:
-        ValueError: If it has hooks.
+        ValueError: If the model has hooks.
     """
     if _find_hooks(model):
         raise ValueError("the model is already dispatched. Call remove_hook_from_submodules(model) first.")

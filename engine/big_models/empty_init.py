@@ -27,7 +27,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Any:
     code specifies and released immediately, so at most one parameter is in memory.
 
     Args:
-        include_buffers: Put buffers on ``meta`` too. Default: no, since most are computed and not saved in a
+        include_buffers: Put buffers on ``meta`` too. Default: no, because most are computed and not saved in a
             checkpoint.
     """
     return init_on_device(torch.device("meta"), include_buffers=include_buffers)

@@ -89,7 +89,7 @@ def measure_tensors(
 
 @dataclass(frozen=True)
 class Part:
-    """Modules and tensors that go to one device as a whole, since they are kept together or share a tensor.
+    """Modules and tensors that go to one device as a whole, because they are kept together or share a tensor.
 
     Attributes:
         names: Its modules and tensors.

@@ -25,7 +25,7 @@ from .parts import Files, TensorFile
 class HostCopies:
     """Copies of tensors in host memory, in buffers that are reused by the next save.
 
-    Fresh memory takes ten times as long as the copy itself, since the system clears each page of it first.
+    Fresh memory takes ten times as long as the copy itself, because the system clears each page of it first.
     """
 
     def __init__(self) -> None:

@@ -161,7 +161,7 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
         strict: False only warns.
 
     Raises:
-        ValueError: If some have other values. The error lists them.
+        ValueError: If some weights have other values. The error lists them.
     """
     other = [name for name, digest in saved.items() if current.get(name) != digest]
     if not other:

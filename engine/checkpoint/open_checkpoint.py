@@ -68,7 +68,7 @@ class OpenCheckpoint:
             names: The files.
 
         Raises:
-            ValueError: If one of them is missing, or its content is not what was committed.
+            ValueError: If a file is missing, or its content is not what was committed.
             OSError: If the store rejects a request, or a disk operation fails.
         """
         folder = self.folder
@@ -121,7 +121,7 @@ class OpenCheckpoint:
         """Check that no other save was committed to this path since the checkpoint was opened.
 
         Raises:
-            ValueError: If it was replaced or deleted.
+            ValueError: If the checkpoint was replaced or deleted.
         """
         try:
             source = read_source(self.path)
@@ -246,7 +246,7 @@ def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
 
     Raises:
         ValueError: On every process, with the text of the lowest rank that raised a ValueError or an OSError.
-        StoreError: On every process, if that was the error: it does not mean that the checkpoint is damaged.
+        StoreError: On every process, if the store failed, which does not mean that the checkpoint is damaged.
     """
     if world is None:
         return [work()]

@@ -165,7 +165,7 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
 
 
 class Attempts:
-    """Blocks of work, ``with attempts: ...``, that all run even if one fails, since other processes may wait."""
+    """Blocks of work, ``with attempts: ...``, that all run even if one fails, because other processes may wait."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -311,7 +311,7 @@ def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
 
 
 def sort_loaders(loaders: list[Loader]) -> list[Loader]:
-    """Return the loaders, training loaders first, since others may be added or removed.
+    """Return the loaders, training loaders first, because others may be added or removed.
 
     Args:
         loaders: The loaders.

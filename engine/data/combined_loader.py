@@ -194,7 +194,7 @@ def find_least(*counts: int | None) -> int | None:
     """Return the smallest of the counts that are not None; None if there are none.
 
     Args:
-        counts: Numbers, or None where unknown.
+        counts: Numbers, or None if unknown.
     """
     return min((count for count in counts if count is not None), default=None)
 

@@ -56,7 +56,7 @@ class _HostCopier:
     """Copier of a batch's tensors from the host to a GPU while both continue to work.
 
     Host memory is pinned, so that the copy is asynchronous. A large tensor is copied on a separate stream, while the
-    device still computes the previous step. The host is at most two such batches ahead of the device, since each of
+    device still computes the previous step. The host is at most two such batches ahead of the device, because each of
     them takes memory there.
 
     A batch is not read ahead of its step: datasets draw random numbers, and a checkpoint stores what was read.

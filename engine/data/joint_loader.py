@@ -69,7 +69,7 @@ class JointBatches:
     def batches(self, left: int | None) -> Iterator[Any]:
         """Yield micro-batches, at most ``left``; their metadata is in ``micros``.
 
-        A group is read before its first batch is yielded, since its weights depend on the whole group.
+        A group is read before its first batch is yielded, because its weights depend on the whole group.
 
         Args:
             left: The maximum; None for no limit.

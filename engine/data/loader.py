@@ -458,7 +458,7 @@ class Loader:
             world: The ranks.
 
         Raises:
-            ValueError: On every rank, if their data is neither.
+            ValueError: On every rank, if neither is the case.
         """
         if world.size > 1:
             self._plan.agree(world)

@@ -105,7 +105,7 @@ class GroupPlanner:
         presharded: Each rank reads its own data, so that nothing is sharded.
 
     Attributes:
-        shares: What all ranks hold, if each reads its own data; else None.
+        shares: The shares of all ranks, if each reads its own data; else None.
     """
 
     def __init__(self, rank: int, size: int, accumulate: Callable[[], int], presharded: bool = False) -> None:

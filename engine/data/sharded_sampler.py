@@ -193,7 +193,7 @@ class ShardedBatches:
             world: The ranks.
 
         Raises:
-            ValueError: On every rank, if it is neither.
+            ValueError: On every rank, if neither is the case.
         """
         if self.planner.shares is None and not share_data(self.dataset, world):
             self.planner.disable_sharding()
@@ -340,7 +340,7 @@ class ShardedBatches:
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
 
     def _keep_in_step(self, before: dict[str, Any]) -> None:
-        """Advance the run's stream equally on all ranks, since each has drawn an order of a different length."""
+        """Advance the run's stream equally on all ranks, because each has drawn an order of a different length."""
         stream = self.draws.stream
         stream.go_to(before["stream"])
         stream.advance()

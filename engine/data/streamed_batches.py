@@ -238,7 +238,7 @@ class StreamedBatches:
             self.compare = world
 
     def disable_sharding(self, world: World) -> None:
-        """Disable sharding, since the stream is already split by rank. Call it on all ranks.
+        """Disable sharding, because the stream is already split by rank. Call it on all ranks.
 
         Args:
             world: The ranks.
@@ -283,7 +283,7 @@ class StreamedBatches:
         return False
 
     def split(self) -> None:
-        """Raise an error, since the batches of a stream are not split.
+        """Raise an error, because the batches of a stream are not split.
 
         Raises:
             ValueError: Always.

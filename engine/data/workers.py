@@ -58,7 +58,7 @@ class SeededStream(_StandIn, IterableDataset[Any]):
 
 
 def seed_epoch(stream: SeededStream, seed: int) -> None:
-    """Set the seed of the workers for the next epoch. It is not a method, since all names belong to the dataset.
+    """Set the seed of the workers for the next epoch. It is not a method, because all names belong to the dataset.
 
     Args:
         stream: The stream.

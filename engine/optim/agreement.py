@@ -51,7 +51,7 @@ class Agreement:
         signal_vote: This process received a signal that requests the end of the run; see `signal`.
         signaled: Some process received such a signal, and all processes have agreed on it.
         has_voted: The votes of the current step were cast.
-        not_finite: 1.0 on the device if the step must be skipped there, since the host learns of it one step later;
+        not_finite: 1.0 on the device if the step must be skipped there, because the host learns of it one step later;
             None if the host learns of it in the same step, or if nothing is watched.
     """
 

@@ -52,7 +52,7 @@ def find_executable_batch_size(
     """Decorate a function so that it runs again with a smaller batch size whenever memory runs out.
 
     All processes try the same sizes: if memory runs out on one, all start over. Prepare models and optimizers inside
-    ``function``, since each attempt has a new process group. An Accelerator created outside stays usable: call its
+    ``function``, because each attempt has a new process group. An Accelerator created outside stays usable: call its
     ``free_memory()`` first.
 
     If ``function`` has a parameter ``gradient_accumulation_steps``, it grows by the factor by which the batch shrinks,

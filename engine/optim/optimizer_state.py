@@ -135,7 +135,7 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
 
     Implementation options, such as fused kernels, are those of the script. If the two differ, the result contains what
     fits: the slots of parameters with the same name and shape (the others start empty), and the options of the one
-    saved group that contained a group's parameters, since a schedule relies on its last learning rate.
+    saved group that contained a group's parameters, because a schedule relies on its last learning rate.
 
     Args:
         saved: The state.

@@ -26,7 +26,7 @@ class Calibration:
         arithmetic: Share of the peak that matrix products reach (fitted without compilation).
         fused: Share of the memory traffic that remains when a model is compiled (fitted with compilation).
         launch: Least time that a GPU takes for an operation, in seconds.
-        host: Seconds that the host takes to send an operation: at best, most likely, at worst. A guess, since no part
+        host: Seconds that the host takes to send an operation: at best, most likely, at worst. A guess, because no part
             of Treadle was timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a launch
             adds some.
         host_compiled: Share of these operations that remains when a model is compiled: at best, most likely, at worst.

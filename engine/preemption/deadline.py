@@ -43,7 +43,7 @@ class Deadline:
             os.write(self._writing, bytes([_HEARD]))
 
     def cancel(self) -> None:
-        """Cancel the time limit, since the run has ended in time. Call it in the main thread."""
+        """Cancel the time limit, because the run has ended in time. Call it in the main thread."""
         signal.set_wakeup_fd(self._others)
         self._over.set()
         os.write(self._writing, bytes([_OVER]))

@@ -154,7 +154,7 @@ class Preemption:
 
     @contextmanager
     def leaving_at_once(self) -> Iterator[None]:
-        """Raise `Preempted` inside the context as soon as a signal arrives, since nothing is lost."""
+        """Raise `Preempted` inside the context as soon as a signal arrives, because nothing is lost."""
         self._at_once = True
         try:
             self._leave_if_caught()
@@ -286,7 +286,7 @@ class Preemption:
         """Return whether to save and leave now; the result is the same on every rank.
 
         Every rank must call it equally often, ideally once per batch. Inside an accumulation group the result is always
-        False, since nothing could be saved there. It needs no exchange.
+        False, because nothing could be saved there. It needs no exchange.
         """
         if not self._accelerator.sync_gradients:
             return False

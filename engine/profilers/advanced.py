@@ -91,7 +91,7 @@ class AdvancedProfiler(Profiler):
             action_name: Its name.
 
         Raises:
-            ValueError: If it is not running.
+            ValueError: If the action is not running.
         """
         if action_name not in self._running:
             raise ValueError(f"stop({action_name!r}) without a running action of this name: call start first.")

@@ -16,7 +16,7 @@ def choose_profiler(profiler: Any) -> Profiler:
 
     Raises:
         ValueError: If the name is unknown. The error names the closest one.
-        TypeError: If it is any other object.
+        TypeError: If ``profiler`` is any other object.
     """
     if profiler is None:
         return PassThroughProfiler()

@@ -147,7 +147,7 @@ class PyTorchProfiler(Profiler):
             action_name: Its name.
 
         Raises:
-            ValueError: If it is not running.
+            ValueError: If the action is not running.
         """
         for place in range(len(self._running) - 1, -1, -1):
             if self._running[place][0] == action_name:

@@ -84,7 +84,7 @@ class SimpleProfiler(Profiler):
             action_name: Its name.
 
         Raises:
-            ValueError: If it is not running.
+            ValueError: If the action is not running.
         """
         end = time.perf_counter()
         running = self._running

@@ -74,7 +74,7 @@ def check_digest(path: Path, sha256: str) -> None:
         sha256: The expected digest.
 
     Raises:
-        ValueError: If it differs, or if ``sha256`` is not a digest.
+        ValueError: If the digest differs, or if ``sha256`` is not a digest.
     """
     expected = _parse_digest(sha256)
     with path.open("rb") as file:

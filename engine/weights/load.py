@@ -25,7 +25,7 @@ _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 puts
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """Weight that the source omits, since it was not trained."""
+    """Weight that the source omits, because it was not trained."""
 
     digest: str
 
@@ -77,7 +77,7 @@ def load_weights(
     Raises:
         ValueError: If the source is damaged, harmful or of another kind, or if its names or shapes differ from the
             model's: the error lists them, and names a prefix that would fit. In that case, the model is not changed.
-        OSError: If it cannot be downloaded.
+        OSError: If the source cannot be downloaded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r:.100} must be a torch.nn.Module, not a {type(model).__name__}.")

@@ -76,7 +76,7 @@ def read(stream: Any) -> Any:
         Lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and `UnbuiltCall`. They may contain themselves.
 
     Raises:
-        ValueError: If it is damaged, too large, or has names that only an attack would use.
+        ValueError: If the pickle is damaged, too large, or has names that only an attack would use.
     """
     machine = _Machine()
     count = 0

@@ -95,8 +95,8 @@ class Reader:
             depth: Its nesting level.
 
         Raises:
-            Unknown: If it, or something in it, is not data.
-            ValueError: If it contains itself, is nested too deep, or requests more memory than the file has.
+            Unknown: If the value, or a part of it, is not data.
+            ValueError: If the value contains itself, is nested too deep, or requests more memory than the file has.
         """
         if isinstance(value, Name):
             return self._resolve_name(value)
@@ -170,8 +170,8 @@ def check_extent(value: Any, limit: int = 1_000_000) -> None:
         limit: The maximum number of items in a traversal.
 
     Raises:
-        ValueError: If it has more items.
-        RecursionError: If it contains itself.
+        ValueError: If the traversal has more items.
+        RecursionError: If the data contains itself.
     """
     extents: dict[int, int] = {}
 

@@ -129,7 +129,7 @@ def make_parent(path: AnyPath) -> None:
 
 
 def _clear(paths: Iterable[AnyPath]) -> None:
-    """Delete what a failure left, if the disk permits; errors are ignored, since the failure itself is raised."""
+    """Delete what a failure left, if the disk permits; errors are ignored, because the failure itself is raised."""
     for path in paths:
         with suppress(OSError):
             _delete(path)

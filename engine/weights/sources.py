@@ -54,7 +54,7 @@ class Opened:
         others: Other values in the state: data, or a description.
         file: The file of ``torch.save`` with the weights, if it is one.
         checkpoint: The verified checkpoint of Treadle with the weights, if it is one.
-        frozen: The digests of weights that it omits, since they were not trained, by name.
+        frozen: The digests of weights that it omits, because they were not trained, by name.
     """
 
     place: str
@@ -78,7 +78,7 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 
     Raises:
         ValueError: If it is not a source of weights, or has another digest.
-        OSError: If it cannot be downloaded.
+        OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"the source of weights is a {type(source).__name__}, but must be a path or a URL.")

@@ -242,7 +242,7 @@ class _Examination:
             disconnect()
 
     def _list_errors(self) -> list[str]:
-        """Return the failures of the measurements, with their ranks; empty where they succeeded on all."""
+        """Return the failures of the measurements, with their ranks; empty if they succeeded on all."""
         if self._store is None or not self._facts or self.missing:
             return []
         store, ranks, errors = self._store, range(self.launched.world_size), []

@@ -75,7 +75,7 @@ def judge(
         launched: Values that the launcher has set for the rank that publishes the report; None without a launcher.
         missing: Ranks that did not report.
         errors: Failures while the ranks met or measured.
-        measured: Measurements under ``"clocks"`` and ``"all-reduce"``, where they exist.
+        measured: Measurements under ``"clocks"`` and ``"all-reduce"``, if they exist.
     """
     return [
         _judge_presence(ranks, size, launched, missing),

@@ -171,7 +171,7 @@ def _inspect_devices() -> Facts:
 
 
 def _has_nvlink() -> bool | None:
-    """Return whether NVLink joins two GPUs of this machine; None where nvidia-smi cannot tell."""
+    """Return whether NVLink joins two GPUs of this machine; None if nvidia-smi cannot tell."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -219,7 +219,7 @@ def inspect_folder(folder: str | Path) -> Facts:
 
 
 def _find_port() -> int | None:
-    """Return a port on which this machine can listen; None where the system has no free one."""
+    """Return a port on which this machine can listen; None if the system has no free one."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port: int = server.getsockname()[1]
@@ -229,7 +229,7 @@ def _find_port() -> int | None:
 
 
 def _read(path: str | Path) -> str:
-    """Return a file's text; empty where this system or container has no such file."""
+    """Return a file's text; empty if this system or container has no such file."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

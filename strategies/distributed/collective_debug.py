@@ -67,7 +67,7 @@ class Call:
         """Key that distinguishes locations.
 
         The folder is not part of the key, since machines may have the same file elsewhere, and neither are Treadle's
-        own lines, since a function may have different branches for rank zero.
+        own lines, because a function may have different branches for rank zero.
         """
         return (Path(self.path).name, self.line, re.sub(r":\d+", "", self.inside))
 
@@ -135,7 +135,8 @@ class Meeting:
             call: The call of this process.
 
         Raises:
-            DistributedOperationException: On every process, if one makes another call, has ended, or does not arrive.
+            DistributedOperationException: On every process, if one of them makes another call, has ended, or does not
+                arrive.
         """
         if self._broken:
             raise DistributedOperationException(self._broken)

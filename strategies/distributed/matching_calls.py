@@ -247,7 +247,7 @@ def arrivals_of(world: World) -> Arrivals:
 
 
 def forget_arrivals() -> None:
-    """Release the store of the announcements, since the process group ends."""
+    """Release the store of the announcements, because the process group ends."""
     for *_, earlier in _current:
         atexit.unregister(earlier.leave)
     _current.clear()

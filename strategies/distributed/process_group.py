@@ -149,7 +149,7 @@ def make_communicators(device: torch.device) -> None:
 
 
 def _check_versions(store: dist.Store, rank: int) -> None:
-    """Check that every process runs rank zero's torch and Treadle, since other versions may communicate differently."""
+    """Check that every process runs rank zero's torch and Treadle, because others may communicate differently."""
     local_versions = f"torch {torch.__version__}, treadle {__version__}"
     if rank == 0:
         store.set("versions", local_versions)

@@ -129,7 +129,7 @@ def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
 
 
 def forget_store() -> None:
-    """Release the store, since its process group ends or torch is about to wrap the hook for another one."""
+    """Release the store, because its process group ends or torch is about to wrap the hook for another one."""
     if isinstance(sys.excepthook, Uncaught):
         sys.excepthook = sys.excepthook.previous
 

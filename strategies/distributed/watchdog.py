@@ -256,7 +256,7 @@ class Watchdog:
         return call and WaitingCall(call.kind, f"{call.words} ({details})")
 
     def _beat(self) -> None:
-        """Send the supervisor a sign of life, since no rank would be left to notice that all are stopped."""
+        """Send the supervisor a sign of life, because no rank would be left to notice that all are stopped."""
         if not self.strict:
             return
         self._beats += 1
@@ -287,7 +287,7 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
-        """End this process, since the store does not respond, so that other ranks cannot be asked."""
+        """End this process, because the store does not respond, so that other ranks cannot be asked."""
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
@@ -584,7 +584,7 @@ class Watchdog:
         self._dumps.close()
 
     def _await_others(self) -> None:
-        """Wait for ranks that live, since a silent rank cannot notice its own state."""
+        """Wait for ranks that live, because a silent rank cannot notice its own state."""
         self._leaving = True
         pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
@@ -665,14 +665,14 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
 
 
 def dismiss() -> None:
-    """Stop the watchdog, since the process group and its store end."""
+    """Stop the watchdog, because the process group and its store end."""
     for watchdog in _current:
         watchdog.leave()
     _current.clear()
 
 
 def _connect(world: World) -> dist.Store | None:
-    """Return a separate connection to the store of the process group, since one thread's call may wait for a long time.
+    """Return a separate connection to the process group's store, because a call of one thread may wait for long.
 
     None for a store that cannot have two connections.
     """

@@ -213,7 +213,7 @@ class World:
         return lines.pop()[1]
 
     def forget_parts(self) -> None:
-        """Discard meshes and separate groups, since the process group they belong to has ended."""
+        """Discard meshes and separate groups, because the process group they belong to has ended."""
         self._beside = None
         self._meshes.clear()
 
@@ -337,7 +337,7 @@ class World:
             group: The process group.
 
         Raises:
-            ValueError: If this process is not in it.
+            ValueError: If this process is not in the group.
         """
         rank = dist.get_rank(group)
         if rank < 0:
@@ -355,7 +355,7 @@ class World:
             value: Any object that can be pickled.
 
         Raises:
-            DistributedOperationException: On every process, if one makes a different exchange of objects.
+            DistributedOperationException: On every process, if one of them makes a different exchange of objects.
         """
         if self.size == 1:
             return [value]

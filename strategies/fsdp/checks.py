@@ -71,7 +71,7 @@ def check_parallelized(module: nn.Module, size: int) -> None:
         size: The number of tensor parallel ranks.
 
     Raises:
-        ValueError: If it has not, since the processes would do the same work ``size`` times.
+        ValueError: If it has not, because the processes would do the same work ``size`` times.
     """
     if not any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(

@@ -186,7 +186,7 @@ class Tape(TorchDispatchMode):
     def _convert_to_meta(self, value: Any) -> Any:
         """Return a tensor from outside as one without memory.
 
-        0-d tensors are kept, since they can be mixed with these.
+        0-d tensors are kept, because they can be mixed with these.
         """
         if not isinstance(value, Tensor) or _is_meta(value) or not value.ndim:
             return value

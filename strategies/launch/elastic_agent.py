@@ -200,8 +200,8 @@ class Agent(LocalElasticAgent):
         Args:
             number: The signal.
             seconds: Seconds from the first signal to SIGKILL.
-            patient: Restart the count whenever a rank is seen to leave on its own, since a save may take any time.
-                False where a rank has failed: the others note the signal but cannot save.
+            patient: Restart the count whenever a rank is seen to leave on its own, because a save may take any time.
+                False if a rank has failed: the others note the signal but cannot save.
         """
         context: Any = self._pcontext
         for rank in self._list_living():

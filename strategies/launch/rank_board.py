@@ -127,7 +127,7 @@ class RankBoard:
 
 
 def _parse(record: bytes) -> dict[str, Any] | None:
-    """Return a rank's last beat; None where it has no limit, or is writing at this moment."""
+    """Return a rank's last beat; None if it has no limit, or is writing at this moment."""
     try:
         return dict(json.loads(record[1:].rstrip(b"\0")))
     except ValueError:

@@ -202,7 +202,7 @@ def _choose_interface(address: str) -> str | None:
     """Return the interface for gloo, which otherwise uses what the host's name resolves to: often a loopback address.
 
     Raises:
-        ValueError: If it must be set and cannot be determined.
+        ValueError: If the interface must be set and cannot be determined.
     """
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ:
         return None

@@ -71,7 +71,7 @@ def supervise(
         run_id: Name of this run, `TORCHELASTIC_RUN_ID` in the ranks. Default: a random one.
         grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted the signal, see `mark_leaving`.
             Default: 30.
-        failure_grace: Seconds that the others have from SIGTERM to SIGKILL once a rank failed. Default: 2, since they
+        failure_grace: Seconds that the others have from SIGTERM to SIGKILL once a rank failed. Default: 2, because they
             can only wait for the failed rank.
 
     Returns:

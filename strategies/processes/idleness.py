@@ -34,7 +34,7 @@ class Idleness:
 def _is_running() -> bool:
     """Return whether a thread other than this one runs, wants to run, or waits for a disk.
 
-    False where it is unknown.
+    False if it is unknown.
     """
     own_thread = str(threading.get_native_id())
     for task in Path("/proc/self/task").glob("*"):

@@ -3,7 +3,7 @@
 Each rank has a folder below ``treadle-<user>-<namespace>`` of the system's temp folder, named after its launcher, its
 process and the process's start time. It holds multiprocessing's sockets, which data workers use, and a link to each
 unfinished directory, such as that of a checkpoint being written. The last process of a job to leave a machine removes
-these directories too: the supervisor, or without one the last rank. A later job removes the sockets only, since the
+these directories too: the supervisor, or without one the last rank. A later job removes the sockets only, because the
 directory may be another job's by then.
 """
 
@@ -60,7 +60,7 @@ _leaving = threading.Lock()
 def open_scratch(job: int) -> None:
     """Create this rank's folder, let multiprocessing use it, and remove what ranks of ended jobs left.
 
-    Does nothing where the system has no user IDs, or the root belongs to another user.
+    Does nothing if the system has no user IDs, or the root belongs to another user.
 
     Args:
         job: Process ID of the process that started the ranks of this machine.
@@ -212,7 +212,7 @@ def _find_link(identity: _Identity) -> Path | None:
 
 
 def _find_root() -> Path | None:
-    """Return the folder that holds the folders of this user's ranks; None where it cannot be used.
+    """Return the folder that holds the folders of this user's ranks; None if it cannot be used.
 
     Process IDs are unique within a namespace, and containers may share a temp folder.
     """
@@ -226,7 +226,7 @@ def _find_root() -> Path | None:
 
 
 def _is_own(root: Path) -> bool:
-    """Return whether nobody else can write to the folder, or it does not exist yet."""
+    """Return whether no other user can write to the folder, or it does not exist yet."""
     try:
         status = root.lstat()
     except OSError:

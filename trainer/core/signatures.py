@@ -132,7 +132,7 @@ def _read_signature(function: Any, bound: bool) -> Signature:
 
 
 def _make_annotation_finder(function: Any) -> Callable[[str], Any]:
-    """Return a function that finds an argument's annotation by name. One that cannot be evaluated is ``Any``."""
+    """Return a function that finds an argument's annotation by name: ``Any`` if it cannot be evaluated."""
     function = inspect.unwrap(function)
     raw = getattr(function, "__annotations__", {})
     names = getattr(function, "__globals__", {})

@@ -184,7 +184,7 @@ class Steps:
             index: Index of the micro-batch for which a hook returned -1.
 
         Raises:
-            ValueError: On every rank, if some rank stays.
+            ValueError: On every rank, if some ranks stay.
         """
         accumulation, cursor, agreement = self.accumulation, self.cursor, self.agreement
         agreement.leave_vote = True

@@ -103,7 +103,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
 
 
 def _copy_datamodule(trainer: Trainer) -> DataModule | None:
-    """Return a copy with its own attributes; data is shared, as is what cannot be copied (an open file)."""
+    """Return a copy with its own attributes; data, and objects that cannot be copied (an open file), are shared."""
     datamodule = trainer.datamodule
     if datamodule is None:
         return None

@@ -45,7 +45,7 @@ def check_writable(directory: RemotePath) -> None:
         directory: The URL of the checkpoints.
 
     Raises:
-        OSError: If it cannot save. The text gives the reason.
+        OSError: If checkpoints cannot be saved. The text gives the reason.
     """
     probe = directory / f".probe-{os.urandom(8).hex()}"
     try:
@@ -117,7 +117,7 @@ def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, in
         objects: The sizes by name.
 
     Raises:
-        ValueError: If one is missing or has another size.
+        ValueError: If an object is missing or has another size.
     """
     for name, entry in {**manifest.files, **manifest.others}.items():
         size = objects.get(manifest.path_of(name))
