@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteWatch(Callback):
-    """Callback that names the rank and the module that first compute NaN or infinity, in forward or backward pass.
+    """Callback that names the rank and the module that first compute NaN or infinity, in the forward or backward pass.
 
     For debugging only: it checks every module's output and its gradient and every parameter's gradient, and
     synchronizes with the device and with all ranks after each backward pass. It runs before the task's own hooks

@@ -216,7 +216,7 @@ class FullyShardedDataParallelPlugin:
         param_init_fn: Only None; build the model in `Accelerator.init_module`.
         sync_module_states: Only True.
         forward_prefetch: Only False.
-        activation_checkpointing: Recompute activations in backward, for each shard.
+        activation_checkpointing: Recompute activations in the backward pass, for each shard.
         activation_checkpointing_offload: Only False.
         cpu_ram_efficient_loading: Only False; build the model in `Accelerator.init_module`.
         transformer_cls_names_to_wrap: Names of the classes whose modules become one shard each.

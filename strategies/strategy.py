@@ -510,7 +510,7 @@ class Strategy(StrategyAliases):
 
         Args:
             replicate: Number of replicas; each is sharded over the remaining ranks.
-            recompute: Recompute the activations of every block in backward.
+            recompute: Recompute the activations of every block in the backward pass.
             gather: Dtype to gather parameters in; gradients are reduced in float32.
 
         Raises:

@@ -97,7 +97,7 @@ class PlannedTrainer(Trainer):
 
 
 class _SilentMetrics:
-    """Metrics that discard all values a step logs."""
+    """Metrics that discard all values that a step logs."""
 
     def log(self, *_: Any, **__: Any) -> None:
         """Do nothing: there are no values."""

@@ -23,7 +23,7 @@ class Comparison:
         runs: The runs, in the order of their columns.
 
     Attributes:
-        labels: Name and number of each run; its path where two runs have the same.
+        labels: Name and number of each run; its path if two runs have the same.
         facts: State, duration, counts and best value of each run.
         config: Configuration keys whose values differ; for a run without a configuration, the Trainer's flags.
         shared_config: Number of configuration keys whose values are the same in all runs.

@@ -51,9 +51,9 @@ class HostCopies:
 
         Args:
             files: The files to write.
-            later: The files whose tensors only a step of ``optimizers`` changes. They are copied during forward and
-                backward: by a thread in host memory, by a separate stream from a GPU. A step that comes too early waits
-                for the copy, on the device that computes it.
+            later: The files whose tensors only a step of ``optimizers`` changes. They are copied during the forward and
+                backward passes: by a thread in host memory, by a separate stream from a GPU. A step that comes too
+                early waits for the copy, on the device that computes it.
             optimizers: All optimizers in use.
 
         Returns:

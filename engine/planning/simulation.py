@@ -123,7 +123,7 @@ class _Step:
                 raise _make_value_error(error, "numpy()") from error
 
     def _note_gradients(self) -> list[tuple[Tensor, float]]:
-        """Record when each gradient of a replicated model is ready in backward."""
+        """Record when each gradient of a replicated model is ready in the backward pass."""
         order: list[tuple[Tensor, float]] = []
 
         def note(parameter: Tensor) -> None:

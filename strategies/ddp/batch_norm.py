@@ -95,7 +95,7 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function with one exchange in forward (mean, squared deviations and count) and one in backward."""
+    """Autograd function with one exchange in each pass; in the forward pass, of mean, squared deviations and count."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:

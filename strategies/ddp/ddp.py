@@ -113,7 +113,7 @@ class _Replica(DistributedDataParallel):
 
 
 class DDP(Strategy):
-    """Strategy with a full copy of the model on every process; gradients are averaged during backward.
+    """Strategy with a full copy of the model on every process; gradients are averaged during the backward pass.
 
     Args:
         find_unused_parameters: Permit parameters that take no part in a step, at the cost of a traversal of the graph.

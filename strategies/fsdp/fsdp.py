@@ -44,11 +44,11 @@ class FSDP(Strategy):
     Args:
         auto_wrap_policy: Selects the modules that are gathered as one unit; see `wrap_policy.chosen_blocks`. Parameters
             outside of them are gathered once per step.
-        activation_checkpointing_policy: Selects modules that keep only their inputs and recompute the rest in backward:
-            True for those of ``auto_wrap_policy``, a separate policy, or a `Recompute`, which can also select every
-            n-th of them, keep the results of some operations, or leave the choice to the compiler.
-        reshard_after_forward: Drop a block's parameters after forward and gather them again in backward. False keeps
-            them (faster, more memory), a number reshards to groups of that many processes.
+        activation_checkpointing_policy: Selects modules that keep only their inputs and recompute the rest in the
+            backward pass: True for those of ``auto_wrap_policy``, a separate policy, or a `Recompute`, which can also
+            select every n-th of them, keep the results of some operations, or leave the choice to the compiler.
+        reshard_after_forward: Drop a block's parameters after the forward pass and gather them again in the backward
+            pass. False keeps them (faster, more memory), a number reshards to groups of that many processes.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
         gather_dtype: The dtype in which parameters are gathered. By default it is their storage dtype, and autocast
             does the rest, so that results equal those of one process; ``torch.bfloat16`` sends half of float32's bytes,
@@ -401,8 +401,8 @@ class FSDP(Strategy):
     def start_agreement(self, votes: Tensor) -> None:
         """See `Strategy.start_agreement`; on GPUs the sum starts after backward, in `agreement`.
 
-        NCCL's collectives share one queue: the first gather of backward would wait behind the votes, and the votes
-        would wait for the end of forward.
+        NCCL's collectives share one queue: the first gather of the backward pass would wait behind the votes, and the
+        votes would wait for the end of the forward pass.
         """
         if self.world.device.type == "cuda":
             self._votes = votes

@@ -1,4 +1,4 @@
-"""Activation checkpointing: activations that are dropped after forward and recomputed in backward."""
+"""Activation checkpointing: activations that are dropped after the forward pass and recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAG = "activation_checkpointing_policy"
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Activations that `FSDP` recomputes in backward, rather than keeping them from forward on.
+    """Activations that `FSDP` recomputes in the backward pass instead of keeping them.
 
     Blocks keep only their inputs: this takes the time of one more forward, and the memory of one block's activations
     instead of the model's. Dropping fewer activations takes less time.

@@ -19,7 +19,7 @@ _LEAVE = 5.0  # seconds
 class Membership:
     """Machines that take part in a run, that wait to join it, and that have left it.
 
-    Where the machines are numbered, or meet by a user-defined rendezvous, no change is ever seen.
+    If the machines are numbered, or meet by a user-defined rendezvous, no change is ever seen.
 
     Args:
         handler: Torch's rendezvous.

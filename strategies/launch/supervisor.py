@@ -92,7 +92,7 @@ def supervise(
 def supervise_job(job: Job) -> int:
     """Run a job as `supervise` does; it may span several machines, each with its own supervisor.
 
-    Where ranks may use gloo and its network interface is not set, gloo uses the interface by which this machine reaches
+    If ranks may use gloo and its network interface is not set, gloo uses the interface by which this machine reaches
     the others.
 
     Args:

@@ -71,7 +71,7 @@ def is_named_loopback() -> bool:
 
 
 def name_gloo_interface(meeting_host: str) -> None:
-    """Set gloo's network interface to the one that reaches the other machines, where gloo would use a loopback.
+    """Set gloo's network interface to the one that reaches the other machines, if gloo would use a loopback address.
 
     The variable is ``GLOO_SOCKET_IFNAME``. A value that the user has set is kept.
 

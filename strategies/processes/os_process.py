@@ -25,7 +25,7 @@ def is_alive(pid: int) -> bool:
 
 
 def identify_host() -> str:
-    """Return an identifier of this machine, and of a container with its own process IDs; "" where it is unknown."""
+    """Return an identifier of this machine, and of a container with its own process IDs; "" if it is unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -18,7 +18,7 @@ class Dumps:
     """File without a name, into which a signal writes the stack of this process's main thread.
 
     Attributes:
-        path: Where others read it; "" where the system has no such files.
+        path: Where others read it; "" if the system has no such files.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def _read_state(pid: int) -> str:
-    """Return the letter that /proc has for the state of a process; "" where it has none."""
+    """Return the letter that /proc has for the state of a process; "" if it has none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
