@@ -106,7 +106,7 @@ class BatchSizeFinder(Callback):
         Raises:
             MemoryError: If no size fits.
         """
-        best, worst, size = 0, 0, min(self.init_val, limit)  # fits; does not fit
+        best, worst, size = 0, 0, min(self.init_val, limit)  # the first fits, the second does not
         for _ in range(self.max_trials):
             most = fits(size)
             if most is None:

@@ -168,7 +168,7 @@ class LearningRateMonitor(BestEffortCallback):
             newest.update({name: value for name, value in self._others.items() if name.endswith(ending)})
         row = {**self._rates, **self._others}
         self._rates, self._others = {}, {}
-        # In callback_metrics too, so that a checkpoint's name can hold it.
+        # Also in callback_metrics, so that a checkpoint's name can contain it.
         trainer.logbook.callback_values.update(row)
         trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)
 

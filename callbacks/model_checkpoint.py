@@ -263,7 +263,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         if self.dirpath is None:
             root = trainer.logbook.agree_on_directory(trainer.default_root_dir)
             self.dirpath = str(absolute(root) / "checkpoints")
-        self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)  # names with the time differ by rank
+        # Names that contain the time differ between ranks.
+        self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check before the first step that saving will work, and remove what a killed run left.
@@ -292,7 +293,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         if self.save_trainable_only:
             trainer.accelerator.checkpointer.find_frozen(world)  # before anything is trained
         missing = [path for path in sorted(self._top_k.ranked_paths) if not as_path(path).exists()]
-        self._top_k.forget(world.broadcast(missing))  # as seen by rank zero
+        self._top_k.forget(world.broadcast(missing))  # those that rank zero does not find
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Trigger a save after a validation, if it is due there."""

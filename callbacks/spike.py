@@ -95,7 +95,7 @@ class SpikeWatch(Callback):
         self.spikes: list[tuple[int, float]] = []
         self._window_values: list[float] = []
         self._new: list[Tensor] = []  # values since the last check, on the device
-        self._sum: Tensor | None = None  # over the step's micro-batches
+        self._sum: Tensor | None = None  # sum over the step's micro-batches
         self._parts = 0
         self._step = 0
 
@@ -142,7 +142,7 @@ class SpikeWatch(Callback):
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
             self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
-        if not trainer.progress.in_step:  # the step's last one
+        if not trainer.progress.in_step:  # this was the step's last value
             step, self._step = self._step, trainer.progress.step
             if self._sum is not None and step != self._step:  # otherwise float16 skipped the step
                 self._new.append(self._sum if self._parts == 1 else self._sum / self._parts)

@@ -85,17 +85,17 @@ class ThroughputMonitor(BestEffortCallback):
         )
         self._before = 0.0  # seconds of the runs that this one continues
         self._lengths = 0.0  # items of one device, on average
-        self._counted = 0.0  # samples of one device, where they are counted here
+        self._counted = 0.0  # samples of one device, if this callback counts them
         self._reset()
 
     def _reset(self) -> None:
         self._throughput: Throughput | None = None
         self._began = self._paused = 0.0
-        self._step = -1  # of the last measurement
+        self._step = -1  # step of the last measurement
         self._local_counts = [0.0, 0.0, 0.0]  # samples, items and operations of this process since that step
         self._must_count = self._has_flops = self._failed = False
         self._evaluation_began: float | None = None
-        self._evaluated = 0  # samples, of all processes
+        self._evaluated = 0  # evaluated samples, over all processes
         self._local_evaluation_counts = [0.0, 0.0, 0.0]
 
     # -- state ---------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class AimLogger(ServiceLogger):
         epoch = self._pop_epoch(row)
         for full_name, value in row.items():
             name, context = self._split_context(full_name)
-            # A series has one type, which Aim changes with a warning where an integer comes before a float.
+            # A series has one type, which Aim changes with a warning if an integer comes before a float.
             run.track(float(value), name=name, step=step, epoch=epoch, context=context)
 
     def _split_context(self, name: str) -> tuple[str, dict[str, str]]:

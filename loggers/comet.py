@@ -80,7 +80,7 @@ class CometLogger(ServiceLogger):
         project = kwargs.pop("project", project)
         if "offline" in kwargs:
             online = not check_bool("offline", kwargs.pop("offline"))
-        kwargs.pop("rest_api_key", None)  # Comet's own key does for both
+        kwargs.pop("rest_api_key", None)  # Comet's own key is used for both
         if online is not None:
             check_bool("online", online)
         if experiment_config is not None and kwargs:

@@ -312,7 +312,7 @@ class Trainer(LightningAliases):
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
         self.lr_scheduler_configs: list[SchedulerConfig] = []
-        # Of the current or last stage.
+        # State of the current or last stage.
         self.stage: str | None = None
         self.latest_stage: str | None = None
         self.status = TrainerStatus.INITIALIZING

@@ -83,7 +83,7 @@ class Averages:
         self._parameters = list(module.parameters())
         self._buffers: list[tuple[dict[str, Any], str]] = []  # a module may replace a buffer by another tensor
         self._before: list[Tensor] | None = None
-        self._names: list[list[str]] = []  # of each tensor, with those of the tensors tied to it
+        self._names: list[list[str]] = []  # names of each tensor, including those of tensors tied to it
         self._local_averages: list[Tensor] = []
         masks = collect_masks(module)
         names: dict[int, list[str]] = {}

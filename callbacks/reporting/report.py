@@ -73,10 +73,11 @@ class RunReport(BestEffortCallback):
         self.path: AnyPath | None = None
         self._written = 0.0
         self._begun = False
-        self._samples, self._seconds = 0, 0.0  # of training, when fit began (samples and seconds)
-        self._endings: dict[str, tuple[str, bool]] = {}  # of each stage since fit began
+        self._samples, self._seconds = 0, 0.0  # samples and seconds of training when fit began
+        self._endings: dict[str, tuple[str, bool]] = {}  # for each stage since fit began
         self._failures: list[Failure] = []
-        self._hyperparameters: dict[str, dict[str, str]] = {}  # of fit: later stages may have another task
+        # Those of fit, because later stages may have another task.
+        self._hyperparameters: dict[str, dict[str, str]] = {}
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Reset the page for a new fit; another stage adds to it."""

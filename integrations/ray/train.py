@@ -128,7 +128,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
             self._hand_over(metrics, (folder, LocalFileSystem()) if is_main else None, name, mode)
         finally:
-            if is_main and mode is not CheckpointUploadMode.ASYNC:  # in which case Ray removes it
+            if is_main and mode is not CheckpointUploadMode.ASYNC:  # in that mode Ray removes it
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _hand_over(

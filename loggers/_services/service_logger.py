@@ -62,7 +62,7 @@ class ServiceLogger(Logger):
 
     def _forget(self) -> None:
         """Drop the state that belongs to this object only, and not to its copies."""
-        self._run: Any = None  # which holds the run in `_open_runs`
+        self._run: Any = None  # keeps the run in `_open_runs`
         self._uploads = Uploads(self._log_model)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -343,8 +343,8 @@ def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterat
     by_store: list[list[tuple[Manifest, AnyPath]]] = []
     for store in stores:
         committed, problems = store.scan()
-        # Within a folder by the order of commits: a run that resumed from an earlier step, or another run in the same
-        # folder, may have left later steps.
+        # Ordered by commit within a folder: a run that resumed from an earlier step, or another run in the same folder,
+        # may have left later steps.
         by_store.append(sorted(committed, key=lambda pair: (pair[0].sequence, pair[0].step)))
         # The age of a checkpoint with an unreadable manifest is unknown.
         report.skipped += problems

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _PACKAGE = __name__.partition(".")[0]
-_MOST_VALUES = 1000  # of a configuration; the rest is not compared
-_MOST_CHARACTERS = 1000  # of one value
+_MOST_VALUES = 1000  # values of a configuration that are compared
+_MOST_CHARACTERS = 1000  # characters of a value that are compared
 
 # Hyperparameters that an ordinary resume may change, by the last component of their name. They set how long the run
 # is, its hardware, the places of files and what is printed; none of them makes it another experiment.

@@ -241,7 +241,8 @@ class Logbook:
 
     def places(self) -> list[str]:
         """Return the place where rank zero's loggers wrote metrics: a directory, or a run of a service."""
-        # Only of these: reading the directory of a logger that has written nothing claims one.
+        # Only loggers that have written something, because reading the directory of another one would claim a
+        # directory.
         written = [
             logger
             for logger in self.loggers

@@ -107,7 +107,7 @@ class Steps:
             if self.skip_rest:
                 if not self.alone:
                     self._leave_together(itertools.chain((batch,), batches), index)
-                accumulation.drop_gradients()  # of the group's earlier micro-batches
+                accumulation.drop_gradients()  # those of the group's earlier micro-batches
                 self.bad_batches.clear()
                 progress.phase = Phase.BETWEEN_STEPS
                 return

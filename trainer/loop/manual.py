@@ -37,9 +37,9 @@ class ManualSteps(Steps):
         self.optimizers = optimizers
         self.batch: Any = None  # the batch of the current training_step
         self.votes = self.accumulation.always_agree
-        self.accumulation.always_agree = False  # not in each backward, but once, after the step
+        self.accumulation.always_agree = False  # the ranks agree once after the step, not in each backward pass
         self.voting = self.may_leave()
-        self.tainted: set[PreparedOptimizer] = set()  # whose next step is skipped
+        self.tainted: set[PreparedOptimizer] = set()  # the optimizers whose next step is skipped
         self.watches_gradients = self.accumulation.watches_gradients
         self.accumulation.watches_gradients = False  # checked before each optimizer's step instead
         if self.agreement.watch_finite:

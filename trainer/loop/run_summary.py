@@ -149,7 +149,7 @@ class RunSummary:
                     committed.append((manifest.step, manifest.sequence, path))
         if not committed:
             return None
-        # Within a folder by the order of commits: an earlier run in it may have left later steps.
+        # Ordered by commit within a folder, because an earlier run in it may have left later steps.
         in_one_folder = len(directories) == 1
         step, _, path = max(committed, key=lambda entry: (entry[1], entry[0]) if in_one_folder else entry[:2])
         return step, path

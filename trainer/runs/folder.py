@@ -395,7 +395,7 @@ class RunFolder:
     def _drop_error(self) -> None:
         """Remove the error of an earlier session."""
         (self._files / ERROR).unlink(missing_ok=True)
-        if isinstance(self.path, RemotePath):  # to which each process writes it itself
+        if isinstance(self.path, RemotePath):  # each process writes to the store itself
             with contextlib.suppress(OSError):
                 (self.path / ERROR).unlink()
 

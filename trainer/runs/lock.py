@@ -176,7 +176,7 @@ class RunLock:
                 time.sleep(0.025)  # a process that checks the lock holds it for a moment
             before = read_holder(self.file)
             if before is not None and before.by == "beat" and before.is_alive(self.file):
-                raise make_in_use_error(self.folder, self.file, before)  # from a machine without such locks
+                raise make_in_use_error(self.folder, self.file, before)  # the holder is on a machine without such locks
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, encode_holder(self.holder), 0)
         except OSError as error:
