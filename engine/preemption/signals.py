@@ -74,7 +74,7 @@ class Preemption:
     Attributes:
         caught: The signal that this process received; None if it received none.
         interrupts: Whether Ctrl-C is handled like the other signals.
-        abandoned: Whether a second Ctrl-C came, so that nothing more is saved.
+        abandoned: Whether a second Ctrl-C arrived, so that nothing more is saved.
         departure: Lets loops without votes, in evaluations, end together.
 
     Example:
