@@ -95,8 +95,7 @@ def load(
             _choose_schedule(accelerator, opened.path, optimizers, shared, schedule)
             for loader, saved in zip(_list_training_loaders(accelerator), shared["loaders"], strict=False):
                 loader.check(saved)
-            # A rank that did not exist when the checkpoint was saved keeps its own state.
-            if accelerator.process_index < manifest.world_size:
+            if accelerator.process_index < manifest.world_size:  # a rank that was not saved keeps its own state
                 of_rank = _read_rank_state(accelerator, opened)
     _check_frozen(accelerator, opened, chosen, strict)
     for model, values, fully in weights:

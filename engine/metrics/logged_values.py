@@ -146,8 +146,7 @@ class Metrics:
                 value = _to_number(name, value)
         elif value.__class__ is not float and value.__class__ is not int:
             value = _to_number(name, value)
-        # A placeholder batch, which only keeps the processes in step, has no weight, regardless of the batch size that
-        # the user passes.
+        # A placeholder batch, which keeps the processes in step, has no weight, whatever batch size the user passes.
         weight = batch_size if batch_size is not None and self.weight else self.weight
         entry.last, entry.last_weight = value, weight
         if entry.batches is not None and value is not None:

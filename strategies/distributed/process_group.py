@@ -68,8 +68,7 @@ def connect(
         # gloo is kept beside nccl, so that objects and host tensors are exchanged without the GPU.
         if backend in (None, "nccl"):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # Its functions have the group at the time of the import as default argument, whose sockets stay open (torch 2.6
-        # to 2.13).
+        # Its functions have the current group as default argument, whose sockets stay open (torch 2.6 to 2.13).
         import torch.distributed.nn.functional  # noqa: F401
 
         launched = LaunchEnvironment.read()
