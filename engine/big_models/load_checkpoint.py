@@ -71,7 +71,7 @@ def load_checkpoint_and_dispatch(
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise an error if model and checkpoint differ in tensors. Default: warn, unless one would have no values.
+        strict: Raise an error if model and checkpoint differ in tensors. Default: warn, unless one would lack values.
         full_state_dict: Only True is supported: each process reads a whole checkpoint separately.
         broadcast_from_rank0: Only False is supported.
         quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
