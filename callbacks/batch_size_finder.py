@@ -36,7 +36,7 @@ class BatchSizeFinder(Callback):
             ``"batch_size"``.
         margin: With ``"binsearch"``, the fraction that is subtracted from the result if memory ran out above it.
             Default: 0.05.
-        max_val: The largest size to try. Sizes beyond the samples of a process are never tried. Default: 8192.
+        max_val: The largest size to try. Sizes above a process's number of samples are never tried. Default: 8192.
         keep_global_batch: In ``fit``, raise ``accumulate_grad_batches`` as the batch shrinks, so that an optimizer step
             keeps the number of samples that attribute and flag define. The result is then the largest divisor of this
             number that fits. Default: False.
@@ -100,13 +100,13 @@ class BatchSizeFinder(Callback):
 
         Args:
             fits: Function that tries a size. It returns None if memory ran out, else the largest batch that the data
-                has.
+                provides.
             limit: The largest size to try.
 
         Raises:
             MemoryError: If no size fits.
         """
-        best, worst, size = 0, 0, min(self.init_val, limit)  # fits; does not fit
+        best, worst, size = 0, 0, min(self.init_val, limit)  # the first fits, the second does not
         for _ in range(self.max_trials):
             most = fits(size)
             if most is None:

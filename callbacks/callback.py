@@ -23,8 +23,8 @@ class Callback:
             outcome (`ModelCheckpoint`); 3 to display it (`TQDMProgressBar`). Default: 0.
         searches: Whether it runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`). Default:
             False.
-        exchanges: Whether its hooks call collectives, so that every rank must have one (`ModelCheckpoint`). This is
-            compared when a stage begins; other callbacks may be on some ranks only. Default: False.
+        exchanges: Whether its hooks call collectives, so that every rank must have the callback (`ModelCheckpoint`).
+            This is compared when a stage begins; other callbacks may be on some ranks only. Default: False.
 
     Example:
         >>> import treadle as tl
@@ -217,7 +217,7 @@ class Callback:
         """
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Run before each micro-batch, which is on the device.
+        """Run before each micro-batch, once it is on the device.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -313,7 +313,7 @@ class Callback:
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Run after the last batch of the validation dataloaders.
 
-        The last place to log a value of this validation.
+        This is the last place to log a value of this validation.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -323,7 +323,7 @@ class Callback:
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run before each validation batch, which is on the device.
+        """Run before each validation batch, once it is on the device.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -382,7 +382,7 @@ class Callback:
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run before each test batch, which is on the device.
+        """Run before each test batch, once it is on the device.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -441,7 +441,7 @@ class Callback:
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run before each predict batch, which is on the device.
+        """Run before each predict batch, once it is on the device.
 
         Args:
             trainer: The Trainer that runs the stage.

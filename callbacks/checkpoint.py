@@ -42,6 +42,6 @@ class Checkpoint(Callback):
     def resume_path(self) -> str | None:
         """Return the checkpoint for ``ckpt_path="last"`` and ``"auto"``, or None if ``keeper`` has none.
 
-        Called on all ranks, and must be the same on all of them.
+        It is called on all ranks, and must return the same on all of them.
         """
         return None

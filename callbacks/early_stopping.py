@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(Enum):
-    """Reason for which an `EarlyStopping` stopped the run."""
+    """Reason why an `EarlyStopping` stopped the run."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -51,7 +51,7 @@ class EarlyStopping(Callback):
         stopping_threshold: Stop once the value is better than this. Default: None.
         divergence_threshold: Stop once the value is worse than this. Default: None.
         check_on_train_epoch_end: Check at the end of epochs (True) or after each validation (False). Default: as
-            described at ``patience``.
+            described under ``patience``.
         log_rank_zero_only: Accepted for Lightning's signature; only rank zero ever prints messages.
 
     Attributes:

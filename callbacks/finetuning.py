@@ -80,7 +80,7 @@ class BaseFinetuning(Callback):
     def __init__(self) -> None:
         self._layout: dict[str, Any] = {}
 
-    # -- for the methods to be overridden ------------------------------------------------------------------------
+    # -- for methods that may be overridden ----------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
         """Freeze the modules that are not trained at first.
@@ -273,7 +273,7 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that trains ``self.backbone`` of the task from a given epoch on, at a rate that grows to the others'.
+    """Callback that trains the task's ``self.backbone`` from an epoch on, at a rate that grows to the others' rate.
 
     Args:
         unfreeze_backbone_at_epoch: The first epoch in which the backbone is trained, counted from 0. Default: 10.
@@ -282,7 +282,8 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: Initial rate of the backbone as a fraction of the first group's. Default: 0.1.
         backbone_initial_lr: Initial rate of the backbone; overrides the fraction. Default: None.
         should_align: Limit the backbone's rate to the first group's. Default: True.
-        initial_denom_lr: Accepted for Lightning's signature; the initial rate is given, so nothing is divided by it.
+        initial_denom_lr: Accepted for Lightning's signature; the initial rate is set directly, so nothing is divided by
+            it.
         train_bn: Whether the backbone's BatchNorm layers are trained, from the start. If False, they stay frozen in
             evaluation mode for the whole run. Default: True.
         verbose: Announce the rates. Default: False.

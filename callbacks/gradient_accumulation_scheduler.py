@@ -20,7 +20,7 @@ class GradientAccumulationScheduler(Callback):
     callback runs before the task's own hooks (``after_task`` is 0).
 
     Args:
-        scheduling: Micro-batches per optimizer step, by the epoch from which they hold, counted from 0. Before the
+        scheduling: Micro-batches per optimizer step, by the epoch from which they apply, counted from 0. Before the
             first of these epochs the number is 1.
 
     Raises:

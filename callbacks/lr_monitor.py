@@ -104,7 +104,7 @@ class LearningRateMonitor(BestEffortCallback):
         self._write(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Read the rates of this step, because schedulers may change them before the step is over."""
+        """Read the rates of this step, because schedulers may change them before the step ends."""
         interval = trainer.log_every_n_steps
         if self.logging_interval != "epoch" and interval and (trainer.progress.step + 1) % interval == 0:
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
@@ -168,7 +168,7 @@ class LearningRateMonitor(BestEffortCallback):
             newest.update({name: value for name, value in self._others.items() if name.endswith(ending)})
         row = {**self._rates, **self._others}
         self._rates, self._others = {}, {}
-        # In callback_metrics too, so that a checkpoint's name can hold it.
+        # Also in callback_metrics, so that a checkpoint's name can contain it.
         trainer.logbook.callback_values.update(row)
         trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)
 

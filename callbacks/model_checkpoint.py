@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
-    A checkpoint is a directory that appears in one rename once it is complete; an older one is removed only after that.
+    A checkpoint is a directory that is renamed into place once it is complete; an older one is removed only after that.
     Several ModelCheckpoints may be used at the same time, for example one for the best checkpoint and one for regular
     intervals.
 
@@ -54,8 +54,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     Args:
         dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
-            run's folder. That is the folder of the first logger, or if no logger has one, a folder in
-            ``default_root_dir`` named by experiment and run, or without loggers ``default_root_dir`` itself.
+            run's folder. The run's folder is that of the first logger that has one. If no logger has one, it is a
+            folder in ``default_root_dir`` named after experiment and run; without loggers, it is ``default_root_dir``
+            itself.
         filename: Template such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
         monitor: Name of the logged value that ranks checkpoints. None ranks the latest as the best. ``"step"`` with
             ``mode="max"`` keeps the latest ``save_top_k``. Default: None.
@@ -67,7 +68,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         save_on_exception: Save the run when an error or Ctrl-C ends ``fit``; a run that resumes from there equals an
             uninterrupted one. Ctrl-C ends the run after the current step, and all ranks save. After an error, rank zero
             saves the run as of the last completed step. With several processes the other ranks' state is missing, so
-            their RNG state is initialized anew; no checkpoint is saved if they hold shards of the model. Nothing is
+            their RNG state is initialized again; no checkpoint is saved if they hold shards of the model. Nothing is
             saved either if the error occurs in the optimizer's step or in ``on_step_end``, or, with several processes,
             between the two, except in a validation, which is then repeated. The overhead is 0.1 ms per step, a copy of
             the model's buffers and of the callbacks' states, and on a GPU a synchronization if the mean of an epoch is
@@ -77,8 +78,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             with adapters. To load such a checkpoint, build the task with the same frozen weights; their digests are
             compared. Weights that were trained at any time of the run are saved. Default: False.
         mode: ``"min"`` or ``"max"``, whichever is best. NaN is worse than any number. Default: ``"min"``.
-        auto_insert_metric_name: Write ``name=value`` into file names, with ``_`` for a ``/`` of the name. Default:
-            True.
+        auto_insert_metric_name: Write ``name=value`` into file names, with ``_`` in place of ``/``. Default: True.
         every_n_train_steps: Optimizer steps between saves.
         train_time_interval: Time between saves (``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments), by rank
             zero's clock.
@@ -223,7 +223,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`.
 
-        Of another directory only the best is restored, because this run must not clean it.
+        From the state of another directory, only the best checkpoint is restored, because this run must not clean that
+        directory.
         """
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._save_requested = state_dict["wanted"]
@@ -250,7 +251,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Also keep a ``last.ckpt``, unless ``save_last`` was set. Call it before ``fit``."""
         self.save_last |= self._may_keep_last
 
-    # -- when ----------------------------------------------------------------------------------------------------
+    # -- triggers ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Determine the directory, the same on every process, and reset the triggers of an earlier run."""
@@ -262,7 +263,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         if self.dirpath is None:
             root = trainer.logbook.agree_on_directory(trainer.default_root_dir)
             self.dirpath = str(absolute(root) / "checkpoints")
-        self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)  # names with the time differ by rank
+        # Names that contain the time differ between ranks.
+        self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check before the first step that saving will work, and remove what a killed run left.
@@ -291,7 +293,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         if self.save_trainable_only:
             trainer.accelerator.checkpointer.find_frozen(world)  # before anything is trained
         missing = [path for path in sorted(self._top_k.ranked_paths) if not as_path(path).exists()]
-        self._top_k.forget(world.broadcast(missing))  # as seen by rank zero
+        self._top_k.forget(world.broadcast(missing))  # those that rank zero does not find
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Trigger a save after a validation, if it is due there."""
@@ -299,7 +301,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._trigger_by_epoch(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if a save was triggered, or if an interval of steps or time is over."""
+        """Save if a save was triggered, or if an interval of steps or time has passed."""
         if self._job is not None:
             self._settle(trainer)
         progress = trainer.progress
@@ -429,7 +431,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._triggered_step, self._save_requested = step, True
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
-        """Save what was triggered, as far as its value is known."""
+        """Perform the triggered saves whose value is known."""
         measured = epoch_is_over or trainer.logbook.watch.step == trainer.progress.step
         if not self._save_requested and not (self._waiting and measured):
             return
@@ -446,7 +448,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Return whether ``name`` has a value of the current weights. The value of a step counts as one.
 
         Raises:
-            ValueError: If the epoch is over and has not logged it.
+            ValueError: If the epoch has ended and has not logged it.
         """
         if name in ("step", "epoch"):
             return True
@@ -460,7 +462,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             raise make_never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
         return False
 
-    # -- what ----------------------------------------------------------------------------------------------------
+    # -- saving --------------------------------------------------------------------------------------------------
 
     @property
     def _directory(self) -> str:

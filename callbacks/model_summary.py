@@ -50,7 +50,7 @@ class ModelSummary(BestEffortCallback):
         self.max_depth = check_int("max_depth", max_depth, -1, "shows all")
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Print the table. Running a sharded model on its example input takes all processes."""
+        """Print the table. Running a sharded model on its example input requires all processes."""
         if self.max_depth and (trainer.is_global_zero or pl_module.example_input_array is not None):
             self._safely(self._look, trainer, pl_module)
 

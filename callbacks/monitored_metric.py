@@ -142,7 +142,7 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
         return None
     values = read_logged_metrics(trainer, keep=watch.just_measured(trainer))
     value = values.get(name)
-    if value is None and not (trainer.has_validation and watch.step is None):  # else no validation has run yet
+    if value is None and not (trainer.has_validation and watch.step is None):  # otherwise no validation has run yet
         if strict:
             raise make_never_logged_error(trainer, name, f"{consumer}'s monitor", values)
         warn(f"{consumer}(strict=False) skips a check, because {name!r} was never logged.")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteWatch(Callback):
-    """Callback that names the rank and the module that first compute NaN or infinity, in forward or backward pass.
+    """Callback that names the rank and the module that first compute NaN or infinity, in the forward or backward pass.
 
     For debugging only: it checks every module's output and its gradient and every parameter's gradient, and
     synchronizes with the device and with all ranks after each backward pass. It runs before the task's own hooks
@@ -28,8 +28,8 @@ class NonFiniteWatch(Callback):
     Args:
         outputs: Check the outputs of modules, in the order of the forward pass. Default: True.
         gradients: Check the gradients of modules' outputs, in the order of the backward pass, then those of parameters,
-            from the end of the model on. Disabled with float16, where the loss scale makes gradients overflow now and
-            then. Default: True.
+            from the end of the model on. Disabled with float16, where the loss scale makes gradients overflow
+            occasionally. Default: True.
 
     Raises:
         ValueError: If both checks are disabled; in training, with step, rank, module and the tensor that is not finite.

@@ -52,7 +52,7 @@ class ModelPruning(Callback):
         amount: Fraction (float) or number (int) of the remaining weights to prune each time; or a function of the
             epoch. Default: 0.5.
         apply_pruning: Whether to prune; or a function of the epoch. Default: True.
-        make_pruning_permanent: Replace weights and masks by the pruned weights after training. Default: True.
+        make_pruning_permanent: Replace weights and masks with the pruned weights after training. Default: True.
         use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values each time; or a function of
             the epoch. Default: True.
         resample_parameters: Reset them to new values of the layer's ``reset_parameters`` instead. Default: False.
@@ -237,7 +237,7 @@ class ModelPruning(Callback):
     # -- pruning -------------------------------------------------------------------------------------------------
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Replace weights and masks by the pruned weights.
+        """Replace weights and masks with the pruned weights.
 
         Args:
             module: Ignored.
@@ -246,7 +246,7 @@ class ModelPruning(Callback):
             pruned.make_permanent()
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune a part of the remaining weights.
+        """Prune a share of the remaining weights.
 
         Args:
             amount: Fraction (float) or number (int) of weights.

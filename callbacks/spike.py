@@ -95,7 +95,7 @@ class SpikeWatch(Callback):
         self.spikes: list[tuple[int, float]] = []
         self._window_values: list[float] = []
         self._new: list[Tensor] = []  # values since the last check, on the device
-        self._sum: Tensor | None = None  # over the step's micro-batches
+        self._sum: Tensor | None = None  # sum over the step's micro-batches
         self._parts = 0
         self._step = 0
 
@@ -138,11 +138,11 @@ class SpikeWatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add a micro-batch's loss; keep the step's value if the step is over."""
+        """Add a micro-batch's loss; keep the step's value if the step has ended."""
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
             self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
-        if not trainer.progress.in_step:  # the step's last one
+        if not trainer.progress.in_step:  # this was the step's last value
             step, self._step = self._step, trainer.progress.step
             if self._sum is not None and step != self._step:  # otherwise float16 skipped the step
                 self._new.append(self._sum if self._parts == 1 else self._sum / self._parts)
@@ -158,7 +158,7 @@ class SpikeWatch(Callback):
         """Reset the sum of the step."""
         self._sum, self._parts = None, 0
 
-    # -- looks ---------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check if it is due."""
@@ -204,7 +204,7 @@ class SpikeWatch(Callback):
         return None if fine and math.isfinite(value) else middle
 
     def _act(self, trainer: Trainer, new_spikes: list[tuple[int, float, float]]) -> None:
-        """Warn of spikes, and stop, save or raise as configured."""
+        """Warn about spikes, and stop, save or raise an error as configured."""
         words = ", ".join(f"{value:.4g} in step {step} (usual: {usual:.4g})" for step, value, usual in new_spikes[:5])
         more = f" and {len(new_spikes) - 5} more" if len(new_spikes) > 5 else ""
         text = f"{self.monitor} spiked: {words}{more}"

@@ -138,7 +138,7 @@ class StochasticWeightAveraging(Averaging):
         if self._initial is None:
             self._initial = [float(group["lr"]) for group in groups]
             announce(f"stochastic weight averaging starts in epoch {trainer.progress.epoch}; the schedulers stop")
-        self._initial += [float(group["lr"]) for group in groups[len(self._initial) :]]  # of groups added later
+        self._initial += [float(group["lr"]) for group in groups[len(self._initial) :]]  # for groups added later
         assert trainer.steps is not None
         trainer.steps.schedules.stop()
         share = min(1.0, past / self.annealing_epochs) if self.annealing_epochs else 1.0

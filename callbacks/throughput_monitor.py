@@ -26,7 +26,7 @@ class ThroughputMonitor(BestEffortCallback):
     clock; steps in between have no overhead. Time in validations is excluded. A rate covers the latest measurements
     that span ``window_size`` batches. Each evaluation is logged once, at its end, as a whole.
 
-    Samples are those that the dataloaders really returned, over all processes. Operations are counted if the task has
+    Samples are those that the dataloaders actually returned, over all processes. Operations are counted if the task has
     an attribute ``flops_per_batch`` (`measure_flops` computes it), with ``device/mfu``, the fraction of the device's
     peak, if that is known.
 
@@ -35,7 +35,7 @@ class ThroughputMonitor(BestEffortCallback):
         length_fn: Function that returns the items in a batch, such as its tokens.
         window_size: Minimum number of batches that a rate covers. Default: 100.
         separator: Text between the components of a name. Default: ``"/"``.
-        available_flops: Peak operations per second of one device, if `get_available_flops` does not know it.
+        available_flops: Peak operations per second of one device. Default: the result of `get_available_flops`.
 
     Raises:
         ValueError, TypeError: If an argument is invalid; in ``fit``, if ``log_every_n_steps`` is 0.
@@ -85,17 +85,17 @@ class ThroughputMonitor(BestEffortCallback):
         )
         self._before = 0.0  # seconds of the runs that this one continues
         self._lengths = 0.0  # items of one device, on average
-        self._counted = 0.0  # samples of one device, where they are counted here
+        self._counted = 0.0  # samples of one device, if this callback counts them
         self._reset()
 
     def _reset(self) -> None:
         self._throughput: Throughput | None = None
         self._began = self._paused = 0.0
-        self._step = -1  # of the last measurement
+        self._step = -1  # step of the last measurement
         self._local_counts = [0.0, 0.0, 0.0]  # samples, items and operations of this process since that step
         self._must_count = self._has_flops = self._failed = False
         self._evaluation_began: float | None = None
-        self._evaluated = 0  # samples, of all processes
+        self._evaluated = 0  # evaluated samples, over all processes
         self._local_evaluation_counts = [0.0, 0.0, 0.0]
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class ThroughputMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count what the dataloaders do not know."""
+        """Count what the dataloaders do not count."""
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 
@@ -303,7 +303,7 @@ class ThroughputMonitor(BestEffortCallback):
 
 
 def _as_number(value: Any) -> Any:
-    """Return a number; one that a GPU still computes stays there and is read with the others."""
+    """Return a number; one that a GPU is still computing stays there and is read with the others."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value.detach().reshape(()).clone()
     return float(value)

@@ -98,7 +98,7 @@ class WeightAveraging(Averaging):
         self._follow(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Update the averages for a step that an error followed before the callback could."""
+        """Update the averages for a step after which an error occurred before the callback could run."""
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
@@ -153,7 +153,7 @@ class WeightAveraging(Averaging):
         self._end()
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages into the model for good."""
+        """Put the averages into the model permanently."""
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True

@@ -78,7 +78,7 @@ def list_candidates(line: str, in_parts: bool = False) -> list[str]:
     """
     try:
         words = shlex.split(line)[1:]
-    except ValueError:  # within quotes
+    except ValueError:  # the word is inside quotes
         return []
     last = "" if line[-1:].isspace() or not words else words.pop()
     matches = sorted(word for word in _list_words(words, last) if word.startswith(last))
@@ -98,7 +98,7 @@ def _list_words(before: list[str], last: str) -> Iterable[str]:
     if before[0] == "sweep":
         return _list_sweep_words(before, last)
     if before[0] not in _STAGES or before[-1] in ("-c", "--config", "--from-run"):
-        return ()  # files, which the shell completes
+        return ()  # the shell completes files itself
     if last.startswith("-"):
         return _OPTIONS
     key, equals, _ = last.partition("=")
@@ -149,7 +149,7 @@ def _list_keys(before: list[str], last: str) -> Iterable[str]:
         try:
             values = normalize(read(file))
         except ConfigError:
-            continue  # the command itself says what is wrong
+            continue  # the command itself reports the error
         for path, value in iterate_values(values):
             if path:
                 keys.add(format_path(path) + ("." if isinstance(value.data, dict | list) else "="))

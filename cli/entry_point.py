@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# name: module with main(arguments) -> exit status, or module:function, and what it does; imported when it is asked for
+# By name: module with main(arguments) -> exit status, or module:function, imported when it is used; and a description.
 COMMANDS = {
     "completion": (
         "treadle.cli.completion",

@@ -14,7 +14,7 @@ _waiting: dict[int, Callable[[], Any]] = {}
 def before_exit(work: Callable[[], Any]) -> Callable[[], None]:
     """Register a function to call when the main thread has ended, while threads and executors still accept work.
 
-    ``atexit`` is too late: asyncio, which packages of object stores use, can't look up a host's name any more.
+    ``atexit`` is too late: asyncio, which packages of object stores use, can no longer resolve host names.
 
     Args:
         work: The function. An exception is printed.
@@ -33,5 +33,5 @@ def _run() -> None:
         work()
 
 
-# Not public, but what concurrent.futures itself uses, from Python 3.9 on.
+# Not public, but concurrent.futures itself uses it, from Python 3.9 on.
 getattr(threading, "_register_atexit", atexit.register)(_run)

@@ -23,8 +23,8 @@ def parse_duration(name: str, value: Any) -> timedelta:
         value: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
 
     Raises:
-        TypeError: The value has another type, or its dict holds other keys than the arguments of a ``timedelta``.
-        ValueError: The text has another form, or the duration is zero, negative or too long.
+        TypeError: If the value has another type, or its dict has keys other than the arguments of a ``timedelta``.
+        ValueError: If the text has another form, or the duration is zero, negative or too long.
     """
     if isinstance(value, str):
         numbers = _TEXT.fullmatch(value)
@@ -45,7 +45,7 @@ def parse_duration(name: str, value: Any) -> timedelta:
         )
     try:
         duration = timedelta(**units)
-    except (OverflowError, ValueError) as error:  # timedelta's own words for infinity and NaN
+    except (OverflowError, ValueError) as error:  # timedelta's errors for infinity and NaN
         raise ValueError(f"{name}={value!r} is not a valid duration: {error}.") from None
     if duration <= timedelta(0):
         raise ValueError(f"{name}={value!r} must be a positive duration.")

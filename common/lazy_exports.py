@@ -19,7 +19,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         package: The package's ``__name__``.
 
     Raises:
-        ImportError: The package is installed without its source.
+        ImportError: If the package is installed without its source.
     """
     loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
     source = loader.get_source(package)  # type: ignore[union-attr]
@@ -41,12 +41,12 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         else:
             module = importlib.import_module(home, package)
             value = getattr(module, inner)
-            # All names of that file in one go: the import has bound its last part to the file, `main` in
-            # `from .main import COMMANDS, main`, and no look-up of that name would come here any more.
+            # Sets all names of that file together, because the import has bound its last component to the file (`main`
+            # in `from .main import COMMANDS, main`), so no later lookup of that name would reach this function.
             for other, (its_home, its_inner) in homes.items():
                 if its_home == home:
                     setattr(sys.modules[package], other, getattr(module, its_inner))
-        setattr(sys.modules[package], name, value)  # the next look-up is the module's own
+        setattr(sys.modules[package], name, value)  # later lookups find it in the module itself
         return value
 
     return __getattr__, lambda: sorted(homes), sorted(homes)

@@ -21,18 +21,18 @@ class _StandardError(logging.StreamHandler[TextIO]):
         return sys.stderr
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing: standard error is closed or full, so the error can't be reported, and training continues."""
+        """Do nothing: standard error is closed or full, so the error cannot be reported, and training continues."""
 
 
 logger = logging.getLogger("treadle")
 if not logger.handlers:
-    # As for any library that speaks to a person at a terminal; `logging.getLogger("treadle").setLevel(...)` quiets it.
+    # The usual output of a library at a terminal; `logging.getLogger("treadle").setLevel(...)` silences it.
     logger.addHandler(_StandardError())
     logger.setLevel(logging.INFO)
     logger.propagate = False
 
 
-# Importing the library of `rank_zero` costs 0.1 s, which commands without messages save.
+# Importing the package of `rank_zero` takes 0.1 s, which commands without messages save.
 def announce(text: str) -> None:
     """Log a message through the ``treadle`` logger, on rank zero only.
 
@@ -42,7 +42,7 @@ def announce(text: str) -> None:
     from .rank_zero import rank_zero_only
 
     if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-        # A metric's name may hold half of a surrogate pair, which no stream can write.
+        # A metric's name may contain half of a surrogate pair, which no stream can write.
         logger.info(text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
@@ -65,7 +65,7 @@ def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> 
     Args:
         name: Name that the user wrote.
         valid: The valid names.
-        cutoff: Least similarity, from 0 to 1. Default: 0.5.
+        cutoff: Minimum similarity, from 0 to 1. Default: 0.5.
     """
     by_lower: dict[str, list[str]] = {}
     for candidate in map(str, valid):

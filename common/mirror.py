@@ -15,7 +15,7 @@ from .temporary import keep, temporary_folder
 
 SECONDS = 10.0
 """Longest time in seconds until the upload of a changed file begins."""
-_MOST_BYTES = 2**30  # of a file that is brought here when its folder is opened
+_MOST_BYTES = 2**30  # size of a file that is downloaded when its folder is opened
 
 _mirrors: dict[RemotePath, _Mirror] = {}
 _lock = threading.Lock()
@@ -32,7 +32,7 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
         place: A path or a URL. A path is returned unchanged, and not created.
 
     Raises:
-        OSError: The store can't be read, or a file can't be written.
+        OSError: If the store cannot be read, or a file cannot be written.
     """
     path = as_path(place)
     if isinstance(path, Path):
@@ -48,7 +48,7 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
 def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
     """Upload the changed files and wait for it.
 
-    Files that can't be uploaded are kept, and a warning names their folder.
+    Files that cannot be uploaded are kept, and a warning names their folder.
 
     Args:
         place: The folder. Default: all mirrored ones.
@@ -108,7 +108,7 @@ class _Mirror:
 
     def _follow(self) -> None:
         while not self._ended.wait(SECONDS):
-            with contextlib.suppress(OSError):  # `flush` tells of it, if it lasts
+            with contextlib.suppress(OSError):  # `flush` reports the error if it persists
                 self._upload_changes()
 
     def _finish(self) -> None:
@@ -120,7 +120,7 @@ class _Mirror:
             present = set()
             for name, file in _files(self._here):
                 present.add(name)
-                with contextlib.suppress(FileNotFoundError):  # deleted since
+                with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
                     if self._known.get(name) != (mark := _mark(file)):
                         (self._url / name).upload(file)
                         self._known[name] = mark

@@ -38,7 +38,7 @@ def require(needed_by: str, *packages: str, extra: str) -> None:
         extra: Treadle's extra that installs them.
 
     Raises:
-        ModuleNotFoundError: Packages are missing; names them and how to install them.
+        ModuleNotFoundError: If packages are missing; the error names them and how to install them.
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:

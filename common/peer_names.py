@@ -49,7 +49,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
             value = getattr(own, name)
         except (AttributeError, _NoSuchNameError):
             value = find_peer_name(module, name, names)
-        setattr(sys.modules[module], name, value)  # the next look-up is the module's own
+        setattr(sys.modules[module], name, value)  # later lookups find it in the module itself
         return value
 
     _bind_over_submodules(sys.modules[module], names, __getattr__)
@@ -57,7 +57,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
 
 
 def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], Any]) -> None:
-    """Import now the submodules that share a name with an export: a later import of one would replace the export."""
+    """Import the submodules that share a name with an export, because a later import would replace the export."""
     for entry in pkgutil.iter_modules(getattr(package, "__path__", ())):
         if entry.name in names:
             importlib.import_module(f"{package.__name__}.{entry.name}")
@@ -86,8 +86,8 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
         valid: Names that the module has, for a suggestion. Default: none.
 
     Raises:
-        ImportError, AttributeError: Treadle has no counterpart; states what to use instead, if the peers have such a
-            name.
+        ImportError, AttributeError: If Treadle has no counterpart; the error states what to use instead, if the peers
+            have such a name.
     """
     path = peer_path(module)
     home = None if name.startswith("__") else read_names(path).get(name)
@@ -103,7 +103,7 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
 
 
 def _import_submodule(module: str, path: str) -> Any:
-    # The peers import all their modules with the package: `accelerate.state.PartialState` needs no other import.
+    # The peers import all their modules with the package: `accelerate.state.PartialState` needs no further import.
     roots = ("treadle", "treadle.compat")
     for root in reversed(roots) if module.startswith("treadle.compat") else roots:
         submodule = f"{root}.{path}"
@@ -115,12 +115,13 @@ def _import_submodule(module: str, path: str) -> Any:
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # nor is there the package that it would be in
+    except ModuleNotFoundError:  # its package does not exist either
         return False
 
 
 def _refuse(module: str, name: str, text: str) -> NoReturn:
-    # `from module import name` replaces an AttributeError by one without the text; hasattr() takes no ImportError.
+    # `from module import name` replaces an AttributeError with one without the text; hasattr() does not accept an
+    # ImportError.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in _ASKING:
         frame = frame.f_back
@@ -192,7 +193,7 @@ def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:
 def _own_module(module: str, path: str) -> Any:
     """Return Treadle's module at the same path, for one in ``compat``.
 
-    Below ``fabric`` that of Lightning's counterpart.
+    Below ``fabric``, it is that of Lightning's counterpart.
     """
     below_fabric = _below_fabric(path)
     if not path or below_fabric == "":

@@ -1,4 +1,4 @@
-"""Functions that run on rank zero only, from a library that others share; its rank is 0 until a World sets it."""
+"""Functions that run on rank zero only, from ``lightning_utilities``, whose rank is 0 until a World sets it."""
 
 from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 

@@ -41,14 +41,14 @@ _CHECKSUM = "CRC32"
 _PARTS_AT_ONCE = 8
 """Number of parts of one object that are uploaded concurrently; all of them are in memory."""
 
-# What a further attempt can't change. A missing bucket is a FileNotFoundError.
+# Errors that a further attempt cannot resolve. A missing bucket is a FileNotFoundError.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
-# The same, of packages that need not be installed: botocore's and google-auth's.
+# Such errors of packages that need not be installed: botocore's and google-auth's.
 _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
 
 
 class StoreError(OSError):
-    """Failure of a store: it refused a request, or could not be reached, several times in a row."""
+    """Failure of a store: it rejected a request, or could not be reached, several times in a row."""
 
 
 class RemotePath:
@@ -62,7 +62,7 @@ class RemotePath:
         url: ``scheme://bucket/path``.
 
     Raises:
-        ValueError: The URL has no path, leads upwards, or its scheme can't be written.
+        ValueError: If the URL has no path, leads upwards, or its scheme cannot be written.
     """
 
     def __init__(self, url: str) -> None:
@@ -105,28 +105,28 @@ class RemotePath:
 
     @property
     def parents(self) -> tuple[RemotePath, ...]:
-        """The folders around it, the nearest first, the bucket last."""
+        """The enclosing folders, the nearest first, the bucket last."""
         texts = ("/".join(self._parts[:end]) for end in range(len(self._parts) - 1, 0, -1))
         return tuple(RemotePath(f"{self.scheme}://{text}") for text in texts)
 
     @property
     def parent(self) -> RemotePath:
-        """The folder around it; a bucket's is itself."""
+        """The enclosing folder; for a bucket, the bucket itself."""
         return next(iter(self.parents), self)
 
     def relative_to(self, folder: RemotePath) -> PurePosixPath:
-        """Return the path from a folder to here.
+        """Return the path relative to a folder.
 
         Args:
             folder: The folder.
 
         Raises:
-            ValueError: The path is not in the folder.
+            ValueError: If the path is not in the folder.
         """
         return PurePosixPath(*self._parts).relative_to(PurePosixPath(*folder._parts))
 
     def is_relative_to(self, folder: RemotePath) -> bool:
-        """Return whether it is in a folder, or the folder itself.
+        """Return whether this path is in a folder, or is the folder itself.
 
         Args:
             folder: The folder.
@@ -165,7 +165,7 @@ class RemotePath:
         """Make a request, and repeat it if it fails.
 
         Raises:
-            StoreError: The store refused each time; states the store's reason.
+            StoreError: If the store rejected each attempt; the error states the store's reason.
         """
         store = self._store
         for attempt in range(ATTEMPTS):
@@ -176,7 +176,7 @@ class RemotePath:
             except _FINAL:
                 raise
             except Exception as error:
-                # Packages of stores raise what they like; what is above here knows errors of files.
+                # Packages of stores raise errors of any kind; callers only handle errors of files.
                 reason = str(error) or type(error).__name__
                 if type(error).__name__ in _FINAL_NAMES:
                     raise StoreError(f"{self}: can't {action}: {reason}") from error
@@ -207,7 +207,7 @@ class RemotePath:
         return {name: int(e["size"] or 0) for name, e in self._list(depth=1).items() if e["type"] == "file"}
 
     def sizes(self) -> dict[str, int]:
-        """Return the objects in the folder and in those below: the size of each in bytes, by its path from here."""
+        """Return the objects in the folder and in those below: the size of each in bytes, by its relative path."""
         return {path: int(entry["size"] or 0) for path, entry in self._list().items() if entry["type"] == "file"}
 
     def _list(self, depth: int | None = None) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class RemotePath:
         """Return a value that changes when the object is replaced.
 
         Raises:
-            FileNotFoundError: The object does not exist.
+            FileNotFoundError: If the object does not exist.
         """
         entry = self._ask("look it up", lambda: self._store.info(self._key))
         return tuple(str(entry.get(name)) for name in ("ETag", "etag", "LastModified", "created", "mtime", "size"))
@@ -235,7 +235,7 @@ class RemotePath:
         """Return the object's age in seconds, by the store's clock and this machine's.
 
         Raises:
-            FileNotFoundError: The object does not exist.
+            FileNotFoundError: If the object does not exist.
         """
         return float(time.time() - self._ask("look it up", lambda: self._store.modified(self._key)).timestamp())
 
@@ -243,11 +243,11 @@ class RemotePath:
         """Return the object's content.
 
         Args:
-            limit: Most bytes to read. Default: no limit.
+            limit: Maximum number of bytes to read. Default: no limit.
 
         Raises:
-            FileNotFoundError: The object does not exist.
-            ValueError: It is larger than the limit.
+            FileNotFoundError: If the object does not exist.
+            ValueError: If the object is larger than the limit.
         """
         if limit is not None and int(self._ask("look it up", lambda: self._store.size(self._key)) or 0) > limit:
             raise ValueError(f"it is larger than {limit:,} bytes")
@@ -261,7 +261,7 @@ class RemotePath:
             exclusive: Fail if the object exists. Default: False.
 
         Raises:
-            FileExistsError: The object exists, and ``exclusive`` is set.
+            FileExistsError: If the object exists, and ``exclusive`` is set.
         """
         mode = "create" if exclusive else "overwrite"
         self._write("write it", lambda: self._store.pipe_file(self._key, data, mode=mode))
@@ -269,7 +269,7 @@ class RemotePath:
     def _write(self, action: str, request: Callable[[], T]) -> T:
         try:
             return self._ask(action, request)
-        except FileNotFoundError as error:  # no bucket
+        except FileNotFoundError as error:  # there is no bucket
             raise StoreError(f"{self}: can't {action}: {error}") from error
 
     def upload(self, file: Path) -> None:
@@ -288,9 +288,9 @@ class RemotePath:
 
     @property
     def _sends_checksums(self) -> bool:
-        """Return whether botocore's configuration lets uploads carry checksums, which few older stores refuse."""
+        """Return whether botocore's configuration lets uploads carry checksums, which a few older stores reject."""
         self._store.connect()
-        config = self._store.s3.meta.config  # botocore before 1.36 has no such option
+        config = self._store.s3.meta.config  # botocore before 1.36 does not have this option
         return getattr(config, "request_checksum_calculation", "") == "when_supported"
 
     def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
@@ -301,7 +301,7 @@ class RemotePath:
             size: Its size in bytes.
 
         Raises:
-            StoreError: The store refused a request several times. No object is created.
+            StoreError: If the store rejected a request several times. No object is created.
         """
         if size <= _PART_BYTES:
             self.write_bytes(b"".join(pieces))
@@ -335,7 +335,7 @@ class RemotePath:
                 parts = {"Parts": [future.result() for future in futures]}
             self._complete(place, parts, size)
         except BaseException:
-            with suppress(OSError):  # the bucket's lifecycle rules remove what is left
+            with suppress(OSError):  # otherwise the bucket's lifecycle rules delete the parts
                 self._call_s3("abort_multipart_upload", **place)
             raise
 
@@ -357,7 +357,7 @@ class RemotePath:
             file: The local file.
 
         Raises:
-            FileNotFoundError: The object does not exist.
+            FileNotFoundError: If the object does not exist.
         """
         self._ask("download it", lambda: self._store.get_file(self._key, str(file)))
 
@@ -368,7 +368,7 @@ class RemotePath:
             missing_ok: Do nothing if it does not exist. Default: True.
 
         Raises:
-            FileNotFoundError: The object does not exist, and ``missing_ok`` is False.
+            FileNotFoundError: If the object does not exist, and ``missing_ok`` is False.
         """
         try:
             self._ask("delete it", lambda: self._store.rm_file(self._key))
@@ -413,8 +413,8 @@ def as_path(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
         place: A path, or a URL. ``file://`` becomes a path.
 
     Raises:
-        TypeError: The value is neither.
-        ValueError: The URL is not a path in a store.
+        TypeError: If the value is neither.
+        ValueError: If the URL is not a path in a store.
     """
     if isinstance(place, RemotePath):
         return place

@@ -27,7 +27,7 @@ def temporary_folder(name: str) -> Path:
 
 @lru_cache(maxsize=1)
 def _own_folder(pid: int) -> Path:
-    """Return the folder of a process; a fork has another process id, and so another folder."""
+    """Return the folder of a process; a fork has another process ID, and so another folder."""
     folder = Path(tempfile.mkdtemp(prefix=f"treadle-{pid}-"))
     atexit.register(_remove, folder, pid)
     return folder
@@ -46,7 +46,7 @@ _kept: set[Path] = set()
 
 
 def _remove(folder: Path, pid: int) -> None:
-    if os.getpid() != pid:  # a process that was forked from the folder's owner
+    if os.getpid() != pid:  # this process was forked from the folder's owner
         return
     for path in folder.iterdir():
         if path not in _kept:

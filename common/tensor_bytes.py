@@ -10,7 +10,7 @@ def view_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor on the CPU as a vector of bytes.
 
     ``reshape(-1)`` does not work: a tensor of one element is contiguous with any stride, keeps that stride, and then
-    can't be viewed as another dtype.
+    cannot be viewed as another dtype.
 
     Args:
         tensor: The tensor.

@@ -1,4 +1,4 @@
-"""Checks of arguments, made where they are passed, so that the traceback ends at the wrong line.
+"""Checks of arguments, made where they are passed, so that the traceback ends at the faulty line.
 
 Each returns the value, and its error states the argument, the value and the rule.
 """
@@ -16,14 +16,14 @@ from .messages import nearest
 def check_bool(name: str, value: Any) -> bool:
     """Return the value if it is True or False.
 
-    Anything else, such as the string ``"False"``, could pass for one of them.
+    Other values, such as the string ``"False"``, could be mistaken for one of them.
 
     Args:
         name: The argument.
         value: Its value.
 
     Raises:
-        TypeError: The value is neither.
+        TypeError: If the value is neither.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False, not a {type(value).__name__}.")
@@ -39,7 +39,7 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
         words: The words that mean True.
 
     Raises:
-        ValueError: The value is something else; names the nearest word.
+        ValueError: If the value is something else; the error names the closest word.
     """
     words = list(words)
     if isinstance(value, bool) or (isinstance(value, str) and value in words):
@@ -54,11 +54,11 @@ def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
     Args:
         name: The argument.
         value: Its value.
-        low: The least value.
-        meaning: Meaning of the least value, such as ``"means never"``. Default: none.
+        low: The minimum value.
+        meaning: Meaning of the minimum value, such as ``"means never"``. Default: none.
 
     Raises:
-        ValueError: The value is something else.
+        ValueError: If the value is something else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         meaning = f", which {meaning}" if meaning else ""
@@ -67,16 +67,16 @@ def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
 
 
 def check_number(name: str, value: Any, low: float = -math.inf) -> float:
-    """Return the value if it is an integer or float of at least ``low``. NaN is refused: it compares as False.
+    """Return the value if it is an integer or float of at least ``low``. NaN is refused, because it compares as False.
 
     Args:
         name: The argument.
         value: Its value.
-        low: The least value. Default: any.
+        low: The minimum value. Default: any.
 
     Raises:
-        TypeError: The value has another type.
-        ValueError: The value is NaN, or smaller.
+        TypeError: If the value has another type.
+        ValueError: If the value is NaN, or smaller.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} must be a number, not a {type(value).__name__}.")
@@ -94,7 +94,7 @@ def check_positive(name: str, value: Any, otherwise: str = "") -> float:
         otherwise: Alternative to a number, such as ``"or None to leave it off"``. Default: none.
 
     Raises:
-        ValueError: The value is something else.
+        ValueError: If the value is something else.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name}={value!r} must be a number above 0{otherwise and f', {otherwise}'}.")
@@ -109,7 +109,7 @@ def check_text(name: str, value: Any) -> str:
         value: Its value.
 
     Raises:
-        TypeError: The value has another type.
+        TypeError: If the value has another type.
     """
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r} must be a string, not a {type(value).__name__}.")
@@ -124,7 +124,7 @@ def check_path(name: str, value: Any) -> str:
         value: Its value.
 
     Raises:
-        TypeError: The value is not a path.
+        TypeError: If the value is not a path.
     """
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name}={value!r} must be a path, not a {type(value).__name__}.")
@@ -138,8 +138,8 @@ def check_monitor(value: Any) -> str:
         value: The value of ``monitor``.
 
     Raises:
-        TypeError: The value is not a string.
-        ValueError: The string is empty.
+        TypeError: If the value is not a string.
+        ValueError: If the string is empty.
     """
     if not isinstance(value, str):
         raise TypeError(f"monitor={value!r} must be the name of a logged value, such as 'val_loss'.")
@@ -157,7 +157,7 @@ def choose(name: str, value: object, choices: Iterable[str]) -> str:
         choices: The valid strings.
 
     Raises:
-        ValueError: The value is something else; lists the choices and names the nearest one.
+        ValueError: If the value is something else; the error lists the choices and names the closest one.
     """
     choices = list(choices)
     if isinstance(value, str) and value in choices:

@@ -26,7 +26,7 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Return whether a version compares to another one as ``operation`` says.
+    """Return whether ``operation`` holds between two versions.
 
     Args:
         library_or_version: The name of an installed library, or a version.
@@ -34,7 +34,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         requirement_version: The version on the right-hand side.
 
     Raises:
-        ValueError: The operation is unknown.
+        ValueError: If the operation is unknown.
     """
     compare = _COMPARE[choose("operation", operation, _COMPARE)]
     version = library_or_version
@@ -44,7 +44,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Return whether torch's version compares to another one as ``operation`` says.
+    """Return whether ``operation`` holds between torch's version and another one.
 
     Args:
         operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
@@ -102,7 +102,7 @@ def is_pippy_available() -> bool:
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether NumPy is installed in at least ``min_version``.
+    """Return whether NumPy is installed in version ``min_version`` or a later one.
 
     Args:
         min_version: The lowest version that counts.

@@ -70,7 +70,7 @@ class TorchCheckpointIO(CheckpointIO):
             storage_options: Must be None.
 
         Raises:
-            TypeError: ``storage_options`` is not None.
+            TypeError: If ``storage_options`` is not None.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is not supported; leave it out.")
@@ -94,7 +94,7 @@ class TorchCheckpointIO(CheckpointIO):
             weights_only: See ``torch.load``, whose default, True, applies: data only. False runs code from the file.
 
         Raises:
-            FileNotFoundError: The file does not exist.
+            FileNotFoundError: If the file does not exist.
         """
         if Path(path).is_dir():
             return load_checkpoint(path, map_location if isinstance(map_location, str | torch.device) else None)

@@ -35,7 +35,7 @@ STR_OPERATION_TO_FUNC = {
     "<": operator.lt,
 }
 
-# Values of DistributedType.
+# Names of members of DistributedType.
 CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
 TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *CUDA_DISTRIBUTED_TYPES,

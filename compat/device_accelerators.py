@@ -38,9 +38,9 @@ _QUERIES = {
 
 
 class _Kind(type):
-    """Metaclass with which ``isinstance(trainer.accelerator, CUDAAccelerator)`` asks for the device.
+    """Metaclass that lets ``isinstance(trainer.accelerator, CUDAAccelerator)`` check the device.
 
-    A run's own `treadle.Accelerator` does much more than name a device, so it can't be an instance of these classes.
+    A run's own `treadle.Accelerator` does much more than name a device, so it cannot be an instance of these classes.
     """
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -70,7 +70,7 @@ class Accelerator(str, metaclass=_Kind):
             device: The device.
 
         Raises:
-            ValueError: The device is of another kind.
+            ValueError: If the device is of another kind.
         """
         if device.type != self.kind:
             raise ValueError(f"{type(self).__name__} is for {self.kind!r} devices, not for {device}.")
@@ -141,7 +141,7 @@ class CPUAccelerator(Accelerator):
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> int:  # type: ignore[override]
-        """Return the number of processes that the flag ``devices`` asks for.
+        """Return the number of processes that the flag ``devices`` requests.
 
         Args:
             devices: The value of the flag.
@@ -178,7 +178,7 @@ def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
         device: The device, or its index among those that are visible.
 
     Raises:
-        FileNotFoundError: ``nvidia-smi`` is not installed.
+        FileNotFoundError: If ``nvidia-smi`` is not installed.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -205,8 +205,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         num_devices: The number of devices; -1 for all.
 
     Raises:
-        ValueError: There are no, or too few, devices.
-        RuntimeError: Too few devices are usable.
+        ValueError: If there are no, or too few, devices.
+        RuntimeError: If too few devices are usable.
     """
     count = torch.cuda.device_count()
     if num_devices == 0:
@@ -219,7 +219,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             break
         try:
             torch.zeros((), device=torch.device("cuda", index))
-        except RuntimeError:  # another process has it for itself
+        except RuntimeError:  # another process uses the device exclusively
             continue
         usable.append(index)
     if len(usable) < num_devices:

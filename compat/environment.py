@@ -92,7 +92,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         The bar.
 
     Raises:
-        TypeError: The first argument is a bool.
+        TypeError: If the first argument is a bool.
     """
     from tqdm.auto import tqdm as bar
 
@@ -127,7 +127,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
         to_bool: Whether to return a bool.
 
     Raises:
-        ValueError: The word is another one.
+        ValueError: If the word is another one.
     """
     word = value.lower()
     if word not in _TRUE_WORDS and word not in _FALSE_WORDS:
@@ -171,7 +171,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the libraries that have been imported.
+    """Return the names of those libraries that have been imported.
 
     Args:
         *library_names: Names of modules.
@@ -220,7 +220,7 @@ def check_cuda_p2p_ib_support() -> bool:
     """Return whether GPUs may exchange data directly: False for two or more GeForce RTX 40 in one machine."""
     try:
         names, count = get_gpu_info()
-    except (OSError, subprocess.CalledProcessError):  # no driver: nothing speaks against it
+    except (OSError, subprocess.CalledProcessError):  # no driver is installed, so there is no objection
         return True
     return count < 2 or not any("RTX 40" in name for name in names)
 

@@ -17,10 +17,10 @@ def get_filesystem(path: str | Path, **kwargs: Any) -> AbstractFileSystem:
         **kwargs: Settings of the file system.
 
     Raises:
-        ValueError: fsspec does not support the protocol.
-        ImportError: The protocol's package is not installed.
+        ValueError: If fsspec does not support the protocol.
+        ImportError: If the protocol's package is not installed.
     """
-    from fsspec.core import url_to_fs  # torch brings it
+    from fsspec.core import url_to_fs  # installed with torch
 
     file_system, _ = url_to_fs(str(path), **kwargs)
     return file_system

@@ -20,7 +20,7 @@ from ..strategies.distributed import current_world
 
 _MODEL = "pytorch_model_fsdp"
 _OPTIMIZER = "optimizer"
-_NO_LIMIT = 2**63  # bytes of a file
+_NO_LIMIT = 2**63  # bytes; no file is larger
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -98,7 +98,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
         mapping: The new parameters by the old ones' ``data_ptr`` methods.
 
     Raises:
-        KeyError: A parameter of the optimizer has no new one and would no longer be trained.
+        KeyError: If a parameter of the optimizer has no new one and would no longer be trained.
     """
     for group in optimizer.param_groups:
         missing = [tuple(parameter.shape) for parameter in group["params"] if parameter.data_ptr not in mapping]
@@ -115,7 +115,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
         model: The model.
 
     Raises:
-        ValueError: The accelerator does not shard models.
+        ValueError: If the accelerator does not shard models.
     """
     _check_sharded(accelerator)
     return accelerator.prepare_model(model)  # type: ignore[no-any-return]
@@ -136,14 +136,14 @@ def fsdp2_load_full_state_dict(
         The model.
 
     Raises:
-        ValueError: The accelerator does not shard models.
-        KeyError: The state lacks a tensor of the model. Raised on every rank.
+        ValueError: If the accelerator does not shard models.
+        KeyError: On every rank, if the state lacks a tensor of the model.
     """
     _check_sharded(accelerator)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     state = dict(full_sd) if accelerator.is_main_process else {}
     missing = [name for name in module.state_dict() if name not in state] if accelerator.is_main_process else []
-    missing = current_world().broadcast(missing, 0)  # every rank raises, or none
+    missing = current_world().broadcast(missing, 0)  # all ranks raise an error, or none
     if missing:
         raise KeyError(f"the full state lacks {missing[:5]} of the model. Give the state of the same model.")
     _set_model_state(module, state, full=True)
@@ -265,7 +265,7 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: Whether to delete the sharded checkpoint once the file is complete.
 
     Raises:
-        ValueError: There is no checkpoint. If a folder inside is one, the message names it.
+        ValueError: If there is no checkpoint; if a subfolder is one, the error names it.
     """
     folder, world = Path(checkpoint_dir), current_world()
     inside = [str(folder / name) for name in (f"{_MODEL}_0", f"{_OPTIMIZER}_0") if (folder / name).is_dir()]

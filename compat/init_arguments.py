@@ -15,7 +15,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Delete values that can't be pickled, with a warning for each.
+    """Delete values that cannot be pickled, with a warning for each.
 
     Args:
         hparams: The hyperparameters, which are changed in place.
@@ -143,7 +143,7 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
         attribute: The attribute's name.
 
     Raises:
-        AttributeError: None of them has it.
+        AttributeError: If none of them has it.
     """
     holder = _get_holders(model, attribute)[-1]
     return holder[attribute] if isinstance(holder, Mapping) else getattr(holder, attribute)
@@ -158,7 +158,7 @@ def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
         value: The new value.
 
     Raises:
-        AttributeError: None of them has it.
+        AttributeError: If none of them has it.
     """
     for holder in _get_holders(model, attribute):
         if isinstance(holder, MutableMapping):

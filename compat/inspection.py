@@ -32,7 +32,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         0-d tensors by name, such as ``"grad_2.0_norm/net.weight"``; the last one is ``"grad_2.0_norm_total"``.
 
     Raises:
-        ValueError: ``norm_type`` is not above 0.
+        ValueError: If ``norm_type`` is not above 0.
     """
     order = float(norm_type)
     if order <= 0:
@@ -102,7 +102,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
         local_world_size: Processes on this machine, at least 1.
 
     Raises:
-        ValueError: ``local_world_size`` is below 1.
+        ValueError: If ``local_world_size`` is below 1.
     """
     check_int("local_world_size", local_world_size, 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -117,7 +117,7 @@ def is_shared_filesystem(strategy: Strategy | World, path: str | Path | None = N
         path: An existing directory. Default: the working directory.
 
     Raises:
-        ValueError: ``path`` is not a directory. Raised on every rank.
+        ValueError: On every rank, if ``path`` is not a directory.
     """
     world = strategy if isinstance(strategy, World) else strategy.world
     folder = Path.cwd() if path is None else Path(path)

@@ -38,7 +38,7 @@ class LayerSummary:
         self._module = module
         self._sizes: tuple[Any, Any] = (UNKNOWN_SIZE, UNKNOWN_SIZE)
         self._handle: RemovableHandle | None = None
-        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+        if not isinstance(module, torch.jit.ScriptModule):  # ScriptModules do not support hooks
             self._handle = module.register_forward_hook(self._note_sizes, with_kwargs=True)
 
     def _note_sizes(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -108,7 +108,7 @@ def get_human_readable_count(number: float) -> str:
         number: The count, at least 0.
 
     Raises:
-        ValueError: The number is negative.
+        ValueError: If the number is negative.
     """
     if number < 0:
         raise ValueError(f"number={number} must be at least 0.")

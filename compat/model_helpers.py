@@ -49,7 +49,7 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Return a copy of the model that shares its parameters and has each repeated block compiled on its own.
+    """Return a copy of the model that shares its parameters and has each repeated block compiled separately.
 
     Blocks of one class compile once, which shortens the first step; see torch's tutorial on regional compilation.
 
@@ -58,7 +58,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         **compile_kwargs: Arguments of ``torch.compile``.
     """
     compiled = _compile_parts(module, compile_kwargs)
-    compiled.__dict__.setdefault("_orig_mod", module)  # in __dict__: not a second child
+    compiled.__dict__.setdefault("_orig_mod", module)  # in __dict__, so that it is not registered as a second child
     return compiled
 
 
@@ -200,7 +200,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         if safe_serialization:
             save_object(clean_state_dict_for_safetensors(obj), f, safe=True)
         else:
-            torch.save(obj, f)  # numpy arrays too, which `load` reads
+            torch.save(obj, f)  # also writes numpy arrays, which `load` reads
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
@@ -230,7 +230,7 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
         save_on_each_node: Whether to write on the local rank zero of every machine.
 
     Raises:
-        TypeError: The state is not plain data, so `load_custom_state` could not load it. No file is written.
+        TypeError: If the state is not plain data, so `load_custom_state` could not load it. No file is written.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:

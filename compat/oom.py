@@ -1,4 +1,4 @@
-"""Queries whether an error reports too little memory, and on which device."""
+"""Queries about an error: whether it reports too little memory, and on which device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_cuda_out_of_memory(exception: BaseException) -> bool:
 
 
 def is_cudnn_snafu(exception: BaseException) -> bool:
-    """Return whether cuDNN reports "not supported", as it does if it can't allocate a workspace.
+    """Return whether cuDNN reports "not supported", as it does if it cannot allocate a workspace.
 
     Args:
         exception: The error.

@@ -54,8 +54,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         from_process: The rank to send from.
 
     Raises:
-        TypeError: ``object_list`` is not a list.
-        ValueError: ``from_process`` is not a rank of the group.
+        TypeError: If ``object_list`` is not a list.
+        ValueError: If ``from_process`` is not a rank of the group.
     """
     world = current_world()
     collectives.check_process(from_process, world.size, "from_process")
@@ -105,10 +105,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: From 0 to 2**32 - 1.
         device_specific: Whether to add the rank to the seed, so that each rank has a different one.
-        deterministic: Whether torch must use deterministic algorithms, and raise where there is none.
+        deterministic: Whether torch must use deterministic algorithms, and raise an error if an operation has none.
     """
     if device_specific:
-        seed_everything(seed)  # a wrong seed is named as it was given
+        seed_everything(seed)  # an invalid seed is reported as it was passed
         seed = (seed + current_place()[0]) % 2**32
     seed_everything(seed)
     if deterministic:
@@ -123,7 +123,7 @@ def synchronize_rng_states(rng_types: list[Any], generator: torch.Generator | No
         generator: The generator that ``"generator"`` refers to.
 
     Raises:
-        ValueError: A kind is unknown, needs CUDA on a process without it, or needs a generator.
+        ValueError: If a kind is unknown, needs CUDA on a process without it, or needs a generator.
     """
     for kind in rng_types:
         synchronize_rng_state(kind, generator)
@@ -137,7 +137,7 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         generator: The generator that ``"generator"`` refers to.
 
     Raises:
-        ValueError: The kind is unknown, needs CUDA on a process without it, or needs a generator.
+        ValueError: If the kind is unknown, needs CUDA on a process without it, or needs a generator.
     """
     name = choose("rng_type", getattr(rng_type, "value", rng_type), ("torch", "cuda", "generator"))
     world = current_world()

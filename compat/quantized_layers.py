@@ -9,7 +9,7 @@ from ..engine.big_models import group_tied_names, named_tensors
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of a model's first and last linear layer; None without any.
+    """Return the names of a model's first and last linear layer; None if it has none.
 
     Args:
         model: The model.
@@ -69,7 +69,8 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 
 
 def _has_layers(model: nn.Module, package: str, names: set[str]) -> bool:
-    # By name: importing the package would initialize the accelerator, and who has not got it has no such layers.
+    # By name, because importing the package would initialize the accelerator, and without the package there are no such
+    # layers.
     return any(
         kind.__name__ in names and kind.__module__.partition(".")[0] == package
         for module in model.modules()

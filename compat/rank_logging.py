@@ -15,7 +15,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Standard logger that logs on rank zero only, by default. It needs no Accelerator.
 
     Each method takes two more arguments. ``main_process_only`` (default True) restricts the record to rank zero. With
-    ``in_order=True`` (default False) all ranks log one after the other, so all ranks must call.
+    ``in_order=True`` (default False) all ranks log one after the other, so all ranks must call it.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -46,7 +46,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         turns = range(size) if in_order else [rank]
         world = current_world() if in_order and size > 1 else None
         for turn in turns:
-            # Also where this process's level hides it: the others wait for it.
+            # Called even if this process's level hides the record, because the other ranks wait for it.
             if turn == rank and (in_order or not main_process_only or rank == 0) and self.isEnabledFor(level):
                 text, options = self.process(msg, kwargs)
                 self.logger.log(level, text, *args, **options)
@@ -64,7 +64,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         return (f"[RANK {rank}] {msg}" if size > 1 else msg), kwargs
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a warning the first time this logger gets its text.
+        """Log a warning only the first time that this logger receives its text.
 
         Args:
             msg: The message, a format string for ``args``.
@@ -80,7 +80,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     def __getattr__(self, name: str) -> Any:
         if name == "logger":
             raise AttributeError(name)
-        return getattr(self.logger, name)  # addHandler, handlers, propagate, ...
+        return getattr(self.logger, name)  # addHandler, handlers, propagate and other attributes
 
 
 class _FallbackHandler(logging.StreamHandler[TextIO]):
@@ -103,7 +103,7 @@ class _FallbackHandler(logging.StreamHandler[TextIO]):
         if record_logger is not self._logger and any(
             isinstance(handler, _FallbackHandler) for handler in record_logger.handlers
         ):
-            return  # it has said so itself
+            return  # the logger has already shown it
         logger: logging.Logger | None = self._logger
         while logger is not None:
             if any(not isinstance(handler, _FallbackHandler) for handler in logger.handlers):

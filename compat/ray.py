@@ -27,7 +27,7 @@ def RayLightningEnvironment() -> LaunchEnvironment:
     A Trainer without it reads the same ranks itself.
 
     Raises:
-        RuntimeError: This is not a Ray Train worker.
+        RuntimeError: If this is not a Ray Train worker.
     """
     launched = LaunchEnvironment.read()
     if launched is None or launched.launcher != "ray":
@@ -45,7 +45,7 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
         trainer: The Trainer.
 
     Raises:
-        RuntimeError: It does not.
+        RuntimeError: If it does not run on all workers.
     """
     launched = RayLightningEnvironment()
     if (trainer.global_rank, trainer.world_size) != (launched.rank, launched.world_size):

@@ -57,7 +57,7 @@ class BatchSamplerShard(BatchSampler):
             many batches of equal size. Otherwise the last batches may be short or missing.
 
     Raises:
-        ValueError: With ``split_batches``, the batch size is not a multiple of ``num_processes``.
+        ValueError: With ``split_batches``, if the batch size is not a multiple of ``num_processes``.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class BatchSamplerShard(BatchSampler):
     def _iter_rounds(self) -> Iterator[list[Any]]:
         count = self.num_processes
         first_round: list[list[Any]] = []
-        mine: list[Any] | None = None  # held back until the round's last batch is known to be complete
+        mine: list[Any] | None = None  # kept until it is known that the round's last batch is complete
         index = -1
         batch: list[Any] = []
         for index, batch in enumerate(self.batch_sampler):
@@ -167,7 +167,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         split_batches: Whether to share each batch of ``batch_size`` samples instead of ``batch_size * num_processes``.
 
     Raises:
-        ValueError: With ``split_batches``, the batch size is not a multiple of ``num_processes``.
+        ValueError: With ``split_batches``, if the batch size is not a multiple of ``num_processes``.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
 
 
 class SkipBatchSampler(BatchSampler):
-    """Batch sampler without its first batches, which are drawn nevertheless.
+    """Batch sampler without its first batches, which are still drawn.
 
     Args:
         batch_sampler: The batch sampler.

@@ -73,7 +73,7 @@ class DataLoaderStateMixin:
                 length = getattr(loader.dataset, "total_dataset_length", None)
                 self.remainder = (len(loader.dataset) if length is None else length) % loader.total_batch_size
             except (TypeError, AttributeError, NotImplementedError):
-                pass  # a stream has no length, batches of a sampler without batch_size have no common size
+                pass  # a stream has no length, and batches of a sampler without batch_size have no common size
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
@@ -120,7 +120,7 @@ class DataLoaderAdapter:
         return self.base_dataloader.__class__
 
     def __reduce__(self) -> Any:
-        # By default pickle and copy would rebuild what __class__ says.
+        # By default pickle and copy would call the class that __class__ returns.
         return _rebuild, (type(self), self.__dict__)
 
     def __iter__(self) -> Iterator[Any]:
@@ -188,7 +188,7 @@ def _rebuild(kind: type, attributes: dict[str, Any]) -> Any:
 
 def _set_in_batch_sampler(holder: Any, sampler: Any) -> None:
     holder.sampler = sampler
-    if hasattr(holder, "batch_sampler"):  # one of ours around the user's
+    if hasattr(holder, "batch_sampler"):  # a batch sampler of Treadle's around the user's
         _set_in_batch_sampler(holder.batch_sampler, sampler)
 
 
@@ -257,7 +257,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         while batch is not _END:
             if self.device is not None:
                 batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
-            self._update_state_dict()  # before the next batch is read, which is only looked at
+            self._update_state_dict()  # before the next batch is read, which is only read ahead
             following = next(batches, _END)
             if following is _END:
                 self.end_of_dataloader = True
@@ -362,7 +362,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             try:
                 batch = self._read_global_batch(batches)
                 message = (_NOTHING if batch is _END else (batch,), None)
-            except Exception as error:  # told to the others, which wait for the batch
+            except Exception as error:  # sent to the other ranks, which wait for the batch
                 failure = error
                 message = (_NOTHING, f"{type(error).__name__}: {error}")
         batch, text = self.state.world.broadcast(message, 0)
@@ -423,7 +423,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader without its first batches, which are read nevertheless; see `skip_first_batches`.
+    """Dataloader without its first batches, which are still read; see `skip_first_batches`.
 
     Args:
         dataset: The dataset.
@@ -491,7 +491,7 @@ def prepare_data_loader(
         torch_device_mesh: Ranks that differ only in its dimensions ``"tp"`` and ``"cp"`` read the same batches.
 
     Raises:
-        ValueError: The batch size can't be split, or ``dispatch_batches`` is set without ``put_on_device``.
+        ValueError: If the batch size cannot be split, or ``dispatch_batches`` is set without ``put_on_device``.
     """
     dispatches = _decide_dispatch(dataloader, dispatch_batches, put_on_device)
     rank, count = _place(num_processes, process_index, torch_device_mesh)
@@ -541,7 +541,7 @@ def _make_dispatcher(dataloader: Any, split_batches: bool, settings: dict[str, A
     settings |= {"split_batches": split_batches, "generator": None}
     if isinstance(dataloader.dataset, IterableDataset) or dataloader.batch_sampler is None:
         return DataLoaderDispatcher(dataloader.dataset, batch_size=dataloader.batch_size, **settings)
-    del settings["drop_last"]  # the batch sampler's
+    del settings["drop_last"]  # an argument of the batch sampler
     return DataLoaderDispatcher(dataloader.dataset, batch_sampler=dataloader.batch_sampler, **settings)
 
 
@@ -570,7 +570,7 @@ def _make_shard(
         share = count if split_batches else 1
         settings["batch_size"] = None if dataloader.batch_size is None else dataloader.batch_size // share
     else:
-        del settings["drop_last"]  # the batch sampler's
+        del settings["drop_last"]  # an argument of the batch sampler
     if by_sampler and batches is not None:
         settings |= {"sampler": batches if count != 1 else dataloader.sampler, "batch_size": None}
     else:
@@ -626,7 +626,7 @@ def _shard_stream(dataloader: Any, count: int, rank: int, split_batches: bool) -
 
 
 def _seed_generator(sampler: Any) -> torch.Generator | None:
-    """Return the generator of a sampler, created and seeded from torch's if missing; None if it can't have one."""
+    """Return the generator of a sampler, created and seeded from torch's if missing; None if it cannot have one."""
     if not hasattr(sampler, "generator"):
         return None
     if sampler.generator is None:

@@ -19,7 +19,7 @@ from .operations import gather_object
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Category for warning filters. Treadle raises an error if a nested tensor can't be padded, and does not warn."""
+    """Category for warning filters. Treadle raises an error if a nested tensor cannot be padded, and does not warn."""
 
 
 def get_shape(data: Any) -> Any:
@@ -106,7 +106,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
         tensor: The tensor, or None.
 
     Raises:
-        ValueError: Not exactly one rank passed a tensor. Raised on every rank.
+        ValueError: On every rank, if not exactly one rank passed a tensor.
     """
     world = current_world()
     owners = [rank for rank, given in enumerate(world.gather_objects(tensor is not None)) if given]
@@ -124,7 +124,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
         function: The collective.
 
     Raises:
-        DistributedOperationException: The shapes differ. Raised on every rank.
+        DistributedOperationException: On every rank, if the shapes differ.
     """
 
     @wraps(function)
@@ -186,7 +186,7 @@ class ConvertOutputsToFp32:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Do nothing: only DeepSpeed's ZeRO-3 gathers parameters here. The arguments are Accelerate's.
+    """Do nothing, because only DeepSpeed's ZeRO-3 gathers parameters in this context. The arguments are Accelerate's.
 
     Args:
         params: Accepted and ignored.

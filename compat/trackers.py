@@ -42,8 +42,8 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         logging_dir: Folder for trackers that write files.
 
     Raises:
-        ValueError: Treadle does not have a tracker, or a needed ``logging_dir`` is missing.
-        ModuleNotFoundError: The package of a tracker is not installed.
+        ValueError: If Treadle does not have a tracker, or a needed ``logging_dir`` is missing.
+        ModuleNotFoundError: If the package of a tracker is not installed.
     """
     if log_with is None:
         return []

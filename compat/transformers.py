@@ -72,7 +72,7 @@ _REFUSED = {
 
 _DEFAULT_TIMEOUT = 1800  # seconds
 
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # fused kernels are used wherever they can be
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # fused kernels are used wherever possible
 
 _LOGGERS: dict[str, Any] = {
     **{"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLFlowLogger},
@@ -91,7 +91,7 @@ def training_arguments(args: Any) -> dict[str, Any]:
         args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: Fields have no direct translation; names each with its replacement.
+        ValueError: If fields have no direct translation; the error names each with its replacement.
     """
     _refuse(args)
     interval = _count_accumulated(args)
@@ -143,7 +143,7 @@ def task_arguments(args: Any) -> dict[str, Any]:
         args: A ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: The optimizer is not AdamW.
+        ValueError: If the optimizer is not AdamW.
     """
     if _read(args, "optim") not in _OPTIMIZERS:
         raise ValueError(
@@ -212,7 +212,7 @@ def _read_steps(args: Any, name: str) -> int:
     """Return a number of optimizer steps.
 
     Raises:
-        ValueError: The field is a share of the run, whose length only the dataloader determines.
+        ValueError: If the field is a share of the run, whose length only the dataloader determines.
     """
     value = getattr(args, name)
     if not 0 < value < math.inf or value != int(value):
@@ -308,7 +308,7 @@ def _translate_saving(args: Any) -> dict[str, Any]:
         mode = "max" if greater else "min"
     keep = -1 if args.save_total_limit is None else max(int(args.save_total_limit), 1)
     if monitor is None and keep > 1:
-        monitor, mode = "step", "max"  # the newest
+        monitor, mode = "step", "max"  # the newest one
     trigger: dict[str, Any] = (
         {"every_n_train_steps": _read_steps(args, "save_steps")} if when == "steps" else {"every_n_epochs": 1}
     )

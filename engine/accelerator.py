@@ -57,7 +57,7 @@ from .rng import RandomStream
 from .run_rng import RunRng
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
-# Lists that public code reads, though they are private in Accelerate.
+# Lists that public code reads although they are private in Accelerate.
 _PEERS_NAMES = {
     "_models": "models",
     "_optimizers": "optimizers",
@@ -94,14 +94,14 @@ class Accelerator(Process):
     """Distributed training, mixed precision and checkpoints for a user-defined loop.
 
     Args:
-        device_placement: Whether to move models and batches to the device. With False, models must already be there.
+        device_placement: Whether to move models and batches to the device. If False, models must already be on it.
         split_batches: Whether the ``batch_size`` of a prepared loader is that of the global batch. Default: it is the
             batch size of each process.
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         cpu: Same as ``accelerator="cpu"``.
         dataloader_config: How prepared loaders are sharded; see `DataLoaderConfiguration`.
-        deepspeed_plugin: Not supported; any value but None raises. The same holds for ``deepspeed_plugins``,
+        deepspeed_plugin: Not supported; any value but None raises an error. The same holds for ``deepspeed_plugins``,
             ``torch_tp_plugin`` and ``megatron_lm_plugin``.
         deepspeed_plugins: See ``deepspeed_plugin``.
         fsdp_plugin: Shards models. Accelerate's form of ``strategy=FSDP(...)``.
@@ -114,8 +114,8 @@ class Accelerator(Process):
         project_dir: Directory for the files of the run.
         project_config: The same in more detail; see `ProjectConfiguration`.
         gradient_accumulation_plugin: Gradient accumulation in more detail; see `GradientAccumulationPlugin`.
-        step_scheduler_with_optimizer: With False, each ``step()`` of a scheduler counts once, and its checkpoint is
-            still saved. For schedules that count epochs.
+        step_scheduler_with_optimizer: If False, each ``step()`` of a scheduler counts once, for schedules that count
+            epochs. Its state is still saved.
         kwargs_handlers: Settings of autocast, the loss scaler, the process group, replicas and the profiler, each as
             a `KwargsHandler`.
         dynamo_backend: A backend of ``torch.compile`` that compiles prepared models in place. Default: none.
@@ -127,10 +127,10 @@ class Accelerator(Process):
             else one.
         num_nodes: Number of machines.
         spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
-        timeout: The longest time that a rank may make no progress, until its script ends: ``"DD:HH:MM:SS"``, a
-            timedelta or a dict of its arguments. Then the run ends with exit status 124, names the rank that hangs,
-            and writes the Python stacks of all ranks. Default: only a rank that waits for others is watched, for
-            nearly as long as a collective may wait (30 minutes).
+        timeout: The longest time that a rank may go without progress, until its script ends: ``"DD:HH:MM:SS"``, a
+            timedelta or a dict of its arguments. Then the run ends with exit status 124, names the rank that hangs, and
+            writes the Python stacks of all ranks. Default: only a rank that waits for others is watched, for nearly as
+            long as a collective may wait (30 minutes).
         on_nonfinite: What to do when a prepared optimizer is about to apply a gradient that is not finite:
             ``"raise"`` on all ranks (on accelerators one step later, and in `end_training`), ``"skip"`` the step on
             all ranks (which waits for the device in every step), or ``"ignore"``. With float16, the loss scaler skips
@@ -274,17 +274,17 @@ class Accelerator(Process):
             device_placement: One value per object, which overrides the Accelerator's ``device_placement``.
 
         Returns:
-            The prepared objects in the same order; a single one is not put into a tuple.
+            The prepared objects in the same order; a single object is not put into a tuple.
 
         Raises:
-            ValueError: If ``device_placement`` has another length than ``objects``.
+            ValueError: If ``device_placement`` and ``objects`` differ in length.
         """
         placement: Sequence[bool | None] = [None] * len(objects) if device_placement is None else device_placement
         if len(placement) != len(objects):
             raise ValueError(
                 f"device_placement has {len(placement)} values for {len(objects)} objects. Pass one value per object."
             )
-        # Models first: an optimizer may have to follow its parameters to where they are then.
+        # Models first, because preparing them may move their parameters, which the optimizers must then refer to.
         models = {
             id(value): self.prepare_model(value, place)
             for value, place in zip(objects, placement, strict=True)
@@ -329,7 +329,8 @@ class Accelerator(Process):
 
         Args:
             model: The user's module. A prepared one is wrapped again if its set of trainable parameters has changed.
-            device_placement: Move the model; else it must be on the device. Default: the Accelerator's setting.
+            device_placement: Move the model; if False, it must be on the device already. Default: the Accelerator's
+                setting.
             evaluation_mode: Move the model, but do not wrap it for training.
             step: The method that returns the training loss, if it is not ``forward``; call it through `method`.
             by_hand: Leave gradients on their process until an optimizer steps; call methods through `local_method`.
@@ -361,7 +362,7 @@ class Accelerator(Process):
         if self.cursor.around is None and is_compiled(model):
             self._refuse_graphs_under_accumulation()
             self.cursor.around = CompiledBatches(self.dynamo_plugin.uses_cuda_graphs(self.device))
-        if evaluation_mode:  # which one rank may do alone
+        if evaluation_mode:  # one rank alone may prepare a model for evaluation
             wrapped = self.strategy.place(model)
         else:
             if trained or step:
@@ -415,7 +416,7 @@ class Accelerator(Process):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Wrap an optimizer so that it steps at the end of each accumulation group.
 
-        Its state is moved to the device of its parameters. An optimizer that is already prepared is returned as it is.
+        Its state is moved to the device of its parameters. An optimizer that is already prepared is returned unchanged.
 
         Args:
             optimizer: The user's optimizer.
@@ -442,7 +443,7 @@ class Accelerator(Process):
             scheduler: The user's scheduler.
 
         Returns:
-            The scheduler to call in the loop. With ``step_scheduler_with_optimizer=False`` it is the given one.
+            The scheduler to call in the loop. With ``step_scheduler_with_optimizer=False`` it is ``scheduler`` itself.
         """
         for prepared in self.schedulers:
             if scheduler is prepared or scheduler is getattr(prepared, "scheduler", None):
@@ -454,7 +455,7 @@ class Accelerator(Process):
         return scheduler
 
     def add_scheduler(self, scheduler: Any) -> None:
-        """Include a scheduler that is stepped elsewhere in every checkpoint.
+        """Add a scheduler, which is stepped elsewhere, to every checkpoint.
 
         Args:
             scheduler: An object with ``state_dict`` and ``load_state_dict``.
@@ -488,7 +489,8 @@ class Accelerator(Process):
         """
         if isinstance(loader, Loader):
             return loader
-        if "base_dataloader" in getattr(loader, "__dict__", ()):  # of prepare_data_loader without an Accelerator
+        # The loader is from prepare_data_loader, without an Accelerator.
+        if "base_dataloader" in getattr(loader, "__dict__", ()):
             raise TypeError(
                 f"prepare got a {type(loader).__name__}, which is already sharded over the processes. Pass the "
                 "DataLoader that it was created from, or iterate over it without prepare."
@@ -539,7 +541,7 @@ class Accelerator(Process):
         return self.rng.stream
 
     def start_order(self) -> None:
-        """Draw the order of data from now on from rank zero's current RNG state, which is sent to all ranks.
+        """Use rank zero's current RNG state, which is sent to all ranks, to draw the order of data from now on.
 
         Until the first batch, random draws of the script (a split of the data, initial weights) are therefore the same
         on all ranks. With the first batch, `draw_apart` is called.
@@ -569,7 +571,7 @@ class Accelerator(Process):
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Train on user-defined batches of which some ranks have more than others.
+        """Train on user-defined batches if some ranks have more of them than others.
 
         A rank that runs out of batches waits at the end of the context. Each step of the remaining ranks uses the mean
         of their gradients. All ranks leave with the parameters, buffers, optimizer states and schedules of the rank
@@ -580,7 +582,7 @@ class Accelerator(Process):
 
         Args:
             joinables: Prepared models. Optimizers may be listed too and have no effect.
-            even_batches: True states that all ranks have the same number of batches, so that no rank is waited for.
+            even_batches: True states that all ranks have the same number of batches, so that no rank waits for another.
                 Unlike in Accelerate, the default never means True, and no loader repeats samples in either case.
 
         Returns:
@@ -589,7 +591,7 @@ class Accelerator(Process):
         Raises:
             TypeError: If an argument has another type.
             ValueError: If a model is not prepared; for ``backward(weight=...)`` on batches that do not come from a
-                prepared DataLoader, since a rank that has left reports no weight.
+                prepared DataLoader, because a rank that has left reports no weight.
 
         Example:
             >>> import torch, treadle
@@ -698,7 +700,7 @@ class Accelerator(Process):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps taken, including those before a resume; with several optimizers, the most."""
+        """Number of optimizer steps taken, including those before a resume; with several optimizers, the maximum."""
         return self.accumulation.steps
 
     @steps.setter
@@ -759,7 +761,7 @@ class Accelerator(Process):
         Args:
             loss: 0-d tensor.
             weight: The number of items that the loss is a mean over, if these are not samples (tokens): the gradient of
-                the step is then the mean over all of these. Give it in every micro-batch of a group, or in none.
+                the step is then the mean over all of these. Pass it in every micro-batch of a group, or in none.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Arguments of ``Tensor.backward``.
         """
@@ -938,8 +940,9 @@ class Accelerator(Process):
             info: Numbers and names for the manifest (``step``, ``epoch``, ...).
             parts: Further states by name, each saved in its own files.
             weights_only: Save only the models and ``parts``.
-            trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model
-                under adapters. The checkpoint has their digests, and loads into a model with the same frozen weights.
+            trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model under
+                adapters. The checkpoint stores their digests, and can be loaded into a model with the same frozen
+                weights.
             blocking: False returns once the state is copied to host memory and writes it in the background. Only one
                 save runs at a time: the next waits for it. `poll_saving` and `finish_saving` report its end.
             also: Further directories for the same state, each a complete checkpoint.
@@ -950,8 +953,8 @@ class Accelerator(Process):
         Raises:
             ValueError: If no directory is given, or inside an accumulation group.
             TypeError: If a state is not plain data.
-            OSError: If the disk refused. The files of the attempt are removed, and an earlier checkpoint at this path
-                stays.
+            OSError: If a disk operation fails. The files of the attempt are removed, and an earlier checkpoint at this
+                path remains.
         """
         return self.checkpointer.save_state(
             output_dir,
@@ -1009,18 +1012,18 @@ class Accelerator(Process):
                 those of the prepared optimizers and schedulers after the same number of steps. Default: the saved ones,
                 with a warning if those of the script differ.
             finish_epoch: If the state was saved with the last batch of an epoch, start the next epoch and return its
-                number as ``epoch``, so that a script that derives its first epoch from its steps gets a whole one. With
-                False, the first pass over the loader is empty, for loops that resume in the saved epoch. The first pass
-                over a stream of unknown length is then always empty.
+                number as ``epoch``, so that a script that derives its first epoch from its steps trains a whole epoch.
+                With False, the first pass over the loader is empty, for loops that resume in the saved epoch. The first
+                pass over a stream of unknown length is then always empty.
 
         Returns:
             The ``info`` of the checkpoint.
 
         Raises:
             ValueError: If the path is not a checkpoint, or if the checkpoint is damaged, belongs to another model or
-                optimizer, or was replaced during the read. No object is changed then on any process. An error in the
-                ``load_state_dict`` of a scheduler or a registered object is raised later, after models and optimizers
-                are loaded.
+                optimizer, or was replaced during the read. In that case, no object is changed on any process. An error
+                in the ``load_state_dict`` of a scheduler or a registered object is raised later, after models and
+                optimizers are loaded.
         """
         return self.checkpointer.load_state(
             input_dir,
@@ -1042,7 +1045,7 @@ class Accelerator(Process):
         Args:
             model: A prepared model.
             keep_fp32_wrapper: Accepted for Accelerate's signature; ``forward`` is never replaced.
-            keep_torch_compile: Return the compiled form of the module, if that was what was prepared.
+            keep_torch_compile: Return the compiled form of the module, if that form was prepared.
         """
         module = self.strategy.unwrap(model)
         if not keep_torch_compile:
@@ -1068,9 +1071,9 @@ class Accelerator(Process):
         return True
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write data to a file on rank zero: a state dict or numbers, nested as you like. Rank zero may call it alone.
+        """Write data to a file on rank zero: a state dict or numbers, nested to any depth. Rank zero may call it alone.
 
-        The file appears in one rename. It holds only data and can be read with ``torch.load(f, weights_only=True)``:
+        The write is atomic. The file holds only data and can be read with ``torch.load(f, weights_only=True)``:
         tensors, numbers, text, bytes, None, dtypes, devices, in dicts, lists, tuples and sets. NumPy numbers are
         written as Python numbers, a defaultdict as a dict.
 
@@ -1095,7 +1098,7 @@ class Accelerator(Process):
     ) -> None:
         """Write a model's weights for other programs: ``model.safetensors``, or several files and their index.
 
-        Call it on all processes. Rank zero may call it alone if nothing of the model is sharded.
+        Call it on all processes. Rank zero may call it alone if no part of the model is sharded.
 
         Args:
             model: The model, prepared or not.
@@ -1246,7 +1249,7 @@ class Accelerator(Process):
         Args:
             model: The model to check.
         """
-        from .big_models import is_dispatched  # 25 ms, for which no import has to wait
+        from .big_models import is_dispatched  # takes 25 ms, which no import should wait for
 
         return any(is_dispatched(part) for part in (model, *model.children()))
 
@@ -1393,12 +1396,12 @@ class Accelerator(Process):
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """0: there is no pipeline parallelism."""
+        """Always 0, because pipeline parallelism is not supported."""
         return 0
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: a sequence is not split over processes."""
+        """Always 0, because sequences are not split over processes."""
         return 0
 
     def _mesh_rank(self, dimension: str) -> int:

@@ -21,7 +21,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 class ShapesDiffer(DistributedOperationException, ValueError):
-    """Error: the ranks pass tensors of different number, shape or dtype to one collective."""
+    """Error for ranks that pass tensors of different number, shape or dtype to one collective."""
 
 
 class DebugMode:
@@ -107,7 +107,7 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
     """Resize a value that is repeated once per sample of a full batch to the number of samples of this batch.
 
     Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
-    short last batch. Rows that differ are unchanged: a batch may have that many tokens.
+    short last batch. Rows that are not equal are unchanged, because a batch may have that many tokens.
 
     Args:
         value: A tensor or a nested structure (dict, list, tuple) of tensors; one-dimensional floating-point ones of
@@ -117,7 +117,7 @@ def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
     """
 
     def resize(tensor: Tensor) -> Tensor:
-        # One row may be a sum as well, which counts once however many samples it is of.
+        # A single row may also be a sum; it then counts once, regardless of the number of samples in it.
         if batch_size == 1 or tuple(tensor.shape) != (batch_size,) or not tensor.is_floating_point():
             return tensor
         return tensor[:1].repeat(samples) if bool((tensor == tensor[0]).all()) else tensor
@@ -191,7 +191,7 @@ def _describe_form(tensor: Tensor, sync_grads: bool) -> str:
 
 
 def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
-    """Rebuild a nested value; replace each tensor, and each largest part without tensors, by a function's result."""
+    """Rebuild a nested value; replace each tensor, and each largest part without tensors, with a function's result."""
     if isinstance(value, Tensor):
         return tensor(value)
     if not holds_tensor(value):
@@ -202,7 +202,7 @@ def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], An
     if isinstance(value, list | tuple):
         parts = [_walk(item, tensor, other) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return apply_to_collection(value, Tensor, tensor)  # a dataclass
+    return apply_to_collection(value, Tensor, tensor)  # for example a dataclass
 
 
 def with_items(value: Any, items: dict[Any, Any]) -> Any:
@@ -265,7 +265,7 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     """
     choose("reduction", reduction, REDUCTIONS)
     if world.size > 1 and world.debug is None and reduction != "none":
-        _check_forms("reduce", value, world)  # gloo returns what was in memory, NCCL hangs
+        _check_forms("reduce", value, world)  # otherwise gloo returns what was in memory, and NCCL hangs
 
     def reduce_tensor(tensor: Tensor) -> Tensor:
         result = tensor.detach().clone()
@@ -361,7 +361,7 @@ def check_process(index: int, size: int, name: str) -> None:
         name: The name of the argument, for the error.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If no process has this rank.
     """
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
         raise ValueError(f"{name}={index!r} must be a rank from 0 to {size - 1}, because the world size is {size}.")

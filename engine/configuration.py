@@ -288,7 +288,7 @@ class TorchDynamoPlugin(KwargsHandler):
     Args:
         backend: A backend of ``torch.compile``; ``"no"`` disables compilation.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or another mode of ``torch.compile``.
-        fullgraph: Raise if the model cannot be compiled into one graph.
+        fullgraph: Raise an error if the model cannot be compiled into one graph.
         dynamic: Compile for varying shapes. Default: torch decides.
         options: Options of the backend.
         disable: Disable compilation, for testing.
@@ -536,7 +536,7 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
 
 
 def resolve_timeout(timeout: Any) -> float | None:
-    """Return the number of seconds that a rank may make no progress; None if the user set no limit.
+    """Return the number of seconds that a rank may go without progress; None if the user set no limit.
 
     Args:
         timeout: A timedelta, a dict of its arguments, ``"DD:HH:MM:SS"`` or None.
@@ -552,7 +552,7 @@ def resolve_group(handler: InitProcessGroupKwargs | None, limit: float | None) -
 
     Args:
         handler: The user's settings of the process group.
-        limit: Seconds that a rank may make no progress.
+        limit: Seconds that a rank may go without progress.
     """
     options = (handler or InitProcessGroupKwargs()).options()
     if options["timeout"] is None and limit is not None and limit + 60 > 1800:  # the default is half an hour
@@ -596,7 +596,7 @@ def resolve_device(accelerator: str, cpu: bool) -> str:
 
 
 def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
-    """Check ``on_nonfinite``, and that ``rng_types`` asks only for the order of the data.
+    """Check ``on_nonfinite``, and that ``rng_types`` requests only the order of the data.
 
     Args:
         rng_types: ``"generator"``, any number of times.

@@ -1,8 +1,9 @@
 """Python's garbage collection, started by Treadle only where memory is short.
 
-A Trainer and its task refer to each other, so one that a script drops, with its optimizer's state, stays until Python
-collects. Python counts objects, not bytes: it may wait through several fits of large models. A collection before each
-stage would cost a process with much loaded 0.2 to 0.7 s, more than a short fit takes.
+A Trainer and its task refer to each other, so a Trainer that a script drops, with its optimizer's state, stays in
+memory until Python collects garbage. Python counts objects, not bytes: it may wait through several fits of large
+models. A collection before each stage would take 0.2 to 0.7 s in a process with many objects, more than a short fit
+takes.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-# Shares of the memory in use from which a collection pays off. A process holds main memory for much besides
-# tensors, but a device's memory for nothing else.
+# Shares of the memory in use from which a collection is worthwhile. Main memory holds much besides the process's
+# tensors, a device's memory nothing else.
 DEVICE_SHARE = 1 / 8
 HOST_SHARE = 1 / 4
 
 
 def collect(device: torch.device) -> None:
-    """Free unreachable objects, and return the memory that the device's allocator keeps.
+    """Free unreachable objects, and release the memory that the device's allocator caches.
 
     Args:
         device: The device to compute on.
@@ -68,5 +69,5 @@ def _read_main_memory() -> int:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no limit
+    except (OSError, ValueError):  # there is no limit
         return total

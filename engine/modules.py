@@ -19,7 +19,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 def compile_modules(
     modules: Iterable[nn.Module], compiler: Compiler, options: Any = None, *, hooks_outside: bool = False
 ) -> None:
-    """Make each of ``modules`` run compiled when it is called, no matter by whom.
+    """Make each of ``modules`` run compiled when it is called, by any caller.
 
     Modules of the same kind share the compiled code. Modules that the user compiled are unchanged.
 
@@ -121,8 +121,9 @@ def _get_compile_options(module: nn.Module) -> Any:
     return getattr(module._compiled_call_impl, "options", None)
 
 
-# Not `nn.Module.compile`: it leaves torch's own containers, such as a `Sequential`, as they are without a word (torch
-# 2.13). A function gets the module as an argument: a closure would be compiled anew for each one (torch 2.6).
+# Not `nn.Module.compile`: it silently leaves torch's own containers, such as a `Sequential`, uncompiled (torch 2.13).
+# The module is passed to a function as an argument, because a closure would be compiled anew for each module (torch
+# 2.6).
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +150,7 @@ def _bind_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
     attributes, plain = module.__dict__, _bind_compiled(module, compiled)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Only for the call: a copy of the module would compute with this one's parameters else.
+        # Only during the call, because a copy of the module would otherwise compute with this module's parameters.
         attributes["forward"] = plain
         try:
             return module._call_impl(*args, **kwargs)

@@ -49,14 +49,14 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Rebuild ``data``, replacing each item for which ``test_type`` holds by ``func(item, *args, **kwargs)``.
+    """Rebuild ``data``, replacing each item for which ``test_type`` holds with ``func(item, *args, **kwargs)``.
 
     Args:
         func: The function to apply.
         data: Lists, tuples and mappings, nested.
         args: Further arguments of ``func``.
         test_type: Selects the items. Default: tensors.
-        error_on_other_type: Raise for an item of any other kind. By default it is unchanged.
+        error_on_other_type: Raise an error for an item of any other kind. By default it is unchanged.
         kwargs: Further keyword arguments of ``func``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Parameter names: without compilation prefixes, tied parameters once, views told apart."""
+"""Parameter names: without compilation prefixes, tied parameters once, views distinguished."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
         A value to compare or to use in a dict.
     """
     local_tensor = local(tensor)
-    if is_traceable_wrapper_subclass(local_tensor):  # of several tensors, such as rounded weights and their scales
+    # A tensor that consists of several ones, such as rounded weights and their scales.
+    if is_traceable_wrapper_subclass(local_tensor):
         return (id(tensor),)
     pointer = local_tensor.untyped_storage().data_ptr()
-    if pointer == 0:  # nothing allocated, so nothing shared
+    if pointer == 0:  # nothing is allocated, so nothing is shared
         return (id(tensor),)
     view = (
         local_tensor.storage_offset(),

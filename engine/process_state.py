@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .accelerator import Accelerator
     from .data import Loader
 
-# Of this process, the newest last: Accelerate's state objects describe the one that is in use.
+# This process's Accelerators, the newest last: Accelerate's state objects describe the one in use.
 _accelerators: list[weakref.ref[Accelerator]] = []
 
 
@@ -272,7 +272,7 @@ class Process:
         return raised
 
     def destroy_process_group(self) -> None:
-        """Destroy the process group, on all processes. A new Accelerator (PartialState) creates one again."""
+        """Destroy the process group, on all processes. A new Accelerator (PartialState) creates a new one."""
         disconnect()
 
     # -- on some processes ---------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ class Process:
             self.world.raise_together(None)
         try:
             yield
-        except BaseException as error:  # an exit or an interrupt too: the others would wait for good
+        except BaseException as error:  # including exits and interrupts, because the others would wait forever
             if leads:
                 self.world.raise_together(error)
             raise
@@ -450,7 +450,7 @@ class PartialState(Process):
 
     @property
     def initialized(self) -> bool:
-        """True: the object is complete when it is constructed."""
+        """Always True, because the object is complete when it is constructed."""
         return True
 
     @property
@@ -477,7 +477,7 @@ class PartialState(Process):
 
     @staticmethod
     def _reset_state() -> None:
-        """Reset the state that Accelerate's states share, which here is only ``debug``."""
+        """Reset the state that Accelerate's states share, which in Treadle is only ``debug``."""
         collectives.debug_mode.enabled = False
 
     def __repr__(self) -> str:
@@ -640,7 +640,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True: the object is complete when it is constructed."""
+        """Always True, because the object is complete when it is constructed."""
         return True
 
     @property
@@ -735,7 +735,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """False: XLA is not used."""
+        """Always False, because XLA is not used."""
         return False
 
     def __repr__(self) -> str:

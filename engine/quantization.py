@@ -15,20 +15,20 @@ from ..common.validation import choose
 GROUP = 32
 """Number of int4 weights that share a scale."""
 _EXTRA = "quantization"
-_MULTIPLE = 16  # of which torch's float8 products want both sizes
+_MULTIPLE = 16  # torch's float8 products require both sizes to be multiples of it
 
 
 class WeightQuantizer:
     """Quantizer that rounds the weights of ``nn.Linear`` to eight or four bits.
 
-    Products are computed in the model's own dtype. The largest value of a row (int8), or the range of each 32 weights
-    (int4), gives the scale. Each layer is rounded as soon as its weight is read, so no more than one layer is in memory
-    in full precision; weights offloaded to disk are not rounded. For inference; needs ``pip install
+    Products are computed in the model's own dtype. The largest value of a row (int8), or the range of every 32 weights
+    (int4), gives the scale. Each layer is rounded as soon as its weight is read, so at most one layer is in memory in
+    full precision; weights offloaded to disk are not rounded. For inference; needs ``pip install
     treadle[quantization]``.
 
     Args:
         bits: ``"int8"`` or ``"int4"``.
-        skip: Names of modules to leave as they are, such as ``["lm_head"]``, including their submodules.
+        skip: Names of modules to leave unchanged, such as ``["lm_head"]``, including their submodules.
 
     Raises:
         ValueError: If ``bits`` has another value.
@@ -44,7 +44,7 @@ class WeightQuantizer:
 
     @classmethod
     def parse(cls, value: str | WeightQuantizer | None) -> WeightQuantizer | None:
-        """Return the quantizer for ``"int8"`` or ``"int4"``; a quantizer or None is returned as it is.
+        """Return the quantizer for ``"int8"`` or ``"int4"``; a quantizer or None is returned unchanged.
 
         Args:
             value: The value to parse.

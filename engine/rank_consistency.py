@@ -17,7 +17,7 @@ _SHOWN = 10
 
 
 def check_values_match(subject: str, values: Mapping[str, Any], world: World) -> None:
-    """Raise on every rank if the ranks have different values. All ranks must call it; it exchanges one digest.
+    """Raise an error on every rank if values differ between ranks. All ranks must call it; it exchanges one digest.
 
     Args:
         subject: The subject of the error: ``"the ranks are configured differently"``.
@@ -61,7 +61,7 @@ def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
         world: The ranks to compare.
 
     Raises:
-        ValueError: On every rank, if they differ.
+        ValueError: On every rank, if batch sizes or samplers differ.
     """
     values: dict[str, Any] = {}
     for number, loader in enumerate(loaders):

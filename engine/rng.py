@@ -54,7 +54,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         count = min(len(state["cuda"]), torch.cuda.device_count())
         for device in range(count):
             torch.cuda.set_rng_state(state["cuda"][device], device)
-        if "cuda_device" in state:  # the process may compute on another one now
+        if "cuda_device" in state:  # the process may now compute on another device
             torch.cuda.set_rng_state(state["cuda"][state["cuda_device"]], torch.cuda.current_device())
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
@@ -104,7 +104,7 @@ class RandomStream:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Make the process's generators those of this stream inside the context, which may be nested."""
+        """Use this stream for the process's generators inside the context. Contexts may be nested."""
         if self._lent:
             yield
             return
@@ -183,7 +183,7 @@ class ProcessStream(RandomStream):
 
 
 def are_equal(first: State, second: State) -> bool:
-    """Return whether two states of `host_state` are the same.
+    """Return whether two states returned by `host_state` are the same.
 
     Args:
         first: One state.
@@ -226,7 +226,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     """
     if seed is None:
         text = os.environ.get("PL_GLOBAL_SEED", "0")
-        if not re.fullmatch("[0-9]{1,10}", text):  # isdigit() also holds for "²", which int() can't read
+        if not re.fullmatch("[0-9]{1,10}", text):  # isdigit() also accepts "²", which int() cannot read
             raise ValueError(f"PL_GLOBAL_SEED={text!r} must be a whole number from 0 to 2**32 - 1.")
         seed = int(text)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:

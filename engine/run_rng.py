@@ -1,4 +1,4 @@
-"""RNG state of a run: what all ranks draw alike, and from when on each rank draws its own numbers."""
+"""RNG state of a run, which is the same on all ranks until each rank starts to draw its own numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class RunRng:
             if data_seed is not None:
                 seed_everything(data_seed)
             order = random_state()
-        # A CUDA generator's state is of no use to others, and of different size where they see other devices.
+        # The state of a CUDA generator is of no use to other ranks, and its size differs between ranks that see
+        # different devices.
         order, common = self._world.broadcast((_select_host_state(order), _select_host_state(random_state())))
         self.stream = ProcessStream() if self._world.size == 1 and data_seed is None else RandomStream(order)
         self.first_state = order

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-_running_loaders: list[weakref.ref[Any]] = []  # weak: a loop that is left in the middle says nothing
+_running_loaders: list[weakref.ref[Any]] = []  # weak references, because a loop that is left early does not report it
 
 
 def add_running_loader(loader: Any) -> None:

@@ -15,7 +15,7 @@ from ..common.validation import choose
 from ..strategies import World
 from .configuration import ProjectConfiguration
 
-# By name: the package that the logger needs.
+# By the tracker's name: the package that its logger needs.
 _LOGGERS = {
     **{"tensorboard": "tensorboard", "csv": "", "wandb": "wandb", "mlflow": "mlflow"},
     **{name: name for name in ("aim", "clearml", "comet_ml", "swanlab", "trackio")},
@@ -24,8 +24,8 @@ _EXTRAS = {"comet_ml": "comet"}
 """Treadle's extras whose name differs from the tracker's, by the tracker's name."""
 _WITH_FILES = ("tensorboard", "csv", "aim")
 _WITH_SAVE_DIR = ("wandb", "mlflow", "swanlab")
-_PLACES = {"save_dir", "dir", "log_dir", "logdir"}  # options that say where their files go
-# Scripts that let the user choose a tracker give the options of all, so those of others are no mistake.
+_PLACES = {"save_dir", "dir", "log_dir", "logdir"}  # options that set where files are written
+# Scripts that let the user choose a tracker pass the options of all trackers, so options of unused ones are no mistake.
 _PEERS = ("dvclive",)
 
 
@@ -463,7 +463,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         tracker_class: A subclass of `GeneralTracker` with ``name`` and ``requires_logging_directory``.
 
     Raises:
-        ValueError: If it is not such a class.
+        ValueError: If it is another class, or lacks one of these attributes.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(
@@ -528,7 +528,7 @@ def _to_tracker(value: Any) -> GeneralTracker:
     if callable(getattr(value, "log_metrics", None)):
         return LoggerTracker(value, type(value).__name__.removesuffix("Logger").lower())
     if all(hasattr(value, name) for name in ("name", "tracker", "log", "finish", "requires_logging_directory")):
-        return value  # of the same form
+        return value  # it already has this form
     raise TypeError(
         f"log_with={value!r} is not a tracker. Pass one of {', '.join(_LOGGERS)}, a GeneralTracker or a logger of "
         "treadle.loggers."
@@ -562,7 +562,7 @@ def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
 
             settings = {"save_dir": project.logging_dir, "name": project_name, "version": "", **options}
             return LoggerTracker(CSVLogger(**settings), name)
-        if name in _WITH_FILES:  # logging_dir/project_name, no numbered directory below
+        if name in _WITH_FILES:  # they are in logging_dir/project_name, without a numbered directory below
             options = {"logging_dir": project.logging_dir, **options}
         elif name in _WITH_SAVE_DIR and project.logging_dir is not None and not _PLACES & set(options):
             options = {"save_dir": project.logging_dir, **options}
@@ -621,7 +621,7 @@ class Trackers:
                 raise ValueError(
                     f"init_kwargs names {name!r}, but log_with names {requested}.{nearest(name, self.sources)}"
                 )
-        # Without a collective: scripts also call this in ``if accelerator.is_main_process:``.
+        # No collective is used, because scripts also call this in ``if accelerator.is_main_process:``.
         self.started = [make(project_name, dict(options.get(name, {}))) for name, make in self.sources.items()]
         for tracker in self._on_this_rank():
             tracker.start()
@@ -667,7 +667,8 @@ class Trackers:
                 if not unwrap:
                     return tracker
                 return tracker.tracker if tracker in self._on_this_rank() else _Silent()  # type: ignore[attr-defined]
-        if not self.started and not self._world.is_main and name in self.sources:  # started on the main process only
+        # The tracker was started on the main process only.
+        if not self.started and not self._world.is_main and name in self.sources:
             return _Silent()
         names = [str(tracker.name) for tracker in self.started]  # type: ignore[attr-defined]
         raise ValueError(f"{name!r} is not a started tracker. The started trackers are {names}.{nearest(name, names)}")

@@ -28,7 +28,7 @@ class PruningCallback(Callback):
         monitor: Name of the logged value to report.
 
     Attributes:
-        pruned: The reason for which the trial was pruned; None if it was not.
+        pruned: The reason why the trial was pruned; None if it was not.
 
     Raises:
         ModuleNotFoundError: If Optuna is not installed.

@@ -47,16 +47,16 @@ class TransformersTask(TaskModule):
         learning_rate: AdamW's peak learning rate. Default: 5e-5.
         weight_decay: AdamW's weight decay, for all parameters except biases and norms. Default: 0.0.
         optimizer_options: Further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
-        lr_scheduler: A name that ``transformers.get_scheduler`` knows. The scheduler advances with each optimizer step;
-            ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, by its ``val_loss``. Default:
+        lr_scheduler: A name that ``transformers.get_scheduler`` accepts. The scheduler advances with each optimizer
+            step; ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, by its ``val_loss``. Default:
             ``"linear"``.
         warmup_steps: Optimizer steps of the warmup; below 1 a fraction of all steps. Default: 0.
         scheduler_options: Further arguments of the scheduler.
-        metrics: torchmetrics objects by name. They get logits and labels of the samples, or of the tokens that have a
-            label; override `update_metrics` for others.
+        metrics: torchmetrics objects by name. They receive logits and labels of the samples, or of the tokens that have
+            a label; override `update_metrics` for others.
         generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
         adapter: A peft configuration, as an object or a dict: the model's own weights are frozen and adapters are
-            trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only these.
+            trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only the adapters.
         gradient_checkpointing: Recompute activations in the backward pass to save memory. Default: False.
         model_options: Further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
 
@@ -220,7 +220,7 @@ class TransformersTask(TaskModule):
         optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, **dict(options.optimizer_options or {}))
         return {"optimizer": optimizer, "lr_scheduler": self._make_scheduler(optimizer)}
 
-    # -- what you may override -----------------------------------------------------------------------------------
+    # -- methods that may be overridden --------------------------------------------------------------------------
 
     def count_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the number of labels that the loss of a batch is the mean of.
@@ -253,10 +253,10 @@ class TransformersTask(TaskModule):
         for metric in metrics.values():
             metric.update(predictions, targets)
 
-    # -- what you call -------------------------------------------------------------------------------------------
+    # -- methods to call -----------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write model and tokenizer for ``from_pretrained``; for a model with adapters, only these.
+        """Write the model, or only its adapters if it has some, and the tokenizer for ``from_pretrained``.
 
         Call it on all processes.
 

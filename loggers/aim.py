@@ -23,7 +23,7 @@ class AimLogger(ServiceLogger):
 
     Args:
         repo: Directory of the repository, or the address ``aim://host:port`` of a server. Default: the directory above
-            the next ``.aim``, or the working directory.
+            the nearest ``.aim``, or the working directory.
         experiment: Experiment of the run. Default: Aim's, ``"default"``.
         system_tracking_interval: Seconds between records of CPU, memory and GPUs; None disables them. Default: 10.
         log_system_params: Record packages, environment variables, git state and arguments. Default: True.
@@ -133,7 +133,7 @@ class AimLogger(ServiceLogger):
         epoch = self._pop_epoch(row)
         for full_name, value in row.items():
             name, context = self._split_context(full_name)
-            # A series has one type, which Aim changes with a warning where an integer comes before a float.
+            # A series has one type, which Aim changes with a warning if an integer comes before a float.
             run.track(float(value), name=name, step=step, epoch=epoch, context=context)
 
     def _split_context(self, name: str) -> tuple[str, dict[str, str]]:

@@ -28,8 +28,8 @@ class ClearMLLogger(ServiceLogger):
     same way. For other names, plot and series have the same name. ClearML would report a value that is not finite as 0:
     it is skipped, with a warning.
 
-    Unlike ``Task.init`` alone, this does not seed RNGs, keeps the signal handlers, creates a new task each time, and
-    reports from a thread instead of a fork of the training process.
+    Unlike ``Task.init`` alone, this logger does not seed RNGs, keeps the signal handlers, creates a new task each time,
+    and reports from a thread instead of a fork of the training process.
 
     Args:
         project_name: Project of the task. Default: ``CLEARML_PROJECT``, or ``"treadle_logs"``.

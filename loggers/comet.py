@@ -1,4 +1,4 @@
-"""Metrics, hyperparameters and checkpoints for Comet."""
+"""`CometLogger`: metrics, hyperparameters and checkpoints in Comet."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "
 class CometLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to Comet, or writes archives.
 
-    Install with ``pip install comet_ml``. Rank zero has one experiment, which begins with the first logged value. It
-    stays open after a fit, so further fits and ``logger.experiment`` continue it. It ends with the process, with
-    `finish`, or with a fit that failed, which adds the tag ``failed``. A process has one experiment at a time: a second
-    logger ends the first one's, which continues when it is used again.
+    Install with ``pip install comet_ml``. It has one experiment on rank zero, which begins with the first log. The
+    experiment stays open after a fit, so several fits, and ``logger.experiment`` after them, continue it; it ends with
+    the process, with `finish`, or with a failed fit, which adds the tag ``failed``. A process has one experiment at a
+    time: a second logger ends that of the first, which is continued when the first logger is used again.
 
-    Offline, each end writes one archive, ``KEY-xxxxxx.zip``; ``comet upload`` sends all archives of a key to one
-    experiment.
+    Offline, an archive ``KEY-xxxxxx.zip`` is written each time the experiment ends; ``comet upload`` sends all archives
+    of a key to one experiment.
 
     Args:
-        api_key: Of your account. Default: ``COMET_API_KEY``, or Comet's configuration file.
+        api_key: API key of the account. Default: ``COMET_API_KEY``, or Comet's configuration file.
         workspace: Workspace of the experiment. Default: the account's.
         project: Project of the experiment. Default: Comet's, ``"Uncategorized"``.
-        experiment_key: An experiment to continue, 32 to 50 letters and digits. Default: ``COMET_EXPERIMENT_KEY``, or a
-            new one.
-        mode: ``"get_or_create"``, ``"get"`` (it must exist), or ``"create"`` (it must not). Default: get or create.
-        online: Whether data is sent; False writes archives, and nothing else. Default: True, if there is a key.
-        prefix: Put before every metric's name, as ``prefix_name``. Default: nothing.
-        log_model: Upload checkpoints: True those that are kept, when a fit ends; ``"all"`` each as it is saved.
-            Default: False.
-        strict: Let a failure end the run. Default: False, which warns once and continues without this logger.
-        experiment_config: A ``comet_ml.ExperimentConfig``, in place of ``kwargs``. Default: made of them.
-        **kwargs: For ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
+        experiment_key: Key of the experiment to continue, 32 to 50 letters and digits. Default:
+            ``COMET_EXPERIMENT_KEY``, or a new one.
+        mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not). Default:
+            ``"get_or_create"``.
+        online: Whether data is sent; False only writes archives. Default: True if there is a key.
+        prefix: Text before every metric's name, as ``prefix_name``. Default: none.
+        log_model: Upload checkpoints: True uploads the kept ones at the end of a fit; ``"all"`` uploads each as it is
+            saved. Default: False.
+        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+            continues without this logger. Default: False.
+        experiment_config: A ``comet_ml.ExperimentConfig``, in place of ``kwargs``. Default: built from ``kwargs``.
+        **kwargs: Arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``,
+            ...
 
     Raises:
-        ModuleNotFoundError: comet_ml is not installed.
-        TypeError: An argument has the wrong type, or ``ExperimentConfig`` does not take it.
-        ValueError: Arguments contradict each other.
+        ModuleNotFoundError: If comet_ml is not installed.
+        TypeError: If an argument has the wrong type, or ``ExperimentConfig`` does not accept it.
+        ValueError: If arguments contradict each other.
 
     Example:
         >>> from treadle.loggers import CometLogger
@@ -77,7 +80,7 @@ class CometLogger(ServiceLogger):
         project = kwargs.pop("project", project)
         if "offline" in kwargs:
             online = not check_bool("offline", kwargs.pop("offline"))
-        kwargs.pop("rest_api_key", None)  # Comet's own key does for both
+        kwargs.pop("rest_api_key", None)  # Comet's own key is used for both
         if online is not None:
             check_bool("online", online)
         if experiment_config is not None and kwargs:
@@ -101,7 +104,7 @@ class CometLogger(ServiceLogger):
 
     @property
     def save_dir(self) -> str | None:
-        """Directory of the archives, None unless it was given."""
+        """Directory of the archives; None if it is not set."""
         directory = self._config_options.get("offline_directory")
         return None if directory is None else os.fspath(directory)
 
@@ -138,7 +141,7 @@ class CometLogger(ServiceLogger):
         run.log_model(f"model-{self._version}", path, metadata={**facts, "aliases": aliases})
 
     def save(self) -> None:
-        """Wait until all is sent, or written."""
+        """Wait until everything is sent or written."""
         run = self._find_open_run()
         if run is not None:
             run.flush()
@@ -153,10 +156,10 @@ class CometLogger(ServiceLogger):
 
 
 def _set_up_import(offline: bool) -> None:
-    """Say what ``comet_ml`` does when it is imported, unless it was already or the environment says otherwise.
+    """Set how ``comet_ml`` behaves on import, unless it is already imported or the environment sets it.
 
-    It would patch other packages, to log automatically what this logger is given, such as TensorBoard's scalars. And it
-    would report its errors to its makers, offline too.
+    By default it would patch other packages, to log automatically what this logger receives, such as TensorBoard's
+    scalars. It would also report its errors to its makers, even offline.
     """
     if "comet_ml" not in sys.modules:
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")

@@ -23,15 +23,15 @@ class CSVLogger(DirectoryLogger):
     """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``save_dir/name/version_N``.
 
     Each call of `log_metrics` is one row: the step, and a cell for each metric, which may be empty. A new metric adds a
-    column at the end. An existing file is continued: its rows stay, and new ones follow.
+    column at the end. An existing file is continued: its rows are kept, and new ones follow.
 
     Args:
         save_dir: Directory above all experiments, or a URL; see `DirectoryLogger`.
         name: Directory of the experiment below it; None or ``""`` for none. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next free number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        flush_logs_every_n_steps: Number of steps after which waiting rows are written at the latest. A killed process
-            loses the waiting rows. Default: 100.
+        flush_logs_every_n_steps: Maximum number of steps before waiting rows are written. A killed process loses the
+            waiting rows. Default: 100.
         strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
             continues without this logger. Default: False.
 
@@ -133,7 +133,7 @@ class CSVLogger(DirectoryLogger):
 
 
 class MetricsFile:
-    """Writer of ``metrics.csv``. Only the waiting rows are in memory; no file is held open.
+    """Writer of ``metrics.csv``. Only the waiting rows are in memory; no file stays open.
 
     Args:
         log_dir: Directory of the file; created if missing.

@@ -113,7 +113,7 @@ class DirectoryLogger(Logger):
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of this version; None on other ranks than zero until the version is assigned."""
+        """Directory of this version; None on ranks other than zero until the version is assigned."""
         version = self.version
         if version is None:
             return None

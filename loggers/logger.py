@@ -88,7 +88,7 @@ def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class Logger(ABC):
-    """Base class of loggers. Write `log_metrics` and `log_hyperparams` in a subclass, and pass it to a Trainer.
+    """Base class of loggers. Implement `log_metrics` and `log_hyperparams` in a subclass, and pass it to a Trainer.
 
     The Trainer calls a logger's methods on rank zero only, so they need no check of the rank and must not communicate.
     ``name``, ``version`` and ``log_dir`` are read on every rank: they must be fast and never communicate, so one rank
@@ -145,7 +145,7 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:
-        """Object of the backend, for its other functions; a `NullExperiment` on other ranks than zero."""
+        """Object of the backend, for its other functions; a `NullExperiment` on all ranks except zero."""
         return None
 
     @abstractmethod

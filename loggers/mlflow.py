@@ -28,8 +28,8 @@ NAME_TAG = "mlflow.runName"
 class MLFlowLogger(Logger):
     """Logger that sends metrics, hyperparameters and checkpoints to MLflow (``pip install mlflow``).
 
-    It has one run on rank zero, which begins with the first log or when `run_id` is read there. Several fits continue
-    it: it is ``RUNNING`` while values are logged, and ``FINISHED`` or ``FAILED`` after each fit.
+    It has one run on rank zero, which begins with the first log or when `run_id` is read. Several fits continue it: it
+    is ``RUNNING`` while values are logged, and ``FINISHED`` or ``FAILED`` after each fit.
 
     Args:
         experiment_name: Experiment of the run; created if missing. Default: ``"treadle_logs"``.
@@ -106,7 +106,7 @@ class MLFlowLogger(Logger):
         self._uploads = Uploads(self._log_model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, which continues the run by its id."""
+        """Return the state for a copy, which continues the run by its ID."""
         self.save()
         return {name: value for name, value in self.__dict__.items() if name not in ("_client", "_writes", "_uploads")}
 

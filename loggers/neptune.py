@@ -21,7 +21,7 @@ STORAGES = {"async": "cloud", "sync": "cloud", "offline": "local", "debug": "dis
 class NeptuneLogger(ServiceLogger):
     """Logger with Neptune's interface that writes to GoodSeed (``pip install goodseed``).
 
-    Neptune's service ended on 5 March 2026, so its clients cannot send anything. This class takes the arguments of
+    Neptune's service ended on 5 March 2026, so its clients cannot send anything. This class accepts the arguments of
     Lightning's ``NeptuneLogger``, and ``logger.experiment[path]`` has ``append``, ``log``, ``assign`` and ``extend``.
 
     It has one run on rank zero, which begins with the first log. The run is closed after each fit, validation or test,

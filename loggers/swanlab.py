@@ -11,7 +11,7 @@ from typing import Any
 from ..common.optional import require
 from ._services import ServiceLogger, check_options
 
-# Arguments that `swanlab.init` accepts beside those of its signature, for older scripts.
+# Arguments that `swanlab.init` accepts besides those in its signature, for older scripts.
 OLD_NAMES = ("experiment_name", "notes", "logdir")
 
 

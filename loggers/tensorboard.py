@@ -40,7 +40,7 @@ class TensorBoardLogger(DirectoryLogger):
             (seconds), ``filename_suffix``, ``purge_step``, ``comment``.
 
     Raises:
-        TypeError: If an argument has the wrong type, or ``kwargs`` has another name.
+        TypeError: If an argument has the wrong type, or ``kwargs`` has an unknown name.
         ValueError: If ``version`` is negative, or ``save_dir`` is a URL that cannot be written to.
 
     Example:
@@ -80,7 +80,7 @@ class TensorBoardLogger(DirectoryLogger):
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of the files of this version; None on other ranks than zero until the version is assigned."""
+        """Directory of the files of this version; None on ranks other than zero until the version is assigned."""
         directory = super().log_dir
         return os.path.join(directory, self._sub_dir) if directory is not None and self._sub_dir else directory
 

@@ -71,7 +71,7 @@ class TrackioLogger(ServiceLogger):
         return run
 
     def _read_config(self, run: Any) -> dict[str, Any]:
-        """Return the configuration of a continued run, which Trackio would replace by this process's."""
+        """Return the configuration of a continued run, which Trackio would replace with this process's."""
         from trackio import Api
 
         if not run._is_local:
@@ -100,7 +100,8 @@ class TrackioLogger(ServiceLogger):
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
         from trackio import Artifact
 
-        name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"model-{self._version}")  # all that artifact names may contain
+        # Artifact names may contain no other characters.
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"model-{self._version}")
         artifact = Artifact(name, type="model", metadata=facts)
         artifact.add_dir(path)
         run.log_artifact(artifact, aliases=aliases)

@@ -105,7 +105,7 @@ class WandbLogger(Logger):
         self._experiment = experiment
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, which continues the run by its id."""
+        """Return the state for a copy, which continues the run by its ID."""
         requested = {**self._requested, "id": self.version}
         return {**self.__dict__, "_experiment": None, "_uploads": Uploads(self._log_model), "_requested": requested}
 

@@ -84,7 +84,8 @@ class DistributedDataParallelKwargs:
         )
 
 
-ReplicaKwargs = DistributedDataParallelKwargs  # for those above, who do not ask which strategy it is
+# The name for callers in higher layers, which do not depend on the strategy.
+ReplicaKwargs = DistributedDataParallelKwargs
 
 
 @dataclass
@@ -154,7 +155,7 @@ class ParallelismConfig:
             world: All processes.
 
         Raises:
-            ValueError: If it needs another number of processes.
+            ValueError: If it needs a different number of processes.
         """
         if self.total_size != world.size:
             raise ValueError(
@@ -171,7 +172,7 @@ class ParallelismConfig:
 
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
-# What the sharding does by nature, so that asking for it changes nothing.
+# Values that the sharding has by nature, so setting them changes nothing.
 _ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "fsdp_version": (None, 1, 2),
     "backward_prefetch": (None, "BACKWARD_PRE", "NO_PREFETCH"),
@@ -204,7 +205,7 @@ class FullyShardedDataParallelPlugin:
         fsdp_version: 1 or 2, without effect.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` (shards within a machine),
             ``"NO_SHARD"`` (replicas), or torch's enum.
-        reshard_after_forward: Whether to drop gathered weights after forward; or a name as above.
+        reshard_after_forward: Whether to drop gathered weights after forward; or a name of ``sharding_strategy``.
         backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None, without effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function.
@@ -218,11 +219,11 @@ class FullyShardedDataParallelPlugin:
         param_init_fn: Only None; build the model in `Accelerator.init_module`.
         sync_module_states: Only True.
         forward_prefetch: Only False.
-        activation_checkpointing: Recompute activations in backward, for each shard.
+        activation_checkpointing: Recompute activations in the backward pass, for each shard.
         activation_checkpointing_offload: Only False.
         cpu_ram_efficient_loading: Only False; build the model in `Accelerator.init_module`.
         transformer_cls_names_to_wrap: Names of the classes whose modules become one shard each.
-        min_num_params: Number of parameters from which a module becomes one shard.
+        min_num_params: Minimum number of parameters of a module that becomes one shard.
 
     Raises:
         ValueError: If a value is not supported. The error names it.
@@ -272,7 +273,7 @@ class FullyShardedDataParallelPlugin:
     def _build_wrap_policy(self) -> Any:
         policy = self.auto_wrap_policy
         if policy is not None and not isinstance(policy, str):
-            return policy  # torch's own are understood too
+            return policy  # torch's own policies are also accepted
         if policy is not None:
             choose("auto_wrap_policy", policy.lower(), _POLICIES)
         names = self.transformer_cls_names_to_wrap
@@ -316,7 +317,7 @@ def _convert_mixed_precision(value: Any) -> Any:
         return value
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):  # FSDP1's
+    if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):  # it is FSDP1's
         return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
     raise TypeError(
         f"mixed_precision_policy={value!r} must be a torch.distributed.fsdp.MixedPrecisionPolicy, not a "

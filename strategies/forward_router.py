@@ -73,7 +73,7 @@ class Router(nn.Module):
         module: The user's model.
         context: The context to run it in, or None.
         upcast: Convert what ``forward`` returns in half precision to float32, so that a loss computed outside is exact.
-            The result of another method is not converted, since it computes its own loss.
+            The result of another method is not converted, because it computes its own loss.
         ballot: The votes that the step's loss carries through the gradient reduction, or None.
     """
 
@@ -86,12 +86,12 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        # Underscored, so that the user's own attributes of such names stay within reach.
+        # Underscored, so that the user's attributes of the same names remain accessible.
         self._context = context
         self._upcast = upcast
         self._ballot = ballot
         self._carrier = ballot.carrier if ballot is not None else None
-        # A list, as setting an attribute of a module costs a microsecond.
+        # A list, because setting an attribute of a module takes a microsecond.
         self._route: list[Callable[..., Any]] = []
         self.register_load_state_dict_pre_hook(_rename_for_load)
 
@@ -105,7 +105,8 @@ class Router(nn.Module):
             prefix: Prefix of the names.
             remove_duplicate: Yield each module once.
         """
-        if self._carrier is not None or type(self) is not Router:  # DDP, or FSDP, which changes the class, looks for it
+        # DDP, or FSDP, which replaces the class, looks for it.
+        if self._carrier is not None or type(self) is not Router:
             yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
@@ -114,7 +115,7 @@ class Router(nn.Module):
 
         Args:
             args: Arguments of the model's ``state_dict``.
-            kwargs: Keyword arguments of the same.
+            kwargs: Keyword arguments of that ``state_dict``.
         """
         return self.module.state_dict(*args, **kwargs)
 
@@ -138,12 +139,12 @@ class Router(nn.Module):
     def _carry(self, output: Any) -> Any:
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor) or not loss.requires_grad:
-            return output  # the loop names what is wrong with it
+            return output  # the loop reports what is wrong with it
         loss = _Carry.apply(loss, self._carrier, self._ballot)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def __getattr__(self, name: str) -> Any:
-        # `model.config` keeps working on a prepared model.
+        # So that `model.config` works on a prepared model.
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -20,7 +20,7 @@ class StrategyAliases:
     """
 
     world: World
-    unwrap: Callable[[nn.Module], nn.Module]  # the strategy's
+    unwrap: Callable[[nn.Module], nn.Module]  # the strategy's method
     prepared: tuple[Sequence[nn.Module], Sequence[Any]] = ((), ())
 
     @property
@@ -61,7 +61,7 @@ class StrategyAliases:
 
     @optimizers.setter
     def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace the optimizers by others of the same parameters.
+        """Replace the optimizers with others of the same parameters.
 
         Raises:
             ValueError: If their number differs from the prepared ones.
@@ -87,7 +87,7 @@ class StrategyAliases:
         """Return the mean or the sum of all processes' tensors. All must call it.
 
         Args:
-            tensor: The tensor; any other object is returned as it is.
+            tensor: The tensor; any other object is returned unchanged.
             group: A torch process group. Default: all processes.
             reduce_op: ``"mean"``, ``"avg"`` or ``"sum"``, or torch's ``ReduceOp`` of that name.
 

@@ -11,7 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..common.messages import nearest, warn
 
-# Lightning's names, then the short forms both peers accept.
+# Lightning's names, then the short forms that Fabric and Accelerate accept.
 _ALIASES: dict[Any, str] = {
     None: "32-true",
     "no": "32-true",
@@ -61,7 +61,7 @@ class Precision:
             argument: The name of the argument, for the error. Default: ``"precision"``.
 
         Raises:
-            ValueError: If the name is unknown. The error names the nearest one.
+            ValueError: If the name is unknown. The error names the closest one.
         """
         if isinstance(value, Precision):
             return value

@@ -79,11 +79,11 @@ def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
     """Return the strategy with this name; ``"auto"`` is a single device for one process, else DDP.
 
     Args:
-        strategy: A name, or a `Strategy`, which is returned as it is.
+        strategy: A name, or a `Strategy`, which is returned unchanged.
         world: All processes.
 
     Raises:
-        ValueError: If the name is unknown. The error names the nearest one.
+        ValueError: If the name is unknown. The error names the closest one.
         TypeError: If it is neither a name nor a strategy.
     """
     if isinstance(strategy, Strategy):

@@ -128,7 +128,7 @@ def _hide_from_modes(propagate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def members(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a process group, given as an object, boxed, or by its name.
+    """Return the ranks of a process group, which is passed as an object, boxed, or by its name.
 
     Args:
         group: The group.
@@ -165,7 +165,7 @@ def method(called: nn.Module, module: nn.Module, name: str) -> Callable[..., Any
     return routed(called, called, getattr(module, name))
 
 
-VOTES_BYTES = 4 * BALLOT_SIZE  # of an agreement by a collective of its own, which sends float32
+VOTES_BYTES = 4 * BALLOT_SIZE  # size of an agreement with its own collective, which sends float32
 
 
 def ballot_bytes(parameters: Iterable[Tensor]) -> int:

@@ -200,7 +200,7 @@ class Strategy(StrategyAliases):
         while True:
             if isinstance(module, Router | nn.parallel.DistributedDataParallel):
                 module = module.module
-            elif (compiled := module._modules.get("_orig_mod")) is not None:  # what `torch.compile` returned
+            elif (compiled := module._modules.get("_orig_mod")) is not None:  # the module that `torch.compile` returned
                 module = compiled
             else:
                 return module
@@ -387,7 +387,7 @@ class Strategy(StrategyAliases):
     def reduction_order(self, module: nn.Module) -> list[int]:
         """Return the values that determine the order in which gradients are summed, if it depends on earlier steps.
 
-        Else an empty list.
+        Otherwise, return an empty list.
 
         Args:
             module: A wrapped module.
@@ -395,7 +395,7 @@ class Strategy(StrategyAliases):
         return []
 
     def take_reduction_order(self, module: nn.Module, order: list[int]) -> None:
-        """Add gradients up from now on in the order of a run with this `reduction_order`. All processes must call it.
+        """Add up gradients, from now on, in the order of a run with this `reduction_order`. All processes must call it.
 
         Args:
             module: A wrapped module.
@@ -459,7 +459,7 @@ class Strategy(StrategyAliases):
         return Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """Return the groups of gradients that replicas reduce together, as indices into ``ready``; None without any.
+        """Return the groups of gradients that replicas reduce together, as indices into ``ready``, or None.
 
         Args:
             ready: The parameters in the order in which their gradients become ready.
@@ -510,7 +510,7 @@ class Strategy(StrategyAliases):
 
         Args:
             replicate: Number of replicas; each is sharded over the remaining ranks.
-            recompute: Recompute the activations of every block in backward.
+            recompute: Recompute the activations of every block in the backward pass.
             gather: Dtype to gather parameters in; gradients are reduced in float32.
 
         Raises:
@@ -525,19 +525,19 @@ class Strategy(StrategyAliases):
             raise ValueError(f"strategy={self.name!r} has no {setting}. Use 'fsdp'.")
         return copy.copy(self)
 
-    # -- what the processes agree on -----------------------------------------------------------------------------
+    # -- agreement of the processes ------------------------------------------------------------------------------
 
     @property
     def votes_in_backward(self) -> bool:
         """True if votes that are cast before the next backward are part of its gradient reduction.
 
-        Its gradients must then be the same on every process, since they can't be voted on. Otherwise votes are a
+        Its gradients must then be the same on every process, because they cannot be voted on. Otherwise votes are a
         separate exchange, which is better started when the gradients are known.
         """
         return False
 
     def start_agreement(self, votes: Tensor) -> None:
-        """Start to sum ``votes`` over the processes, before or after the last backward of a step.
+        """Start summing ``votes`` over the processes, before or after the last backward of a step.
 
         Args:
             votes: The votes of this process.

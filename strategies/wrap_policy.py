@@ -11,7 +11,7 @@ from torch import nn
 from ..common.messages import nearest
 from ..common.validation import choose
 
-# A name, a class or several, a number of parameters, or a function of a module.
+# One or several names or classes, a number of parameters, or a function of a module.
 Policy = str | type[nn.Module] | Collection[type[nn.Module] | str] | int | Callable[..., bool]
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _NAMES = ("auto", "parts")
@@ -23,7 +23,7 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
     Args:
         model: The user's module.
         policy: ``"auto"`` (the repeated blocks), ``"parts"`` (these, and other submodules, such as an embedding and a
-            head, each separately), classes or their names, the least number of parameters, or ``f(module) -> bool``.
+            head, each separately), classes or their names, the minimum number of parameters, or ``f(module) -> bool``.
             torch's and Lightning's policy objects for FSDP are supported.
         flag: The argument's name, for errors.
 
@@ -103,8 +103,9 @@ def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.M
 
     Args:
         model: The user's module.
-        always: Split each part that repeats a block. By default only if two in three of the blocks equal another one:
-            the stages of a convolutional network differ in width, and would share nothing. False splits none.
+        always: Split each part that repeats a block. By default, it is split only if two thirds of its blocks equal
+            another one: the stages of a convolutional network differ in width, and would share nothing. False splits
+            none.
     """
     parts: list[nn.Module] = []
     for part in direct_parts(model):
@@ -192,7 +193,7 @@ def _read_min_size(policy: Any) -> int | None:
 
 
 def check_policy(policy: Any, flag: str) -> Any:
-    """Check a policy as far as possible before there is a model.
+    """Check a policy as far as possible without a model.
 
     Args:
         policy: The policy.

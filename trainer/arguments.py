@@ -19,7 +19,7 @@ from .settings import Limit
 
 
 def check_limit(name: str, value: Limit) -> int | float:
-    """Return a fraction of an epoch (float from 0 to 1) or a number of batches (int).
+    """Return the limit as a fraction of an epoch (float from 0 to 1) or a number of batches (int).
 
     Args:
         name: Name of the flag, for messages.
@@ -85,7 +85,7 @@ def check_bounds(unit: str, low: int, high: int) -> None:
         high: The maximum.
 
     Raises:
-        ValueError: If it does; the message states both.
+        ValueError: If the minimum exceeds the maximum; the message states both.
     """
     if 0 <= high < low:
         raise ValueError(f"min_{unit}={low} must be at most max_{unit}={high}. Lower min_{unit} or raise max_{unit}.")
@@ -148,7 +148,7 @@ def check_interval(name: str, value: int | float | None) -> int | float:
 
 
 def check_epochs(name: str, value: int | None, interval: int | float | None) -> int | None:
-    """Return a number of epochs, or None to count across epochs, which needs an interval in batches or in time.
+    """Return a number of epochs; None, which needs an interval in batches or in time, counts across epochs.
 
     Args:
         name: Name of the flag, for messages.
@@ -281,7 +281,7 @@ def refuse_with_barebones(**flags: Any) -> None:
 
 
 def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[Any, bool]:
-    """Return the precision and ``sync_batchnorm`` that ``plugins`` and the flags of these names set together.
+    """Return the precision and ``sync_batchnorm`` set by ``plugins`` or by the flags of these names.
 
     Args:
         plugins: The flag ``plugins``.

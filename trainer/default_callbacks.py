@@ -43,7 +43,8 @@ def choose_callbacks(
         model_summary: Whether to add a `ModelSummary`. Default: True.
         report: Whether to add a `RunReport`. Default: the value of ``in_folder``.
         in_folder: Whether a logger has a folder for the run.
-        collects_garbage: Whether to add a `GarbageCollection`, because several processes would wait for each other's.
+        collects_garbage: Whether to add a `GarbageCollection`, so that several processes collect garbage in the same
+            step.
 
     Raises:
         TypeError: If an object is not a callback.
@@ -114,7 +115,7 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
     Args:
         requested: A bool, None, a `Logger`, or several.
         root: Directory of a default logger.
-        silent: Replace the loggers by one that stores nothing.
+        silent: Replace the loggers with one that stores nothing.
 
     Raises:
         TypeError: If an object is not a logger.

@@ -1,4 +1,4 @@
-"""Lightning's names for attributes of the Trainer that have another name here. Only scripts read them."""
+"""Lightning's names for attributes of the Trainer that have another name in Treadle. Only scripts read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LightningAliases:
-    """Base class of `Trainer` with read-only names, each one step from the attribute it stands for.
+    """Base class of `Trainer` with read-only aliases of its attributes.
 
     It has no state and no other subclass.
     """
@@ -53,7 +53,7 @@ class LightningAliases:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """Arguments of a custom sampler that shards samples; None with one process."""
+        """Arguments for a custom sampler that shards samples; None with one process."""
         world = self._trainer.accelerator.data_world
         return {"num_replicas": world.size, "rank": world.rank} if world.size > 1 else None
 
@@ -64,7 +64,7 @@ class LightningAliases:
 
     @property
     def _accelerator_connector(self) -> SimpleNamespace:
-        """Devices, which libraries look up here before the run begins."""
+        """Attributes that libraries look up here before the run begins, such as the devices."""
         device = self._trainer.strategy.root_device
         devices = [
             torch.device(device.type, index) if device.index is not None else device for index in self.device_ids
@@ -98,38 +98,38 @@ class LightningAliases:
 
     @property
     def training(self) -> bool:
-        """Return whether a ``fit`` trains, and does not validate."""
+        """Return whether ``fit`` is training, rather than validating."""
         return self._trainer.stage == "fit" and not self._validates_within_fit
 
     @property
     def validating(self) -> bool:
-        """Return whether a validation runs, within ``fit`` too, except for the sanity check."""
+        """Return whether a validation is running, also within ``fit``; the sanity check does not count."""
         return self._trainer.stage == "validate" or (self._validates_within_fit and not self._trainer.sanity_checking)
 
     @property
     def _validates_within_fit(self) -> bool:
-        """Return whether a ``fit`` validates or runs the sanity check."""
+        """Return whether ``fit`` is validating or running the sanity check."""
         trainer = self._trainer
         return trainer.stage == "fit" and (trainer.sanity_checking or trainer.metrics.evaluation is not None)
 
     @property
     def testing(self) -> bool:
-        """Return whether a ``test`` runs."""
+        """Return whether ``test`` is running."""
         return self._trainer.stage == "test"
 
     @property
     def predicting(self) -> bool:
-        """Return whether a ``predict`` runs."""
+        """Return whether ``predict`` is running."""
         return self._trainer.stage == "predict"
 
     @property
     def evaluating(self) -> bool:
-        """Return whether a validation or a ``test`` runs."""
+        """Return whether a validation or ``test`` is running."""
         return self.validating or self.testing or self._trainer.sanity_checking
 
     @property
     def is_last_batch(self) -> bool:
-        """Return whether the current micro-batch, or the latest one between two, is the last of its epoch."""
+        """Return whether the current or latest micro-batch is the last of its epoch."""
         sources, progress = self._trainer.sources, self._trainer.progress
         if not progress.in_step and (progress.epoch_is_trained or not progress.batch):
             return progress.batches > 0  # the dataloader already counts the next epoch

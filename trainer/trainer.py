@@ -101,11 +101,11 @@ class Trainer(LightningAliases):
         accumulate_grad_batches: Micro-batches per optimizer step. Default: 1.
         gradient_clip_val: Limit of the gradients' norm or value in each optimizer step; None or 0 disables clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
-        deterministic: Use deterministic algorithms only; ``"warn"`` warns where an operation has none.
+        deterministic: Use deterministic algorithms only; ``"warn"`` warns about operations without one.
         benchmark: Let cuDNN benchmark its algorithms.
         float32_matmul_precision: Precision of float32 matrix products: ``"highest"``, or ``"high"`` or ``"medium"``
             with fewer bits (TF32 or bfloat16 on GPUs that support it), which is several times faster. It applies to the
-            whole process. Default: the current setting, ``"highest"`` unless the script has called torch.
+            whole process. Default: the current setting, ``"highest"`` unless the script has changed it.
         inference_mode: Evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``). Default:
             True.
         use_distributed_sampler: Shard the data over the processes; False if your loaders already do. Default: True.
@@ -118,19 +118,21 @@ class Trainer(LightningAliases):
         compile: Compile the model's modules; a dict passes arguments to ``torch.compile``. Default: False.
         plugins: A `Precision`, or ``TorchSyncBatchNorm()``; one or several.
         enable_autolog_hparams: Send hyperparameters to the loggers when a stage begins. Default: True.
-        default_root_dir: Folder for logs and checkpoints that have no other. Default: the working directory.
+        default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
+            directory.
         on_nonfinite: Policy for a loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators
             one step later), ``"skip"`` the step on all processes (which synchronizes with the device in every step), or
             ``"ignore"``. With float16, the loss scaler handles gradients. Default: ``"raise"``.
-        timeout: How long a rank may make no progress, in the forms of ``max_time``; see `Accelerator`.
-        grace: How long a stage may take to end after a signal, in the forms of ``max_time``. Then all ranks exit, even
-            if a save is incomplete; the latest complete checkpoint counts. Default: no limit.
+        timeout: How long a rank may go without progress, in the forms of ``max_time``; see `Accelerator`.
+        grace: How long a stage may take to end after a signal, in the forms of ``max_time``. After that, all ranks
+            exit, even if a save is incomplete; the run then resumes from the latest complete checkpoint. Default: no
+            limit.
         unknown: Unknown flags, for the error that names the closest flag.
 
     Attributes:
         accelerator: The `Accelerator` that the loop uses.
         progress: The run's counters.
-        history: The curves of logged values, and where the time went; see `History`.
+        history: The curves of logged values, and how the time was spent; see `History`.
         should_stop: Set it on any process to end the run after an optimizer step.
         interrupted: Whether Ctrl-C ended the last stage.
         sanity_checking: Whether the sanity check before training is running.
@@ -139,7 +141,7 @@ class Trainer(LightningAliases):
 
     Raises:
         TypeError: If a flag does not exist; the message names the closest one.
-        ValueError: If a flag has a value that cannot be honoured.
+        ValueError: If a flag's value is invalid or cannot be applied.
 
     Example:
         >>> import treadle as tl
@@ -310,7 +312,7 @@ class Trainer(LightningAliases):
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
         self.lr_scheduler_configs: list[SchedulerConfig] = []
-        # Of the current or last stage.
+        # State of the current or last stage.
         self.stage: str | None = None
         self.latest_stage: str | None = None
         self.status = TrainerStatus.INITIALIZING
@@ -435,12 +437,13 @@ class Trainer(LightningAliases):
             model: The task. Default: the task of the last ``fit``, at its best checkpoint.
             dataloaders: The dataloader, several (the result is then a list of lists), or a data module.
             datamodule: The data module, instead of dataloaders.
-            return_predictions: False discards the results, for streams that a callback writes to files. Default: True.
+            return_predictions: False discards the results, for example if a callback writes them to files. Default:
+                True.
             ckpt_path: The checkpoint to load weights from: a path, ``"last"`` or ``"best"``.
             weights_only: See `fit`.
 
         Returns:
-            The result of each batch, of all processes and on each process, in the dataset's order; None with
+            The results of all processes' batches, on each process, in the dataset's order; None with
             ``return_predictions=False``.
 
         Raises:
@@ -518,7 +521,7 @@ class Trainer(LightningAliases):
         if self.is_global_zero:
             (print if bar is None or self.stage is None else bar.print)(*args, **kwargs)
 
-    # -- what runs, on which processes ---------------------------------------------------------------------------
+    # -- task and processes --------------------------------------------------------------------------------------
 
     @property
     def is_global_zero(self) -> bool:
@@ -580,7 +583,7 @@ class Trainer(LightningAliases):
         """
         return self.accelerator.init_module(bool(empty_init))
 
-    # -- how far the run is --------------------------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
@@ -627,7 +630,7 @@ class Trainer(LightningAliases):
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Logged values of the stage: epoch values of all processes, and this process's latest step values.
 
-        A name that is logged by step and by epoch has the step's value until the epoch is over.
+        A name that is logged by step and by epoch has the step's value until the epoch ends.
         """
         latest = self.metrics.latest()
         values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
@@ -656,13 +659,13 @@ class Trainer(LightningAliases):
     def log_dir(self) -> str | None:
         """Folder of the run: the first logger's, or the one that ``fit`` created.
 
-        Every process knows it without communication.
+        It is available on every process without communication.
         """
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Current values of the flags, by name, as far as they are plain values."""
+        """Current values of the flags that are plain data, by name."""
         settings: dict[str, Any] = {"strategy": self.strategy.name, "device": str(self.accelerator.device)}
         settings |= {"num_nodes": self.num_nodes, "devices": self.num_devices, "precision": self.precision}
         settings["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None

@@ -72,7 +72,7 @@ class Averages:
 
     Attributes:
         count: Number of updates.
-        values: Averages by name. A tied parameter is listed under each of its names; of a sharded parameter, this
+        values: Averages by name. A tied parameter is listed under each of its names; for a sharded parameter, this
             process's shard.
     """
 
@@ -83,7 +83,7 @@ class Averages:
         self._parameters = list(module.parameters())
         self._buffers: list[tuple[dict[str, Any], str]] = []  # a module may replace a buffer by another tensor
         self._before: list[Tensor] | None = None
-        self._names: list[list[str]] = []  # of each tensor, with those of the tensors tied to it
+        self._names: list[list[str]] = []  # names of each tensor, including those of tensors tied to it
         self._local_averages: list[Tensor] = []
         masks = collect_masks(module)
         names: dict[int, list[str]] = {}
@@ -277,7 +277,7 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
 
 
 def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
-    """Return the entry of an averaging callback in a checkpoint, its tensors unread; None if there is none.
+    """Return the entry of an averaging callback in a checkpoint, with its tensors unread; None if there is none.
 
     Args:
         opened: The checkpoint.

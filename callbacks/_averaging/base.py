@@ -43,7 +43,7 @@ class Averaging(Callback):
         self._ended, self._latest_epoch = False, -1
 
     def _end(self) -> None:
-        """Put the model's own weights back, unless training is over."""
+        """Put the model's own weights back, unless training has ended."""
         if self._averages is not None and not self._ended:
             self._averages.restore_model()
 

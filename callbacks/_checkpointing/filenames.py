@@ -17,7 +17,7 @@ _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str:
-    """Replace the fields of a template by values.
+    """Replace the fields of a template with values.
 
     Args:
         template: Fields are names in braces, optionally with a format after a colon.

@@ -49,7 +49,7 @@ class TopKCheckpoints:
     replaced: list[str] = field(default_factory=list)
     saved_step: int = 0
 
-    # -- what is kept --------------------------------------------------------------------------------------------
+    # -- kept checkpoints ----------------------------------------------------------------------------------------
 
     @property
     def ranked_paths(self) -> set[str]:

@@ -18,7 +18,7 @@ class PrunedParameter:
 
     torch stores the trained values as ``weight_orig`` and the mask as a buffer ``weight_mask``, and sets ``weight``
     before each forward pass. While it does, the module's state dict has only ``weight``, pruned, even after a fit. A
-    mask that an earlier fit left is taken over.
+    mask left by an earlier fit is adopted.
 
     Args:
         module: The module of the parameter.
@@ -66,7 +66,7 @@ class PrunedParameter:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
     def register_hooks(self) -> None:
-        """Let the module's state dict have the pruned value under its own name, if the parameter is pruned."""
+        """Make the module's state dict contain the pruned value under its own name, if the parameter is pruned."""
         if self.is_pruned and not self._hooks:
             self._hooks = [  # torch sets an attribute on the hook, which a bound method does not allow
                 self.module.register_state_dict_post_hook(partial(self._hide)),
@@ -74,7 +74,7 @@ class PrunedParameter:
             ]
 
     def make_permanent(self) -> None:
-        """Replace the parameter by its pruned value and remove the mask."""
+        """Replace the parameter with its pruned value and remove the mask."""
         if self.is_pruned:
             prune.remove(self.module, self.name)
         self._remove_hooks()
@@ -92,7 +92,7 @@ class PrunedParameter:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Restore the state that `get_state` returned, its tensors unread.
+        """Restore the state that `get_state` returned, with its tensors unread.
 
         Args:
             saved: The state, or None.
@@ -118,7 +118,7 @@ class PrunedParameter:
         self.register_hooks()
 
     def _hide(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Replace values and mask in a state dict by the pruned value."""
+        """Replace values and mask in a state dict with the pruned value."""
         value, mask = state.pop(f"{prefix}{self.name}_orig"), state.pop(f"{prefix}{self.name}_mask")
         state[f"{prefix}{self.name}"] = (value * mask.to(value.dtype)).detach()
 

@@ -31,7 +31,7 @@ class Part:
         local: Number of parameters that this process holds.
         training: Whether it is in training mode.
         frozen: Whether all of its parameters are frozen.
-        flops: Floating-point operations in the run with the example input; None without one.
+        flops: Floating-point operations in the run with the example input; None if there is none.
         in_size: Shapes of its inputs in the first call, or ``"?"``.
         out_size: Shapes of its outputs in the first call, or ``"?"``.
     """

@@ -43,7 +43,7 @@ _PEAKS: dict[str, tuple[float | None, ...]] = {
     "v100 pcie": (7, 14, None, None, 112, None),
     "v100": (7.8, 15.7, None, None, 125, None),
     "mi300x": (163.4, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
-    "mi250x": (47.9, 47.9, None, 191.5, 191.5, 191.5),  # of one of its two dies, each of which is a device
+    "mi250x": (47.9, 47.9, None, 191.5, 191.5, 191.5),  # for one of its two dies, each of which is a device
 }
 _FORMATS = (torch.float64, torch.float32, "tf32", torch.bfloat16, torch.float16, torch.int8)
 # Words that denote another device: a slice of one, or a variant.

@@ -71,8 +71,8 @@ class Throughput:
             flops: Operations since the last measurement, as `measure_flops` counts them.
 
         Raises:
-            ValueError: If a total has not grown, which leaves no rate to compute, or a measurement has other values
-                than the one before it.
+            ValueError: If a total has not grown, which leaves no rate to compute, or a measurement has different values
+                from the one before it.
         """
         row: dict[str, float] = {"time": time, "batches": batches, "samples": samples}
         if lengths is not None:

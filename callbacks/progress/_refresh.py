@@ -43,7 +43,7 @@ class DrawnBar(ProgressBar):
         self._terminal = False
         self._due = math.inf  # time of the next redraw; infinite if nothing is drawn
         self._every = _REDRAW_EVERY
-        self._batches = 1  # between redraws
+        self._batches = 1  # batches between redraws
         self._shown = 0  # batches shown by the bar of the epoch or of the evaluation
         self._text = ""
         self._pace = _Pace()
@@ -90,7 +90,7 @@ class DrawnBar(ProgressBar):
         if self._terminal:
             self._safely(self._come_back)
 
-    # -- how it looks --------------------------------------------------------------------------------------------
+    # -- appearance ----------------------------------------------------------------------------------------------
 
     def _can_draw(self) -> bool:
         """Return whether there is a terminal or a notebook."""

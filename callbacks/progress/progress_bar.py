@@ -62,7 +62,7 @@ class ProgressBar(BestEffortCallback):
             raise TypeError(f"{type(self).__name__}.trainer is not set before a stage begins.")
         return self._trainer
 
-    # -- what users override -------------------------------------------------------------------------------------
+    # -- methods that may be overridden --------------------------------------------------------------------------
 
     def disable(self) -> None:
         """Stop drawing. Runs in ``setup`` on every process except rank zero.
@@ -128,7 +128,7 @@ class ProgressBar(BestEffortCallback):
         """Name of a prediction."""
         return "predict"
 
-    # -- how many batches ----------------------------------------------------------------------------------------
+    # -- numbers of batches --------------------------------------------------------------------------------------
 
     @property
     def total_train_batches(self) -> int | float:

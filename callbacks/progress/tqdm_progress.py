@@ -10,7 +10,7 @@ from typing import Any
 from ...common.validation import check_int
 from ._refresh import DrawnBar
 
-_SHORTEST = 4  # letters of the bar itself, before values next to it are omitted
+_SHORTEST = 4  # minimum characters of the bar, below which values next to it are omitted
 
 
 def __getattr__(name: str) -> Any:
@@ -79,7 +79,7 @@ class TQDMProgressBar(DrawnBar):
         """Bar of the running evaluation, or None."""
         return self.val_progress_bar
 
-    # -- what users override -------------------------------------------------------------------------------------
+    # -- methods that may be overridden --------------------------------------------------------------------------
 
     def init_train_tqdm(self) -> Any:
         """Return the epoch's bar. Its total and its text are set later."""
@@ -181,7 +181,7 @@ def _fit_postfix(bar: Any) -> None:
     if not facts["ncols"] or not bar.postfix:  # a notebook
         return
     widest = {"n": facts["total"] or facts["n"], "rate": 999.99}
-    others = len(bar.format_meter(**{**facts, **widest, "ncols": None, "postfix": ""}))  # with a bar of ten letters
+    others = len(bar.format_meter(**{**facts, **widest, "ncols": None, "postfix": ""}))  # with a bar of ten characters
     room = facts["ncols"] - (others - 10 + _SHORTEST) - len(", ")
     if len(bar.postfix) > room:
         whole, _, _ = bar.postfix[: max(0, room - len(", ..") + 1)].rpartition(", ")

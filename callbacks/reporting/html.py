@@ -19,7 +19,8 @@ _SMALLEST = 1e-300  # smaller ranges cannot be divided into ticks
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 26
 _STAGES = ("train", "training", "val", "valid", "validation", "test", "eval")
-# Okabe and Ito's colours, which people with every kind of sight can tell apart; from the seventh on lines are dashed.
+# Okabe and Ito's colours, which people with any form of colour vision can distinguish; from the seventh on lines are
+# dashed.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 _STAGE_OF = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _OF_STAGE = dict(zip(("train", "val", "test"), COLOURS, strict=False))
@@ -248,7 +249,7 @@ class Chart:
 
 
 def render_charts(charts: Sequence[Chart]) -> Iterator[str]:
-    """Yield the section with a page's charts, nothing where there are none."""
+    """Yield the section with a page's charts, or nothing if there are none."""
     if charts:
         drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
         yield render_section("Curves", f'<div class="charts">{drawn}</div>')

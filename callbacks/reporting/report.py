@@ -73,10 +73,11 @@ class RunReport(BestEffortCallback):
         self.path: AnyPath | None = None
         self._written = 0.0
         self._begun = False
-        self._samples, self._seconds = 0, 0.0  # of training, when fit began (samples and seconds)
-        self._endings: dict[str, tuple[str, bool]] = {}  # of each stage since fit began
+        self._samples, self._seconds = 0, 0.0  # samples and seconds of training when fit began
+        self._endings: dict[str, tuple[str, bool]] = {}  # for each stage since fit began
         self._failures: list[Failure] = []
-        self._hyperparameters: dict[str, dict[str, str]] = {}  # of fit: later stages may have another task
+        # Those of fit, because later stages may have another task.
+        self._hyperparameters: dict[str, dict[str, str]] = {}
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Reset the page for a new fit; another stage adds to it."""
@@ -199,7 +200,7 @@ def describe_ending(trainer: Trainer, stage: str) -> str:
 
 
 def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
-    """Return a few numbers by name. The rate counts what this process trained after the given samples and seconds."""
+    """Return a few numbers by name. The rate covers this process's training after the given samples and seconds."""
     from .html import format_duration, format_number
 
     progress, history = trainer.progress, trainer.history
@@ -244,7 +245,7 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def find_best(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the best value of a monitoring callback, `ModelCheckpoint` before `EarlyStopping`; None without one.
+    """Return the best value of a monitoring callback, `ModelCheckpoint` before `EarlyStopping`; None if there is none.
 
     Args:
         trainer: The Trainer.

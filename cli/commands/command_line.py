@@ -19,7 +19,7 @@ from ...trainer import TrainerSettings
 from ...trainer.runs import CONFIG
 from ..config import COMMAND_LINE, SECTIONS, Config, ConfigError, load, make_printable, read_text
 
-GRACE = 3.0  # seconds; launchers look after their processes several times a second
+GRACE = 3.0  # seconds; launchers check their processes several times per second
 
 WORDS = {
     "fit": "train a task",
@@ -78,7 +78,7 @@ class Options:
         overrides: Overrides, in order.
         from_run: Folder or checkpoint of a run whose configuration comes first.
         show: Whether to print the configuration and run nothing.
-        help: Topic of the requested help; empty for the command itself, None without a request.
+        help: Topic of the requested help; empty for the command itself, None if help is not requested.
     """
 
     files: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         The options.
 
     Raises:
-        ConfigError: An option is unknown, which names the closest one, or lacks its value.
+        ConfigError: If an option is unknown (the error names the closest one), or lacks its value.
     """
     options, rest = Options(), list(arguments)
     while rest:
@@ -159,14 +159,14 @@ def _take_value(name: str, equals: str, value: str, rest: list[str], value_kind:
 
 
 def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> Config:
-    """Load the configuration that a command line asks for.
+    """Load the configuration that a command line specifies.
 
     Args:
         options: The parsed command line.
         defaults: A configuration that files and overrides take precedence over.
 
     Raises:
-        ConfigError: The configuration can't be read, merged or resolved.
+        ConfigError: If the configuration cannot be read, merged or resolved.
     """
     earlier_config = None if options.from_run is None else read_earlier_config(options.from_run)
     return load(options.files, options.overrides, defaults=defaults, earlier=earlier_config)
@@ -179,7 +179,7 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
         place: The run's folder, or a checkpoint.
 
     Raises:
-        ConfigError: There is no configuration.
+        ConfigError: If there is no configuration.
     """
     from ...engine.checkpoint import find_again
 

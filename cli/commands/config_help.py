@@ -28,7 +28,7 @@ def describe_target(target: Any, title: str = "") -> str:
     summary = (inspect.getdoc(target) or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
     home = getattr(target, "__module__", "")
     lines = [f"{title or target.__name__}  ({home}.{getattr(target, '__qualname__', '')})", *_wrap_text(summary, "  ")]
-    # What an optimizer and a scheduler get from the run.
+    # The arguments that an optimizer and a scheduler receive from the run.
     run_arguments = {Optimizer: "params", LRScheduler: "optimizer"}
     supplied = [name for kind, name in run_arguments.items() if isinstance(target, type) and issubclass(target, kind)]
     arguments = {name: argument for name, argument in takes.arguments.items() if name not in supplied}
@@ -39,7 +39,7 @@ def describe_target(target: Any, title: str = "") -> str:
         kind = "a list" if argument.several else describe_annotation(argument.type)
         lines.append(f"  {name}: {kind}; {default}")
         description = words.get(name, "").replace("``", "")
-        if argument.default is not REQUIRED:  # the line above states it
+        if argument.default is not REQUIRED:  # the line above states the default
             description = description.removesuffix(f" Default: {argument.default}.")
             description = description.removesuffix(f' Default: "{argument.default}".')
         lines += _wrap_text(description, "      ")
@@ -57,7 +57,7 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
         default_classes: Default classes by section.
 
     Raises:
-        ConfigError: No class has this name.
+        ConfigError: If no class has this name.
     """
     if name == "trainer":
         return Trainer

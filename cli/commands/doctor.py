@@ -50,7 +50,7 @@ def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks to start if no launcher has started any")
     parser.add_argument("--cpu", action="store_true", help="measure the all-reduce on the CPU")
     parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
-    parser.add_argument("--report", metavar="FILE", help=argparse.SUPPRESS)  # of a rank that this command started
+    parser.add_argument("--report", metavar="FILE", help=argparse.SUPPRESS)  # used for a rank that this command started
     return parser
 
 
@@ -100,7 +100,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options.
 
     Raises:
-        ValueError: An option is unknown, which names the closest one, or has an unusable value.
+        ValueError: If an option is unknown (the error names the closest one), or has an unusable value.
     """
     parser = build_parser()
     names = [name for name in parser._option_string_actions if name not in ("--report", "-h")]

@@ -89,11 +89,11 @@ def export(
         A sentence about what was written and what was omitted.
 
     Raises:
-        ValueError: The checkpoint is damaged or is not a checkpoint, an argument is invalid, or the output is in the
+        ValueError: If the checkpoint is damaged or is not a checkpoint, an argument is invalid, or the output is in the
             folder of a checkpoint, which it would destroy.
-        OSError: The files can't be written.
+        OSError: If the files cannot be written.
     """
-    # torch, for which --help need not wait
+    # They import torch, which --help should not wait for.
     from ...engine.checkpoint import OpenCheckpoint, extra_part, model_part
     from ...engine.weights import (
         make_parent,

@@ -99,7 +99,7 @@ def _format_list(title: str, findings: Iterable[Finding]) -> str:
 
 def _print(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
     file = stream or sys.stdout
-    # A file's name may hold what the terminal's encoding has no letters for.
+    # A file's name may contain characters that the terminal's encoding does not have.
     encoding = file.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=file, end=end)
 
@@ -110,5 +110,5 @@ def _print_bytes(raw: bytes) -> None:
     if hasattr(sys.stdout, "buffer"):
         sys.stdout.buffer.write(raw)
         sys.stdout.buffer.flush()
-    else:  # a stream that somebody put in its place, of text alone
+    else:  # a text-only stream that replaces the standard one
         sys.stdout.write(raw.decode("utf-8", "replace"))

@@ -105,7 +105,7 @@ def _parse_positive(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 if the run would not fit, 2 if it can't be planned.
+    """Run the command and return its exit status: 1 if the run would not fit, 2 if it cannot be planned.
 
     Args:
         arguments: The words after `treadle plan`. Default: those of the command line.

@@ -1,4 +1,4 @@
-"""Plan subject built from a run's configuration. Nothing of the run is started."""
+"""Plan subject built from a run's configuration. No part of the run is started."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from ..config import load
 from ..config.instantiate import CheckedConfig, check
 from .plan_subject import Subject, vary_strategy
 
-# A second of stepping.
+# About a second of stepping.
 _MOST_STEPS = 100_000
 _POINTS = 80
 
-# Where and on what the run is: what a plan asks for itself.
+# Flags that set the place and the hardware of the run, which a plan needs itself.
 _PLACE = ("strategy", "devices", "num_nodes", "precision", "gradient_clip_val", "compile", "sync_batchnorm")
-# How long it is: what the Trainer's own arithmetic is asked. Callbacks, loggers and profilers are not even built.
+# Flags that set the length of the run, for the Trainer's own computation. Callbacks, loggers and profilers are not even
+# built.
 _LENGTH = (
     "accumulate_grad_batches", "fast_dev_run", "limit_train_batches", "max_epochs", "max_steps", "max_time",
     "min_epochs", "min_steps", "overfit_batches", "use_distributed_sampler",
@@ -47,11 +48,11 @@ def build_config_subject(options: argparse.Namespace) -> Subject:
         options: The parsed command line of `treadle plan`.
 
     Raises:
-        ConfigError: The configuration is wrong.
-        ValueError: The task can't be planned.
+        ConfigError: If the configuration is invalid.
+        ValueError: If the task cannot be planned.
     """
     if (current_directory := os.getcwd()) not in sys.path:
-        sys.path.insert(0, current_directory)  # modules next to the configuration can be named in it
+        sys.path.insert(0, current_directory)  # so that it can name modules next to the configuration
     checked = check(load(options.config, options.overrides))
     run = _PlannedRun(checked, options)
     return Subject(
@@ -96,7 +97,7 @@ class PlannedTrainer(Trainer):
 
 
 class _SilentMetrics:
-    """Metrics that discard all values a step logs."""
+    """Metrics that discard all values that a step logs."""
 
     def log(self, *_: Any, **__: Any) -> None:
         """Do nothing: there are no values."""
@@ -108,7 +109,8 @@ class _PlannedRun:
     def __init__(self, checked: CheckedConfig, options: argparse.Namespace) -> None:
         self.checked = checked
         self.options = options
-        planned = (*_PLACE, *_LENGTH, "float32_matmul_precision")  # the last is the process's, and the costs read it
+        # The last one applies to the whole process, and the costs depend on it.
+        planned = (*_PLACE, *_LENGTH, "float32_matmul_precision")
         flags = {name: recipe.make() for name, recipe in checked.trainer.items() if name in planned}
         placement = {name: flags.pop(name) for name in _PLACE if name in flags}
         self._read_placement(placement)
@@ -181,7 +183,7 @@ class _PlannedRun:
         world_size = self.settings["world_size"]
         return int(world_size // self.make_strategy(world_size).grid(world_size)["tensor"])
 
-    # -- what simulate is given ----------------------------------------------------------------------------------
+    # -- inputs of simulate --------------------------------------------------------------------------------------
 
     def make_strategy(self, world_size: int) -> Any:
         """Return the configuration's strategy, or the one that the options name.
@@ -198,7 +200,7 @@ class _PlannedRun:
         return task
 
     def make_batch(self, samples: int) -> Any:
-        """Return a batch like the first one, of another size.
+        """Return a batch like the first one, with another size.
 
         Args:
             samples: Samples in the batch.
@@ -213,7 +215,7 @@ class _PlannedRun:
             batch: The batch.
 
         Raises:
-            ValueError: ``training_step`` returned no loss that requires gradients.
+            ValueError: If ``training_step`` returned no loss that requires gradients.
         """
         assert self.trainer.task is not None
         indexed = count_positional(self.trainer.task.training_step) > 1
@@ -228,7 +230,7 @@ class _PlannedRun:
         """Return the first optimizer of the task's ``configure_optimizers``.
 
         Raises:
-            ValueError: ``configure_optimizers`` returned None.
+            ValueError: If ``configure_optimizers`` returned None.
         """
         task = self.trainer.task
         assert task is not None
@@ -244,7 +246,7 @@ class _PlannedRun:
         try:
             with torch.device("meta"):
                 task = self.checked.build_task()
-        except (RuntimeError, NotImplementedError):  # it looks at values, as at those of torch.linspace
+        except (RuntimeError, NotImplementedError):  # it reads values, such as those of torch.linspace
             with torch.device("cpu"):
                 task = self.checked.build_task()
         task.trainer = self.trainer
@@ -254,7 +256,7 @@ class _PlannedRun:
     def _configure_task(self, task: TaskModule) -> TaskModule:
         """Run the task's ``setup`` and ``configure_model``, and move it to the meta device."""
         with torch.device("cpu"):
-            task.setup("fit")  # may read data, so values are needed
+            task.setup("fit")  # it may read data, so values are needed
         with torch.device("meta"):
             task.configure_model()
         if any(not tensor.is_meta for tensor in (*task.parameters(), *task.buffers())):
@@ -301,7 +303,7 @@ class _SimulatedAccelerator:
     """Accelerator that prepares loaders for rank zero of ``processes``."""
 
     def __init__(self, processes: int) -> None:
-        self.world: Any = SimpleNamespace(rank=0, size=processes)  # all that a loader asks of a `World`
+        self.world: Any = SimpleNamespace(rank=0, size=processes)  # all attributes of a `World` that a loader uses
 
     def prepare_data_loader(self, source: Any, *, shard: bool, evaluation: bool, move: Any) -> Loader:
         """Prepare a dataloader; see `Accelerator.prepare_data_loader`."""
@@ -361,7 +363,7 @@ def _resize_batches(source: Any, micro: int) -> Any:
     if not _is_plain_loader(source):
         return source
     resized, batch_sampler = copy.copy(source), source.batch_sampler
-    # DataLoader forbids to set these by name once it is built.
+    # A DataLoader refuses to set these by name after its construction.
     resized.__dict__["batch_sampler"] = BatchSampler(batch_sampler.sampler, micro, batch_sampler.drop_last)
     resized.__dict__["batch_size"] = micro
     return resized
@@ -391,7 +393,7 @@ def _simulate_rates(
     interval = max(1, steps // _POINTS)
     rates = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no optimizer stepped before them
+        warnings.simplefilter("ignore")  # the warning that no optimizer stepped before them
         for step in range(1, steps + 1):
             if (step - 1) % interval == 0:
                 rates.append(float(optimizer.param_groups[0]["lr"]))

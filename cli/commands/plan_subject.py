@@ -54,7 +54,7 @@ def build_model_subject(options: argparse.Namespace) -> Subject:
         options: The parsed command line of `treadle plan`.
 
     Raises:
-        ValueError: The model's name is unknown, which names the closest one.
+        ValueError: If the model's name is unknown; the error names the closest one.
     """
     sizes = sizes_of(options.model)
     if options.length is not None:
@@ -100,7 +100,7 @@ def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> lis
 
 
 def vary_strategy(options: argparse.Namespace, name: str | Strategy, world_size: int) -> Strategy:
-    """Return the requested strategy with the changes that the options ask for.
+    """Return the requested strategy with the changes that the options request.
 
     Args:
         options: The parsed command line of `treadle plan`.
@@ -108,7 +108,7 @@ def vary_strategy(options: argparse.Namespace, name: str | Strategy, world_size:
         world_size: World size of the plan.
 
     Raises:
-        ValueError: The name is unknown, or the strategy does not support an option.
+        ValueError: If the name is unknown, or the strategy does not support an option.
     """
     strategy = name if isinstance(name, Strategy) else simulation.strategy_named(name, world_size)
     changes: dict[str, Any] = {}

@@ -12,10 +12,11 @@ from ..config import Value, parse_scalar, split_at_secrets
 from ..config.instantiate import Opaque
 
 _BARE = re.compile(r"[A-Za-z_./~][\w./+*()@ -]*")
-_YAML_1_1_BOOLS = ("yes", "no", "on", "off", "y", "n")  # as true and false, by YAML 1.1
-_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")  # which JSON may hold and YAML may not
-_REFERENCE_START = re.compile(r"(\\*)\$\{")  # OmegaConf halves the backslashes before it
-_WIDEST = 56  # of what comments are lined up behind
+_YAML_1_1_BOOLS = ("yes", "no", "on", "off", "y", "n")  # YAML 1.1 reads these as true and false
+# Characters that are allowed in JSON but not in YAML.
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+_REFERENCE_START = re.compile(r"(\\*)\$\{")  # OmegaConf halves the preceding backslashes
+_WIDEST = 56  # widest line behind which comments are aligned
 Line = tuple[str, str]
 
 
@@ -29,7 +30,7 @@ def dump_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str =
     """
     lines = list(_format_mapping(root, "", secrets or {}))
     width = min(_WIDEST, max((len(text) for text, source in lines if source), default=0))
-    # Of a value that an earlier run has handed on, only where that had it from.
+    # For a value from an earlier run's configuration, only its original source is shown.
     shown = [f"{text:<{width}}  # {source.partition(', ')[0]}" if source else text for text, source in lines]
     return "\n".join([*(f"# {line}" for line in head.splitlines()), *shown]) + "\n"
 
@@ -79,7 +80,8 @@ def _format_item(value: Value, indent: str, secrets: Mapping[str, str]) -> Itera
 
 
 def _format_value(value: Value, secrets: Mapping[str, str], within: bool = False) -> str:
-    if not isinstance(value.data, str) and value.text is not None and value.text in secrets:  # a number, by now
+    # It has been converted to a number.
+    if not isinstance(value.data, str) and value.text is not None and value.text in secrets:
         return json.dumps(secrets[value.text])
     return format_word(value.data, secrets, within)
 

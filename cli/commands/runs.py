@@ -38,9 +38,9 @@ unreadable; a trial of a sweep may also be waiting or pruned. Nothing in the fol
 run."""
 
 STATES = ("running", "waiting", "finished", "pruned", "failed", "interrupted", "killed", "unreadable")
-_NARROWEST, _WIDEST = 24, 120  # letters in a row
-_LONGEST = 2000  # letters of a line that is shown
-_WIDEST_CELL = 40  # letters of a value in a comparison; the page has all of them
+_NARROWEST, _WIDEST = 24, 120  # characters in a row
+_LONGEST = 2000  # characters of a line that are shown
+_WIDEST_CELL = 40  # characters of a value in a comparison; the page shows all
 
 
 class _Parser(argparse.ArgumentParser):
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         print(output.encode(_get_encoding(), "replace").decode(_get_encoding()), flush=True)
-    except BrokenPipeError:  # `treadle runs | head` has seen enough
+    except BrokenPipeError:  # `treadle runs | head` has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -147,7 +147,7 @@ def _list(options: argparse.Namespace) -> str:
     if not runs:
         return f"no such runs in {options.dir}" if options.name or options.state else f"no runs in {options.dir}"
     rows = [("run", "state", "began", "took", "steps", "epochs", "best", "parameters"), *map(_format_row, runs)]
-    if not any(run.parameters for run in runs):  # no trials of a sweep
+    if not any(run.parameters for run in runs):  # no run is a trial of a sweep
         rows = [row[:-1] for row in rows]
     return _format_columns(rows, right={3, 4, 5})
 
@@ -198,7 +198,7 @@ def _check(option: str, value: str, valid: Iterable[str]) -> None:
         raise ValueError(f"{option} {value!r} is not one of {', '.join(names)}.{nearest(value, names)}")
 
 
-# -- one of them ---------------------------------------------------------------------------------------------------
+# -- one run -------------------------------------------------------------------------------------------------------
 
 
 def _show(options: argparse.Namespace) -> str:
@@ -206,7 +206,7 @@ def _show(options: argparse.Namespace) -> str:
         raise ValueError(f"--width {options.width} is not between {_NARROWEST} and 1000 characters.")
     directory = as_path(options.dir)
     if options.name is not None:
-        _filter_by_name(index.find(directory), options.name)  # a name that no run has
+        _filter_by_name(index.find(directory), options.name)  # raises an error if no run has the name
     run = index.read(index.holding(index.locate(options.run, directory, options.name)))
     problems = [run.problem] if run.problem else []
     parts: dict[str, Any] = {"config": "", "environment": {}, "charts": {}}
@@ -311,7 +311,7 @@ def _format_table(rows: Mapping[str, str]) -> list[str]:
     return [f"  {name:<{width}}  {value}" for name, value in rows.items()]
 
 
-# -- several of them ---------------------------------------------------------------------------------------------------
+# -- several runs ------------------------------------------------------------------------------------------------------
 
 
 def _compare(options: argparse.Namespace) -> str:
@@ -322,7 +322,7 @@ def _compare(options: argparse.Namespace) -> str:
         )
     directory = as_path(options.dir)
     if options.name is not None:
-        _filter_by_name(index.find(directory), options.name)  # a name that no run has
+        _filter_by_name(index.find(directory), options.name)  # raises an error if no run has the name
     paths = [index.holding(index.locate(reference, directory, options.name)) for reference in options.runs]
     if repeated := [str(path) for path in paths if paths.count(path) > 1]:
         raise ValueError(f"{repeated[0]} is given twice. Name each run once.")
@@ -362,7 +362,7 @@ def _cut_cell(text: str) -> str:
     return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 3]}..."
 
 
-# -- words ---------------------------------------------------------------------------------------------------------
+# -- formats -------------------------------------------------------------------------------------------------------
 
 
 def _format_count(value: Any) -> str:
@@ -376,7 +376,7 @@ def _format_counted(value: Any, singular: str, plural: str = "") -> str:
 def _format_time(moment: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-    except (OverflowError, ValueError, OSError):  # no clock shows that
+    except (OverflowError, ValueError, OSError):  # the number is not a valid time
         return "?"
 
 

@@ -70,17 +70,18 @@ def run(
         The session; None if something was printed and nothing run.
 
     Raises:
-        ConfigError: The command line or the configuration is wrong.
+        ConfigError: If the command line or the configuration is wrong.
     """
     follow_scheduler()
     if (current_directory := os.getcwd()) not in sys.path:
-        sys.path.insert(0, current_directory)  # as for python -m: modules next to the configuration can be named in it
+        # As python -m does, so that it can name modules next to the configuration.
+        sys.path.insert(0, current_directory)
     options = parse_options(arguments)
     if options.help == "":
         say(format_usage(stage, program))
         return None
     config = load_config(options, defaults)
-    # From here on torch is needed; what is wrong with the files themselves was said without waiting for it.
+    # torch is needed from here on; errors in the files themselves have been reported without waiting for it.
     if options.help is not None:
         from .config_help import describe_target, find_target
 
@@ -123,7 +124,7 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
                 folder.write_config(text)
             elif stage != "fit":
                 flags["callbacks"] = _prepare_callbacks(options.from_run, flags)
-                flags["logger"] = flags["logger"] or False  # what is measured is printed
+                flags["logger"] = flags["logger"] or False  # the values are printed
             if stage == "predict" and not keep:
                 flags["callbacks"] = _keep_predictions(flags["callbacks"], options.from_run)
             blamed_section = "trainer"
@@ -140,7 +141,7 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
         _refuse_saved_secrets(checked.config, {"model": model, "data": data})
         ckpt_path = checked.ckpt_path if stage == "fit" else _choose_weights(checked, options, trainer)
         if trial is not None and not trainer.checkpoint_callbacks:
-            ckpt_path = None  # a trial of a sweep that saves nothing begins anew where it was cut short
+            ckpt_path = None  # if a sweep's trial saves nothing, it starts over after an interruption
         stage_options: dict[str, Any] = {}
         if stage == "fit":
             stage_options["schedule"] = checked.schedule
@@ -162,10 +163,11 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
 
 
 def _describe_next_steps(trainer: Trainer, model: TaskModule, place: str, program: str) -> str:
-    """Return the commands that a finished fit leads to: look at it, evaluate it, train longer."""
+    """Return the commands that may follow a finished fit: inspect it, evaluate it, train longer."""
     from ...trainer import TaskModule
 
-    run = place.removeprefix("runs/") if place.count("/") == 2 else place  # as commands find it in runs/
+    # The form in which commands name runs in runs/.
+    run = place.removeprefix("runs/") if place.count("/") == 2 else place
     commands = {"curves": f"treadle runs show {run}"}
     if any(callback.best_model_path for callback in trainer.checkpoint_callbacks):
         if type(model).validation_step is not TaskModule.validation_step:
@@ -178,7 +180,7 @@ def _describe_next_steps(trainer: Trainer, model: TaskModule, place: str, progra
 
 
 def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | DataModule | None]) -> None:
-    """Raise ConfigError if hyperparameters contain a secret: they are saved and logged, secrets must not be."""
+    """Raise a ConfigError if hyperparameters, which are saved and logged, contain a secret."""
     for section, owner in owners.items():
         hyperparameters = make_value(owner.plain_hparams() if owner is not None else {}, "")
         for path, value in iterate_values(hyperparameters, (section,)):
@@ -203,7 +205,7 @@ def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Ca
 
 
 def _can_take_predictions(callback: Callback) -> bool:
-    """Return whether a callback may use predictions: of Treadle's, the writers and LambdaCallback do."""
+    """Return whether a callback may use predictions; of Treadle's callbacks, the writers and LambdaCallback do."""
     from ...callbacks import BasePredictionWriter, Callback
 
     hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")

@@ -63,7 +63,7 @@ def run(
     data: type[DataModule] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run the sweep that a command line asks for and return the exit status.
+    """Run the sweep that a command line describes and return the exit status.
 
     Args:
         arguments: The words after ``sweep``.
@@ -79,7 +79,7 @@ def run(
             say(format_usage(program))
             return 0
         if (current_directory := os.getcwd()) not in sys.path:
-            sys.path.insert(0, current_directory)  # modules next to the configuration can be named in it
+            sys.path.insert(0, current_directory)  # so that it can name modules next to the configuration
         from ..sweep import read_sweep
 
         sweep = read_sweep(file, overrides, defaults)
@@ -89,7 +89,7 @@ def run(
         return report_error(program, error)
     except ModuleNotFoundError as error:
         return report_error(program, ConfigError(str(error)))
-    except KeyboardInterrupt:  # before the first trial
+    except KeyboardInterrupt:  # interrupted before the first trial
         return 128 + signal.SIGINT
 
 

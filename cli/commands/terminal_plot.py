@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from ...callbacks.reporting import Chart, Points, choose_ticks, format_number
 
-_MARKS = "*+ox#%@&"  # of one line each, where there is only ASCII
-_COLOURS = (34, 33, 32, 31, 35, 36)  # ANSI's: blue, yellow, green, red, magenta, cyan
-_BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # a dot's bit, by row and column of its letter
+_MARKS = "*+ox#%@&"  # marks of the curves if only ASCII is available
+_COLOURS = (34, 33, 32, 31, 35, 36)  # ANSI codes: blue, yellow, green, red, magenta, cyan
+# The bit of a dot, by its row and column in a character.
+_BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def plot(
@@ -82,7 +83,7 @@ class Canvas:
     def __init__(self, columns: int, height: int, ascii: bool) -> None:
         self.columns, self.height, self.ascii = columns, height, ascii
         self.wide, self.high = (1, 1) if ascii else (2, 4)
-        self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # of a letter: its bits, and the line drawn last
+        self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # by character: its bits, and the curve drawn last
 
     def set_dot(self, x: int, y: int, line: int) -> None:
         """Set a dot.

@@ -46,13 +46,13 @@ SECTIONS = {
 COMMAND_LINE = "command line"
 MOST_EXPANDED = 100_000
 
-_OPEN = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # two backslashes before it stand for one
-_SOURCE = re.compile(r"  # ([^,#]+)[^#]*$")  # as `printed.dump_yaml` writes it
+_OPEN = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # two backslashes before it represent one
+_SOURCE = re.compile(r"  # ([^,#]+)[^#]*$")  # in the form that `printed.dump_yaml` writes
 _REFERENCE = re.compile(_OPEN.pattern + r"\s*(\.*[^\s${}:'\"()\\]+)\s*\}")
 _RESOLVER = re.compile(_OPEN.pattern + r"\s*([\w.]+)\s*:")
 _VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)\s*(?:\}|,)")
 _SINGLE_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)\s*(?:,(.*))?\}", re.DOTALL)
-_REFUSED = re.compile(r"oc\.(?!env$|decode$)")  # they make configurations, or know of what is not written
+_REFUSED = re.compile(r"oc\.(?!env$|decode$)")  # they create configurations, or depend on the environment
 _REFERENCE_HINT = "Write ${section.key}, ${oc.env:NAME,default}, or \\${ for the characters themselves."
 _SECRET = re.compile(r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASS$|_PWD|CREDENTIAL|_AUTH$", re.IGNORECASE)
 
@@ -117,7 +117,7 @@ def load(
         earlier: Name and YAML of an earlier run's configuration, which comes before the files.
 
     Raises:
-        ConfigError: The configuration is wrong; names file, line and key.
+        ConfigError: If the configuration is invalid; the error names file, line and key.
     """
     return resolve(merge_sources(files, overrides, defaults=defaults, earlier=earlier))
 
@@ -138,7 +138,7 @@ def merge_sources(
         earlier: See `load`.
 
     Raises:
-        ConfigError: The configuration is wrong; names file, line and key.
+        ConfigError: If the configuration is invalid; the error names file, line and key.
     """
     root = normalize(make_value(dict(defaults or {}), "script"))
     if earlier is not None:
@@ -158,7 +158,7 @@ def resolve(root: Value, settings: Mapping[str, Value] | None = None) -> Config:
         settings: Values by dotted key, which take precedence. Like those of the command line, each must have an effect.
 
     Raises:
-        ConfigError: The configuration is wrong; names file, line and key.
+        ConfigError: If the configuration is invalid; the error names file, line and key.
     """
     settings = settings or {}
     for key, value in settings.items():
@@ -244,7 +244,7 @@ def parse_path(key: str) -> Path:
         key: The dotted key.
 
     Raises:
-        ConfigError: It is not a key.
+        ConfigError: If it is not a key.
     """
     parts = key.split(".")
     if not all(re.fullmatch(r"[\w-]+", part) for part in parts):
@@ -260,7 +260,7 @@ def resolve_references(root: Value, explicit: Container[str] = (COMMAND_LINE,)) 
         explicit: Sources whose values must have an effect.
 
     Raises:
-        ConfigError: A value is missing, or a reference can't be resolved.
+        ConfigError: If a value is missing, or a reference cannot be resolved.
     """
     leaves = {path: value for path, value in iterate_values(root) if isinstance(value.data, str)}
     missing = next(((path, value) for path, value in leaves.items() if value.data == "???"), None)
@@ -442,7 +442,7 @@ class _References:
             raise ConfigError(f"{source}: {format_path(path)}={text!r}: {_describe_unset_variable(name)}")
         elif re.search(r"[{}'\"]", value_text := default.strip()):
             return self._resolve_single(value_text, path, carried)
-        return Value(parse_scalar(value_text), source, value_text)  # as if it were written there
+        return Value(parse_scalar(value_text), source, value_text)  # as if the value were written there
 
 
 def _list_keys(data: Any) -> list[str | int]:

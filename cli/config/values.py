@@ -119,7 +119,7 @@ def normalize(value: Value) -> Value:
     """Return the values with LightningCLI's ``class_path`` and ``init_args`` rewritten to ``class`` and arguments.
 
     Raises:
-        ConfigError: A mapping uses both forms.
+        ConfigError: If a mapping uses both forms.
     """
     if isinstance(value.data, list):
         return replace(value, data=[normalize(item) for item in value.data])
@@ -179,7 +179,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         add: Whether to append it to the list at the path.
 
     Raises:
-        ConfigError: There is no such place.
+        ConfigError: If there is no such place.
     """
 
     def place(value: Value | None, done: int) -> Value | None:
@@ -202,7 +202,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
                 f"{format_path(path)!r} leads into {parent!r}, which is {value.data!r} ({value.source}) and has "
                 "no keys."
             )
-        # A number may be a key too, as of {0: 8, 4: 4}.
+        # A key may also be a number, as in {0: 8, 4: 4}.
         key = int(key) if key not in value.data and str(key).isdecimal() and int(key) in value.data else key
         if new is None and key not in value.data:
             valid_keys = [str(valid_key) for valid_key in value.data]

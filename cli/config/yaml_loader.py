@@ -13,7 +13,7 @@ from ...common.messages import closest_name
 from .values import ConfigError, Value
 
 MOST_BYTES = 2**18
-MOST_VALUES = 100_000  # written out: an alias counts as all that it stands for
+MOST_VALUES = 100_000  # after expansion: an alias counts as all values that it represents
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
@@ -55,7 +55,7 @@ def read(file: str | Path) -> Value:
         file: Path of the file.
 
     Raises:
-        ConfigError: The file does not exist, is damaged or is harmful; names the line.
+        ConfigError: If the file does not exist, is damaged or is harmful; the error names the line.
     """
     value = parse(read_text(file), str(file))
     if value is None or value.data is None:
@@ -70,7 +70,7 @@ def read_text(file: str | Path) -> str:
         file: Path of the file.
 
     Raises:
-        ConfigError: The file does not exist, is too long, or is not UTF-8.
+        ConfigError: If the file does not exist, is too long, or is not UTF-8.
     """
     path = Path(file)
     try:
@@ -96,10 +96,10 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
         lines: Whether sources have a line number.
 
     Raises:
-        ConfigError: The text is damaged or harmful; names the line.
+        ConfigError: If the text is damaged or harmful; the error names the line.
     """
     try:
-        node = yaml.compose(text, _Loader)  # the tree of what is written: no tag is followed
+        node = yaml.compose(text, _Loader)  # the syntax tree: tags are not executed
         value = None if node is None else _NodeReader(name, lines).read_value(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -171,7 +171,7 @@ class _NodeReader:
 
     def _read_scalar(self, node: yaml.ScalarNode, source: str) -> Value:
         text, kind = node.value, node.tag.removeprefix(_CORE)
-        if kind == "str":  # in quotes, a block, or said to be
+        if kind == "str":  # quoted, a block, or tagged as text
             return Value(text, source)
         try:
             data = parse_scalar(text)

@@ -42,7 +42,7 @@ _YES_AND_NO = {"yes": True, "no": False}
 
 
 class SettingsChecker(Checker):
-    """Checker that accepts objects, merges into defaults and knows arguments that links supply.
+    """Checker that accepts objects, merges into defaults and handles arguments that links supply.
 
     Attributes:
         awaited: Paths whose values come from links that are applied when the objects are built.
@@ -227,7 +227,7 @@ def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
         return recipe
     name = str(path[0])
     if len(path) == 1 and name not in recipe.signature.arguments and not recipe.signature.open:
-        return recipe  # a class that does not take it
+        return recipe  # the class does not accept the argument
     inner = recipe.arguments.get(name, recipe) if len(path) > 1 else recipe
     return replace(recipe, arguments={**recipe.arguments, name: supply(inner, path[1:], value)})
 
@@ -249,7 +249,7 @@ def look_up(configs: Namespace, key: str) -> Any:
         key: The dotted key of the source.
 
     Raises:
-        ConfigError: There is no such value.
+        ConfigError: If there is no such value.
     """
     value: Any = configs
     for part in key.split("."):

@@ -40,7 +40,7 @@ class LightningCLI:
         save_config_kwargs: Arguments of that callback.
         trainer_class: A subclass of Trainer, or a function that returns a Trainer.
         trainer_defaults: Defaults of the Trainer's arguments. Callbacks among them are always added.
-        seed_everything_default: The seed. True picks the usual one, False leaves the RNG state alone.
+        seed_everything_default: The seed. True selects the usual one, False leaves the RNG state unchanged.
         parser_kwargs: Arguments of the parser; those of a subcommand's parser under the subcommand's name.
         parser_class: A subclass of `LightningArgumentParser`.
         subclass_mode_model: Whether the settings may name a subclass of ``model_class``.
@@ -170,7 +170,7 @@ class LightningCLI:
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": v for name, v in self.trainer_defaults.items() if name != "callbacks"})
         parser.add_lightning_class_args(self.model_class or TaskModule, "model", self.subclass_mode_model)
-        # Without a class the task may bring its own loaders.
+        # If there is no data module class, the task may have its own dataloaders.
         required = self.datamodule_class is not None
         parser.add_lightning_class_args(self.datamodule_class or DataModule, "data", self.subclass_mode_data, required)
 
@@ -273,7 +273,7 @@ class LightningCLI:
         return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
 
     def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
-        """Return a value of the configuration, looked up below the subcommand where there is one."""
+        """Return a value of the configuration, looked up below the subcommand if there is one."""
         return config.get(str(self.subcommand), config).get(key, default)
 
     def _set_seed(self) -> None:
@@ -344,7 +344,7 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Replace the task's ``configure_optimizers`` where the settings name an optimizer."""
+        """Replace the task's ``configure_optimizers`` if the settings name an optimizer."""
         if not self.auto_configure_optimizers:
             return
         parser = self._parser(subcommand)
@@ -371,7 +371,7 @@ class LightningCLI:
         configure = self.configure_optimizers
 
         def configure_optimizers(task: TaskModule) -> Any:
-            # Built here, not with the task: its parameters may be on another device by now, or made just before.
+            # Built here and not with the task, because the task's parameters may have been moved or created only now.
             built = instantiate_class(task.parameters(), optimizer)
             return configure(task, built, instantiate_class(built, scheduler) if scheduler else None)
 

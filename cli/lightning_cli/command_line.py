@@ -63,7 +63,7 @@ _PRINT_OPTIONS = ("comments", "skip_null", "skip_none", "skip_default")
 
 
 def read_command_line(parser: Parser, words: list[str], base: Namespace | None = None) -> Namespace:
-    """Return the configuration that a command line asks for.
+    """Return the configuration that a command line specifies.
 
     Args:
         parser: The parser.
@@ -71,7 +71,7 @@ def read_command_line(parser: Parser, words: list[str], base: Namespace | None =
         base: A configuration to merge the command line into. Default: None.
 
     Raises:
-        ConfigError: An option is wrong; names the option, the value and the rule.
+        ConfigError: If an option is wrong; the error names the option, the value and the rule.
         SystemExit: After help and ``--print_config``.
     """
     reader = _Reader(parser, words)
@@ -105,7 +105,7 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
         root: The settings.
 
     Raises:
-        ConfigError: No subcommand is named.
+        ConfigError: If no subcommand is named.
     """
     named = root.data.get("subcommand")
     if named is None and parser.default_env:

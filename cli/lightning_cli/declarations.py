@@ -39,7 +39,7 @@ class Option:
     untyped: bool = False
 
     def get_default(self) -> Value | None:
-        """Return the default as settings; None without one."""
+        """Return the default as settings; None if there is none."""
         return None if self.argument.default is REQUIRED else make_settings(self.argument.default, "default")
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
@@ -80,7 +80,8 @@ class Option:
                 return None
         default = self.argument.default
         if not isinstance(value.data, dict | list) and type(value.data) is type(default) and value.data == default:
-            return PlainRecipe(value, value.data)  # as of `x: int = None`, whose default is not of its type
+            # As in `x: int = None`, where the default does not have the annotated type.
+            return PlainRecipe(value, value.data)
         return checker.check(value, self.argument.type, path)
 
 
@@ -134,7 +135,7 @@ class ClassGroup:
         return None if argument is None else _follow(argument, path[1:], inner)
 
     def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
-        """Return a recipe for the group's object. Report a problem and return None if it can't be built.
+        """Return a recipe for the group's object. Report a problem and return None if it cannot be built.
 
         Args:
             checker: Collects problems.
@@ -187,7 +188,8 @@ class ClassGroup:
         if not isinstance(value.data, str | dict | list):
             return checker.check(value, self.bases[0] if len(self.bases) == 1 else object, path)
         named = value.data.get("class") if isinstance(value.data, dict) else value
-        # A base's own name stands for that base alone: PyTorch's ReduceLROnPlateau knows no `monitor`.
+        # The name of a base class denotes that class only, because PyTorch's ReduceLROnPlateau has no argument
+        # `monitor`.
         bases = [base for base in self.bases if named is not None and base.__name__ == named.data] or self.bases
         trial = checker
         for base in bases:
@@ -241,7 +243,7 @@ def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[
         links: The links.
 
     Raises:
-        ValueError: The links form a circle.
+        ValueError: If the links form a circle.
     """
     needs: dict[str, set[str]] = {key: set() for key in declared}
     for link in links:
@@ -271,7 +273,7 @@ def find_owner(declared: Mapping[str, Declared], key: str) -> str:
         key: The dotted key.
 
     Raises:
-        ValueError: There is no such key.
+        ValueError: If there is no such key.
     """
     owner = max((name for name in declared if key == name or key.startswith(f"{name}.")), key=len, default=None)
     if owner is None:

@@ -39,11 +39,11 @@ def apply_link(
         if section is None or section.data is None:
             return section
         if len(path) == 1 and declared.find_argument(path, as_mapping(section)) is None:
-            return section  # this class does not take it
+            return section  # the class does not accept the argument
     if link.at_instantiation:
         return remove_value(section, path)
     if any(find_owner(declared_by_key, source) not in configs for source in link.sources):
-        return section  # what is wrong with the source is reported already
+        return section  # the error in the source has already been reported
     value = link.apply(lambda source: look_up(configs, source))
     new = make_settings(value, "linked")
     return new if not path else place(as_mapping(section), path, new, lambda _: None)

@@ -19,7 +19,7 @@ def instantiate_module(class_type: type, config: Mapping[str, Any]) -> Any:
         The object.
 
     Raises:
-        ConfigError: An argument does not fit.
+        ConfigError: If an argument does not fit.
     """
     parser = LightningArgumentParser(exit_on_error=False)
     settings = dict(config)

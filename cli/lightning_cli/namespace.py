@@ -76,7 +76,7 @@ class Namespace(argparse.Namespace):
             default: The value for a missing key. Default: none, which raises KeyError.
 
         Raises:
-            KeyError: There is no such key and no default.
+            KeyError: If there is no such key and no default.
         """
         value = self.get(key, default)
         if value is _MISSING:

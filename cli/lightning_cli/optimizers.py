@@ -72,7 +72,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any] | argparse.Namespace) -
         The object.
 
     Raises:
-        ConfigError: ``class_path`` is missing or names no class that can be imported.
+        ConfigError: If ``class_path`` is missing or names no class that can be imported.
 
     Example:
         >>> import torch

@@ -48,7 +48,7 @@ from .writing import drop_equal, drop_none, dump_yaml, escape_references, to_pla
 
 _FLAG_ACTIONS = {"store_true": (True, False), "store_false": (False, True)}
 _PARSER_MODES = ("yaml", "json", "omegaconf")
-# The arguments of the peer's Trainer that ours does not have, as they stand in its configurations: always null.
+# Arguments of Lightning's Trainer that Treadle's does not have, but that its configurations contain, always as null.
 _PEER_FLAGS = frozenset({"model_registry"})
 
 
@@ -64,7 +64,7 @@ class LightningArgumentParser:
         env_prefix: Prefix of the names of environment variables.
         default_env: Whether environment variables are read.
         prog: The program's name in the help. Default: the script's.
-        default_config_files: Files that are read before all others, where they exist. Their names may contain ``*``.
+        default_config_files: Files that are read before all others, if they exist. Their names may contain ``*``.
         parser_mode: ``"omegaconf"`` resolves ``${...}``; in ``"yaml"`` and ``"json"`` it is plain text.
         exit_on_error: Whether an error ends the program with status 2. Otherwise the error is raised.
         dump_header: First lines of a written configuration, as comments. Default: Treadle's version.
@@ -72,7 +72,7 @@ class LightningArgumentParser:
         usage: The usage line of the help.
 
     Raises:
-        ValueError: ``parser_mode`` is unknown.
+        ValueError: If ``parser_mode`` is unknown.
 
     Example:
         >>> parser = LightningArgumentParser()
@@ -115,7 +115,7 @@ class LightningArgumentParser:
         self._optimizers: dict[str, tuple[Any, str]] = {}
         self._lr_schedulers: dict[str, tuple[Any, str]] = {}
 
-    # -- what it takes -----------------------------------------------------------------------------------------------
+    # -- arguments ---------------------------------------------------------------------------------------------------
 
     def add_argument(
         self,
@@ -147,7 +147,7 @@ class LightningArgumentParser:
             metavar: Accepted as in argparse, and ignored.
 
         Raises:
-            ValueError: The argument is positional, or the action is unknown.
+            ValueError: If the argument is positional, or the action is unknown.
         """
         if not names or not all(name.startswith("-") for name in names):
             raise ValueError(f"add_argument{names!r}: positional arguments are not supported; name it --{names[0]}.")
@@ -316,7 +316,7 @@ class LightningArgumentParser:
             The dotted keys of the arguments.
 
         Raises:
-            ValueError: ``lightning_class`` is neither such a class nor a function.
+            ValueError: If ``lightning_class`` is neither such a class nor a function.
         """
         kinds = (Trainer, TaskModule, DataModule, Callback)
         is_class = isinstance(lightning_class, type)
@@ -345,7 +345,7 @@ class LightningArgumentParser:
                 task's optimizer.
 
         Raises:
-            TypeError: A class does not extend ``torch.optim.Optimizer``.
+            TypeError: If a class does not extend ``torch.optim.Optimizer``.
         """
         self._add_optimizer(self._optimizers, (Optimizer,), optimizer_class, nested_key, link_to, "params")
 
@@ -364,7 +364,7 @@ class LightningArgumentParser:
                 task's scheduler.
 
         Raises:
-            TypeError: A class does not extend ``LRScheduler`` or `ReduceLROnPlateau`.
+            TypeError: If a class does not extend ``LRScheduler`` or `ReduceLROnPlateau`.
         """
         kinds = (LRScheduler, ReduceLROnPlateau)
         self._add_optimizer(self._lr_schedulers, kinds, lr_scheduler_class, nested_key, link_to, "optimizer")
@@ -377,7 +377,8 @@ class LightningArgumentParser:
             if not (isinstance(cls, type) and issubclass(cls, kinds)):
                 raise TypeError(f"{key}: {cls!r} must be a class that extends {kinds[0].__name__}.")
         if several:
-            bases = sorted(classes, key=lambda cls: cls is not ReduceLROnPlateau)  # its bare name means the one here
+            # The bare name denotes the class defined here.
+            bases = sorted(classes, key=lambda cls: cls is not ReduceLROnPlateau)
             self.add_subclass_arguments(tuple(bases), key, skip={supplied}, instantiate=False)
         else:
             self.add_class_arguments(classes, key, skip={supplied}, instantiate=False)
@@ -390,7 +391,7 @@ class LightningArgumentParser:
         compute_fn: Callable[..., Any] | None = None,
         apply_on: str = "parse",
     ) -> None:
-        """Give an argument the value of other arguments. It can't be set in any other way.
+        """Give an argument the value of other arguments. It cannot be set in any other way.
 
         Args:
             source: A dotted key, or a tuple of them.
@@ -400,8 +401,8 @@ class LightningArgumentParser:
                 them.
 
         Raises:
-            ValueError: A key was not added, several sources come without a function, ``apply_on`` is unknown, or
-                ``target`` is linked already.
+            ValueError: If a key was not added, several sources have no function, ``apply_on`` is unknown, or ``target``
+                is linked already.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if apply_on not in ("parse", "instantiate"):
@@ -425,7 +426,7 @@ class LightningArgumentParser:
             **named: Values by key.
 
         Raises:
-            ValueError: A key was not added.
+            ValueError: If a key was not added.
         """
         for mapping in (*mappings, named):
             for key, value in mapping.items():
@@ -459,7 +460,7 @@ class LightningArgumentParser:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Namespace:
-        """Return the configuration that a command line asks for.
+        """Return the configuration that a command line specifies.
 
         Args:
             args: The command line. Default: ``sys.argv`` without the program's name.
@@ -472,7 +473,7 @@ class LightningArgumentParser:
         return self._guard(lambda: read_command_line(self, [str(word) for word in words], namespace))
 
     def parse_object(self, cfg_obj: Mapping[str, Any] | argparse.Namespace, cfg_base: Any = None) -> Namespace:
-        """Return the configuration that nested settings ask for.
+        """Return the configuration that nested settings specify.
 
         Args:
             cfg_obj: The settings. Keys may be dotted.
@@ -481,7 +482,7 @@ class LightningArgumentParser:
         return self._guard(lambda: self._parse_object(cfg_obj, cfg_base))
 
     def parse_path(self, cfg_path: str | FilePath) -> Namespace:
-        """Return the configuration that a file asks for.
+        """Return the configuration that a file specifies.
 
         Args:
             cfg_path: Path of a YAML or JSON file.
@@ -489,7 +490,7 @@ class LightningArgumentParser:
         return self._guard(lambda: self._finish_any(merge(self.start(), read_settings(cfg_path))))
 
     def parse_string(self, cfg_str: str) -> Namespace:
-        """Return the configuration that a text asks for.
+        """Return the configuration that a text specifies.
 
         Args:
             cfg_str: The text, in YAML.
@@ -687,7 +688,7 @@ class LightningArgumentParser:
                 do.
 
         Raises:
-            ConfigError: A changed value does not fit.
+            ConfigError: If a changed value does not fit.
         """
         built = cfg.clone()
         for name, parser in self.subcommands.items():
@@ -774,7 +775,7 @@ class LightningArgumentParser:
             **options: Further arguments of `dump`.
 
         Raises:
-            FileExistsError: The file exists and ``overwrite`` is False.
+            FileExistsError: If the file exists and ``overwrite`` is False.
         """
         file = FilePath(path)
         if file.exists() and not overwrite:
@@ -782,7 +783,7 @@ class LightningArgumentParser:
         text = self.dump(cfg, format or ("json" if file.suffix == ".json" else None), skip_none, **options)
         draft = file.with_name(f".{file.name}.{os.getpid()}")
         draft.write_text(text, encoding="utf-8")
-        os.replace(draft, file)  # whoever reads meanwhile sees the whole file or none
+        os.replace(draft, file)  # a concurrent reader sees the complete file or none
 
     def format_help(self) -> str:
         """Return the text of the help."""

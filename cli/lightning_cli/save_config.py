@@ -27,7 +27,7 @@ class SaveConfigCallback(Callback):
             override.
 
     Raises:
-        ValueError: ``save_to_log_dir`` is False and ``save_config`` is not overridden.
+        ValueError: If ``save_to_log_dir`` is False and ``save_config`` is not overridden.
 
     Example:
         >>> parser = LightningArgumentParser()
@@ -66,7 +66,7 @@ class SaveConfigCallback(Callback):
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            RuntimeError: The file exists and ``overwrite`` is False. Raised on every rank.
+            RuntimeError: On every rank, if the file exists and ``overwrite`` is False.
         """
         if self.already_saved:
             return
@@ -91,7 +91,7 @@ class SaveConfigCallback(Callback):
         """Save the configuration elsewhere as well. Runs on rank zero alone, so it must not use collectives.
 
         Args:
-            trainer: The Trainer. Its ``logger`` may take the text of ``self.parser.dump(self.config)``.
+            trainer: The Trainer. Its ``logger`` can record the text that ``self.parser.dump(self.config)`` returns.
             pl_module: The task.
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """

@@ -59,7 +59,7 @@ def make_settings(data: Any, source: str) -> Value:
 
 
 def is_lazy(value: Any) -> bool:
-    """Return whether a value is jsonargparse's ``lazy_instance``, which holds the settings of an object."""
+    """Return whether a value is a ``lazy_instance`` of jsonargparse, which holds the settings of an object."""
     return hasattr(type(value), "lazy_get_init_data")
 
 
@@ -146,7 +146,7 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
         return entries
     target = find_class(named.data)
     if target is None:
-        return {**entries, "class": named}  # what is wrong with it is reported when it is checked
+        return {**entries, "class": named}  # the error is reported when the argument is checked
     accepted = signature(target).arguments
     dropped = [str(key) for key in entries if key != "class" and key not in accepted]
     if dropped:
@@ -169,7 +169,7 @@ def read_settings(file: str | FilePath) -> Value:
         file: Path of the file.
 
     Raises:
-        ConfigError: The file can't be read; names the file and the line.
+        ConfigError: If the file cannot be read; the error names the file and the line.
     """
     return normalize(read(file))
 
@@ -229,7 +229,7 @@ def place(
         done: The length of the path that leads to ``value``.
 
     Raises:
-        ConfigError: The path leads into a value that is not a mapping.
+        ConfigError: If the path leads into a value that is not a mapping.
     """
     if value is None or value.data is None:
         value = find_default(path[:done]) if done < len(path) or add else value
@@ -279,7 +279,7 @@ def make_default(argument: Argument) -> Value | None:
 
 
 def find_shape(annotation: Any) -> Any:
-    """Return the dataclass in an annotation, whose arguments are the keys of a value; None without one."""
+    """Return the dataclass in an annotation, whose arguments are the keys of a value; None if there is none."""
     inner = typing.get_args(annotation) or (annotation,)
     return next((kind for kind in inner if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
@@ -287,7 +287,7 @@ def find_shape(annotation: Any) -> Any:
 def describe_import_path(target: Any) -> str:
     """Return the shortest import path of an imported class or function; empty if it has none."""
     full_name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", None) or ""
-    name = full_name.rpartition(".")[2]  # as of `torch.tanh`, whose full name holds a class that nobody sees
+    name = full_name.rpartition(".")[2]  # as for `torch.tanh`, whose full name contains a private class
     parts = module.split(".")
     for home in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
         if name and getattr(sys.modules.get(home), name, None) is target:

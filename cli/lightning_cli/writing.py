@@ -18,7 +18,7 @@ from .settings import describe_import_path, find_class
 
 
 class NotWritten(Exception):
-    """Error about an object that can't be represented as text."""
+    """Error about an object that cannot be represented as text."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -41,10 +41,10 @@ def dump_yaml(data: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a configuration as plain data, without entries that can't be represented as text.
+    """Return a configuration as plain data, without entries that cannot be represented as text.
 
     Raises:
-        NotWritten: The value itself can't be represented.
+        NotWritten: If the value itself cannot be represented.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)

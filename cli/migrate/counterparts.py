@@ -1,4 +1,4 @@
-"""Counterparts in Treadle of the names of Lightning, Fabric and Accelerate.
+"""Counterparts in Treadle of the names of Lightning, Fabric and Accelerate, the peers.
 
 The answers come from Treadle itself, whose modules read the tables in ``compat/``: a name has a counterpart if the
 import that is written for it works.
@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from ...common.peer_names import Elsewhere, read_names
 
-# By the length of the prefix, longest first: `lightning.pytorch` is not the module `pytorch` of `lightning`.
+# Sorted by the length of the prefix, longest first: `lightning.pytorch` is not the module `pytorch` of `lightning`.
 _ROOTS = {
     "lightning.pytorch": "lightning",
     "lightning.fabric": "fabric",
@@ -60,7 +60,7 @@ class PeerModule:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether it is a module of Treadle already."""
+        """Return whether it is already a module of Treadle."""
         return self.peer in ("treadle", "compat")
 
 
@@ -80,7 +80,7 @@ def split_peer(module: str) -> PeerModule | None:
 @cache
 def list_modules(module: PeerModule) -> tuple[str, ...]:
     """Return Treadle's modules at a peer's path, the preferred one first."""
-    if module.peer == "umbrella" and module.path:  # `lightning.data`; all else is below lightning.pytorch
+    if module.peer == "umbrella" and module.path:  # `lightning.data`; all others are below lightning.pytorch
         return ()
     roots = {"treadle": ("treadle",), "compat": ("treadle.compat",), "fabric": ("treadle.compat.fabric", *_OURS)}
     names = (f"{root}.{module.path}".rstrip(".") for root in roots.get(module.peer, _OURS))
@@ -165,7 +165,7 @@ def look_up(module: str, name: str) -> Any:
     namespace = vars(importlib.import_module(module))
     value = namespace.get(name, MISSING)
     ask = namespace.get("__getattr__")
-    # A submodule that was imported may hide the name that its package exports, as `tqdm` in `utils`.
+    # An imported submodule may hide the name that its package exports, such as `tqdm` in `utils`.
     if ask is None or (value is not MISSING and not isinstance(value, ModuleType)):
         return value
     try:
@@ -235,5 +235,5 @@ def _is_ours(value: Any) -> TypeGuard[ModuleType]:
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # nor is there the package that it would be in
+    except ModuleNotFoundError:  # its package does not exist either
         return False

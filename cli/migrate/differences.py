@@ -1,4 +1,4 @@
-"""Uses in a program that behave differently in Treadle, by the rows of docs/differences.
+"""Uses in a program that behave differently in Treadle, according to the rows of docs/differences.
 
 `compat/differences.toml` has the rows that can be matched against a program's text; `make compat` writes it from the
 document.
@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-# Trainer, Trainer(flag), Trainer(flag="value"), .method, .method(flag), def hook, torch.load
+# Forms: Trainer, Trainer(flag), Trainer(flag="value"), .method, .method(flag), def hook, torch.load.
 _SIGN = re.compile(r"(?P<name>(?:def )?\.?\w+(?:\.\w+)?)(?:\((?P<keyword>\w+)(?:=(?P<value>.+))?\))?")
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """Place that a person should look at.
+    """Place that needs a person's attention.
 
     Attributes:
         path: The file, as it is shown.
         line: The line, from 1; 0 for the whole file.
-        text: The name, and what to do or know about it.
-        by_hand: Whether the program needs a change. Otherwise it runs and behaves differently.
+        text: The name, and what to change or consider.
+        by_hand: Whether the program needs a change. Otherwise it runs, but behaves differently.
     """
 
     path: str

@@ -28,7 +28,7 @@ def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
         path: The file, as findings name it. Their lines are counted over the notebook's code cells.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: The file or its code does not parse.
+        SyntaxError, ValueError, RecursionError, MemoryError: If the file or its code does not parse.
     """
     notebook = json.loads(text)
     cells = {number: cell for number, cell in _list_cells(notebook) if not _OTHER_LANGUAGE.match(_join(cell))}
@@ -109,7 +109,7 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
         notebook: The parsed notebook.
         sources: The new sources by cell number.
     """
-    # Outside strings JSON has no quotes, so these are its strings, in the order of the parsed ones.
+    # JSON contains no quotes outside strings, so these are its strings, in the order of the parsed ones.
     literals = list(re.finditer(r'"(?:[^"\\]|\\.)*"', text))
     spans = dict(_locate_sources(notebook))
     for number, source in sorted(sources.items(), reverse=True):

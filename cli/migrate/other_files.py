@@ -13,7 +13,7 @@ SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".mk")
 _NAMES = ("Makefile", "Dockerfile", "Justfile", "Pipfile")
 
 _PACKAGE = "|".join(PEER_PACKAGES)
-# A whole value: what is before it is the start of the line, a quote, a bracket, an `=`, or `: `, `, `, `- `.
+# A whole value: it follows the start of the line, a quote, a bracket, an `=`, `: `, `, ` or `- `.
 _CLASS_PATH = re.compile(
     rf"(?P<before>(?:^|[\[{{,:\-]\s|[\"'=\[@])\s*)(?P<path>(?:{_PACKAGE})(?:\.\w+)+)(?=\s*(?:$|[\"',\]}}#]|\(\)))"
 )

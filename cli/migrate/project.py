@@ -20,8 +20,8 @@ from .other_files import find_requirements, is_text, migrate_text
 from .python_source import mentions_peer, migrate_source
 
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "__pypackages__")
-_RECORDS = ("lightning_logs", "mlruns", "wandb")  # what runs have written is a record of them
-_LARGEST_TEXT = 1 << 20  # bytes of a configuration; larger JSON is data
+_RECORDS = ("lightning_logs", "mlruns", "wandb")  # files that runs have written are records and not changed
+_LARGEST_TEXT = 1 << 20  # bytes of a configuration; a larger JSON file is data
 _UNREADABLE = "cannot be read and is unchanged"
 _PYTHON = (".py", ".pyi", ".pyw")
 
@@ -75,7 +75,7 @@ class Migration:
 
     Attributes:
         changes: The files that change.
-        findings: Places that a person should look at.
+        findings: Places that need a person's attention.
         count: The number of files examined.
     """
 

@@ -51,7 +51,7 @@ def migrate_source(text: str, path: str) -> tuple[str, list[Finding]]:
         path: The file, as findings name it.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: The file does not parse.
+        SyntaxError, ValueError, RecursionError, MemoryError: If the file does not parse.
     """
     return _Source(text, path).migrate()
 
@@ -61,7 +61,7 @@ class _Source:
 
     def __init__(self, text: str, path: str) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler, about the user's strings
+            warnings.simplefilter("ignore")  # warnings of the compiler about the user's strings
             self.tree = ast.parse(text)
         self.path = path
         self.raw = text.encode()
@@ -119,7 +119,7 @@ class _Source:
     def _report(self, line: int, text: str, by_hand: bool = True) -> None:
         self.findings.add(Finding(self.path, line, text, by_hand))
 
-    # -- what imports bind, and what uses it -------------------------------------------------------------------------
+    # -- imports and their uses --------------------------------------------------------------------------------------
 
     def _bind_import(self, node: ast.Import, scope: Scope) -> None:
         for position, alias in enumerate(node.names):
@@ -338,7 +338,7 @@ class _Source:
                 continue
             function = modules.get(id(node))
             if function == "getLogger":
-                new: str | None = "treadle"  # the one logger of ours
+                new: str | None = "treadle"  # Treadle's only logger
             else:
                 new = find_module(node.value) if function else find_dotted(node.value)
             text = self._text(node)

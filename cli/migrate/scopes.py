@@ -18,7 +18,8 @@ ScopeNode = (
 )
 _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
 
-_WITHOUT_NAMES = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # half of a tree's nodes
+# Half of a tree's nodes are of these classes.
+_WITHOUT_NAMES = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from ...callbacks.reporting import Points, format_duration, format_number, group
 from ...trainer.runs import Run, index
 from ..config import ConfigError, format_path, iterate_values, parse
 
-_OWN_FOLDER = "trainer.default_root_dir"  # differs between any two runs
+_OWN_FOLDER = "trainer.default_root_dir"  # it differs between any two runs
 
 Rows = dict[str, list[str]]
 """A table: a name, and a cell for each run; "" where a run has nothing of that name."""
@@ -23,15 +23,15 @@ class Comparison:
         runs: The runs, in the order of their columns.
 
     Attributes:
-        labels: Name and number of each run; its path where two runs have the same.
+        labels: Name and number of each run; its path if two runs have the same.
         facts: State, duration, counts and best value of each run.
-        config: Configuration keys whose values differ; of a run without a configuration, the Trainer's flags.
+        config: Configuration keys whose values differ; for a run without a configuration, the Trainer's flags.
         shared_config: Number of configuration keys whose values are the same in all runs.
         hyperparameters: Hyperparameters of the task and the data module whose values differ.
         environment: Versions, revision and hardware that differ.
         metrics: Last value of each metric, of any run.
         charts: A chart by metric: the points of each run that logged it, by the run's label.
-        problems: A sentence for each file that can't be read; its run counts as having nothing in it.
+        problems: A sentence for each file that cannot be read; its run is treated as if the file were empty.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -118,7 +118,7 @@ _FACTS: dict[str, Callable[[Run], str]] = {
 
 
 def _flatten_config(run: Run) -> dict[str, str]:
-    """Return a run's configuration, a line for each single value, by dotted key; of a script's run, the flags set."""
+    """Return a run's configuration, a line for each single value, by dotted key; for a script's run, its flags."""
     text = index.config(run)
     if not text:
         flags = {f"trainer.{name}": value for name, value in run.facts.get("flags", {}).items()}

@@ -1,4 +1,4 @@
-"""A page that compares runs, as one HTML file that needs nothing else."""
+"""A page that compares runs, as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _STYLE = """
 
 
 def write_page(comparison: Comparison, path: Path) -> None:
-    """Write the page to a file, in one move.
+    """Write the page to a file, atomically.
 
     Args:
         comparison: The runs.
         path: The file. One that an earlier comparison wrote is replaced.
 
     Raises:
-        ValueError: Another file is there.
-        OSError: The file can't be written.
+        ValueError: If another file exists at the path.
+        OSError: If the file cannot be written.
     """
     if path.exists() and not _is_comparison(path):
         raise ValueError(f"{path} exists and is not a comparison of runs, so it is not replaced. Pass --output FILE.")

@@ -11,9 +11,9 @@ from ...callbacks.reporting import COLOURS, LARGEST, choose_ticks, escape, forma
 from .parameters import Choices, Parameter
 from .wording import format_parameter
 
-_BEST, _WORST = COLOURS[0], COLOURS[1]  # which people with every kind of sight can tell apart
-_MOST_LETTERS = 16  # of a choice next to its axis
-_MOST_CHOICES = 24  # that are named beside an axis
+_BEST, _WORST = COLOURS[0], COLOURS[1]  # colours that people with any form of colour vision can distinguish
+_MOST_LETTERS = 16  # characters of a choice next to its axis
+_MOST_CHOICES = 24  # choices that are named next to an axis
 
 STYLE = """
 .wide { margin-bottom: 16px; }
@@ -155,7 +155,7 @@ class Axis:
             short = [word if len(word) <= _MOST_LETTERS else f"{word[: _MOST_LETTERS - 1]}…" for word in words]
             return [(self.place(choice), short[n]) for n, choice in enumerate(self.choices) if n % every == 0]
         ticks = choose_ticks(self.low, self.high, self.log)
-        if len(ticks) < 2:  # less than an order of magnitude
+        if len(ticks) < 2:  # the range is less than an order of magnitude
             ticks = [self.low, self.high]
         return [(self.place(tick), format_number(tick)) for tick in ticks]
 
@@ -240,7 +240,7 @@ def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple
             scales.append(f'<line x1="{at - 4:.1f}" x2="{at:.1f}" y1="{y(place):.1f}" y2="{y(place):.1f}"/>')
             scales.append(f'<text x="{at - 7:.1f}" y="{y(place) + 4:.1f}" text-anchor="end">{escape(word)}</text>')
     lines = []
-    for point in reversed(points):  # the best lies above the others
+    for point in reversed(points):  # so that the best is drawn above the others
         places = [axis.place(point.parameters[key]) for key, axis in axes] + [values.place(point.value)]
         corners = " ".join(f"{side + number * gap:.1f},{y(place):.1f}" for number, place in enumerate(places))
         lines.append(
@@ -276,7 +276,7 @@ def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis)
         at = left + place * (width - left - right)
         marks.append(f'<text x="{at:.1f}" y="{height - 9}" text-anchor="middle">{escape(word)}</text>')
     spots = []
-    for point in reversed(points):  # the best lies above the others
+    for point in reversed(points):  # so that the best is drawn above the others
         x = left + axis.place(point.parameters[key]) * (width - left - right)
         y = height - bottom - values.place(point.value) * (height - top - bottom)
         spots.append(

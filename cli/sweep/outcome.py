@@ -11,20 +11,20 @@ from pathlib import Path
 from ...trainer.runs import holder, index
 
 OUTPUT = "output.log"
-_TAIL = 20  # lines of a process's output
+_TAIL = 20  # lines of a process's output that are shown
 _MOST_BYTES = 2**16
-# What ends a process and says nothing of its trial: somebody or the system wants the memory or the machine.
+# Signals that end a process for reasons other than its trial: a user or the system needs the memory or the machine.
 _CUT_SHORT = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 
 
 class End(Enum):
-    """Kind of a trial's end, or that it has not ended."""
+    """End of a trial, or the fact that it has not ended."""
 
     COMPLETE = "complete"
     PRUNED = "pruned"
     FAILED = "failed"
-    CUT_SHORT = "cut short"  # it is to be continued
-    ELSEWHERE = "elsewhere"  # another process is at it
+    CUT_SHORT = "cut short"  # the trial is to be continued
+    ELSEWHERE = "elsewhere"  # another process runs the trial
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
         return Outcome(End.CUT_SHORT, error=f"{ended_by.name} has ended its process", steps=steps)
     if run.state == "pruned":
         return Outcome(End.PRUNED, steps=steps)
-    if status == 0 or run.state == "finished":  # a run that had nothing left to train does not write that again
+    if status == 0 or run.state == "finished":  # a run that had nothing left to train does not write it again
         value = _read_value(run)
         if value is not None and math.isfinite(value):
             return Outcome(End.COMPLETE, value, steps=steps)
@@ -72,7 +72,7 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
         return Outcome(End.CUT_SHORT, error=f"its run was {run.state}", steps=steps)
     if run.state.startswith("failed"):
         words = str(run.facts.get("error") or run.state.removeprefix("failed: "))
-    else:  # it has not come to the point where a run records its errors
+    else:  # the process did not reach the point at which a run records its errors
         words = f"its process ended with status {status}:\n{read_tail(folder)}"
     return Outcome(End.FAILED, error=words, steps=steps)
 

@@ -157,7 +157,7 @@ def _parse_space(value: Value) -> Choices | Range:
     """Return the values of a parameter.
 
     Raises:
-        ConfigError: The parameter does not define its values.
+        ConfigError: If the parameter does not define its values.
     """
     if isinstance(value.data, list):
         return _parse_choices(value)
@@ -211,7 +211,7 @@ def _parse_choices(value: Value) -> Choices:
         raise ConfigError("values must be a list of at least one.")
     labels: list[Any] = []
     for label in Choices(tuple(value.data)).labels:
-        if label in labels:  # 1, 1.0 and true are one value to a study
+        if label in labels:  # 1, 1.0 and true are the same value in a study
             raise ConfigError(f"the value {label!r} appears twice; keep one.")
         labels.append(label)
     return Choices(tuple(value.data))
@@ -247,7 +247,7 @@ def _parse_range(words: Mapping[str, Value], distribution: str | None) -> Range:
         raise ConfigError(f"step={step} must be larger than 0.")
     if not integer:
         low, high, step = float(low), float(high), None if step is None else float(step)
-    if step is not None:  # as Optuna would, which warns about it
+    if step is not None:  # as Optuna would do, with a warning
         first, distance = Decimal(str(low)), Decimal(str(step))
         high = type(low)(first + math.floor((Decimal(str(high)) - first) / distance) * distance)
     return Range(low, high, step, log, integer)

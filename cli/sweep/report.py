@@ -77,7 +77,7 @@ class Report:
             )
         return [replace(point, colour=colour_by_rank(rank, len(points))) for rank, point in enumerate(points)]
 
-    # -- from top to bottom --------------------------------------------------------------------------------------
+    # -- sections of the page ------------------------------------------------------------------------------------
 
     def _render_head(self) -> Iterator[str]:
         sweep, counts = self.sweep, Counter(trial.state for trial in self.trials)
@@ -150,7 +150,8 @@ class Report:
         record = None if run is None else _read_run(self.folder / str(run))
         state = _STATES.get(trial.state) or ("waiting" if record is None else record.state)
         value = _get_value(trial)
-        if value is None and record is not None and "objective" in record.facts:  # of a trial that has not ended
+        # The value of a trial that has not ended.
+        if value is None and record is not None and "objective" in record.facts:
             value = float(record.facts["objective"]["value"])
         cells = [
             "" if run is None else self._link(run),

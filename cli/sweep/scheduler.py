@@ -35,9 +35,9 @@ from .wording import format_parameters
 from .workers import Worker, Workers
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-_LOOK = 2.0  # seconds between two looks at the trials that other processes run
-_REPORT_EVERY = 10.0  # seconds between two reports, at least
-_MOST_KILLS = 3  # of one trial that has got no further in between
+_LOOK = 2.0  # seconds between two checks of the trials that other processes run
+_REPORT_EVERY = 10.0  # minimum seconds between two reports
+_MOST_KILLS = 3  # kills of one trial that has made no progress in between
 _ENDED = {End.COMPLETE: TrialState.COMPLETE, End.PRUNED: TrialState.PRUNED, End.FAILED: TrialState.FAIL}
 
 
@@ -56,18 +56,18 @@ class Scheduler:
         self.folder = SweepFolder(sweep)
         self.study: Study
         self._signal: signal.Signals | None = None
-        self._kills = False  # a second signal came
-        self._failures = 0  # in this session
+        self._kills = False  # set by a second signal
+        self._failures = 0  # failures in this session
         self._first_error = ""
-        self._killed: dict[int, tuple[int, int]] = {}  # by trial, how often at which step
-        self._elsewhere: dict[int, str] = {}  # the machines of trials that other processes run
+        self._killed: dict[int, tuple[int, int]] = {}  # by trial: how often it was killed, and at which step
+        self._elsewhere: dict[int, str] = {}  # by trial: the machine of the other process that runs it
         self._report_due = time.monotonic() + _REPORT_EVERY
 
     def run(self) -> int:
         """Run until every trial has ended, or until a signal or too many failures end it. Return the exit status.
 
         Raises:
-            ConfigError: The sweep can't start or continue with the settings in its file.
+            ConfigError: If the sweep cannot start or continue with the settings in its file.
         """
         with self.folder.working():
             with self.folder.deciding():
@@ -76,7 +76,7 @@ class Scheduler:
             with self._catching_signals():
                 try:
                     self._work()
-                finally:  # there are some left only where an error ends this process
+                finally:  # some are left only if an error ends this process
                     self.workers.end(signal.SIGTERM)
                 self._report(at_once=True)
                 return self._conclude()
@@ -150,7 +150,7 @@ class Scheduler:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    # -- what is next --------------------------------------------------------------------------------------------
+    # -- the next trial ------------------------------------------------------------------------------------------
 
     def _decide(self) -> int | None:
         """Return the next trial, claimed by this process; None if there is none."""
@@ -198,7 +198,7 @@ class Scheduler:
         self.study.note(number, run=run, owner=self.folder.token)
         try:
             config = self.configs.write(parameters)
-        except ConfigError as error:  # each value is right, but not all of them together
+        except ConfigError as error:  # each value is valid, but not all of them together
             self._tell(number, self._label(run), Outcome(End.FAILED, error=str(error)))
             return False
         self.folder.prepare(run, number, config, parameters)
@@ -229,7 +229,7 @@ class Scheduler:
     def _label(self, run: int) -> str:
         return f"{self.sweep.name}/{run}"
 
-    # -- what has become of it -----------------------------------------------------------------------------------
+    # -- outcomes ------------------------------------------------------------------------------------------------
 
     def _settle(self, worker: Worker) -> None:
         """Record the outcome of a process of this session. A trial that was cut short is left to be continued."""

@@ -32,9 +32,9 @@ DATABASE = "study.db"
 JOURNAL = "study.log"
 
 _PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
-_BUSY = 60.0  # seconds that a process waits for the others' transactions
-_TRIES = 5  # of an access that the database refuses
-_BEST_TRIALS = 5  # that importance tells from the others, at least
+_BUSY = 60.0  # seconds that a process waits for the transactions of others
+_TRIES = 5  # attempts if the database refuses an access
+_BEST_TRIALS = 5  # minimum number of best trials that the importance distinguishes from the others
 
 _PRUNERS: dict[str, type[BasePruner]] = {
     "hyperband": optuna.pruners.HyperbandPruner,
@@ -56,13 +56,13 @@ class Study:
         sweep: The sweep.
 
     Raises:
-        ConfigError: The storage or an option is wrong.
+        ConfigError: If the storage or an option is wrong.
     """
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
         self.pruner = make_pruner(self._complete_pruner())
-        make_sampler(sweep, 0)  # its options are checked
+        make_sampler(sweep, 0)  # checks its options
         self.url = make_url(sweep)
         try:
             self.storage = open_storage(self.url)
@@ -104,7 +104,7 @@ class Study:
         """Start a trial and return its number."""
         number = len(self.list_trials())
         self.study.sampler = make_sampler(self.sweep, number)
-        # Not tried again if it fails: the trial may be there, and is found as one that nobody runs.
+        # Not repeated after a failure, because the trial may exist; it is then found as one that no process runs.
         return self.study.ask().number
 
     def draw(self, number: int) -> dict[str, Any]:
@@ -218,12 +218,12 @@ def make_pruner(prune: Choice | None) -> BasePruner:
         prune: The pruner's name and options; None for no pruner.
 
     Raises:
-        ConfigError: An option is unknown, or Optuna rejects its value.
+        ConfigError: If an option is unknown, or Optuna rejects its value.
     """
     if prune is None:
         return optuna.pruners.NopPruner()
     pruner = _build(_PRUNERS[prune.kind], prune.options, prune, "prune")
-    if prune.kind == "hyperband":  # which looks at these in the middle of the first trial
+    if prune.kind == "hyperband":  # it uses these in the middle of the first trial
         options = {name: prune.options[name] for name in _HALVING_OPTIONS if name in prune.options}
         _build(_PRUNERS["asha"], options, prune, "prune")
     return pruner
@@ -237,7 +237,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
         number: The trial's number, which the seed depends on.
 
     Raises:
-        ConfigError: An option is unknown, or Optuna rejects its value.
+        ConfigError: If an option is unknown, or Optuna rejects its value.
     """
     method = sweep.method
     if method.kind == "grid":
@@ -302,8 +302,8 @@ def _suggest(trial: Trial, parameter: Parameter) -> Any:
 
 
 def _get_id(study: optuna.Study, number: int) -> int:
-    # Optuna has no public way from a trial's number to its id. The list also fills the storage's cache, without which
-    # it knows nothing of a trial that another process has begun.
+    # Optuna has no public function that returns a trial's ID for its number. The list also fills the storage's cache,
+    # which otherwise lacks trials that another process has started.
     return retry(lambda: study.get_trials(deepcopy=False))[number]._trial_id
 
 

@@ -199,7 +199,7 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
         defaults: A configuration that the sweep's takes precedence over.
 
     Raises:
-        ConfigError: The file is wrong; names every problem with file and line.
+        ConfigError: If the file is wrong; the error names every problem with file and line.
     """
     of_sweep: list[str] = []
     of_config: list[str] = []
@@ -267,7 +267,7 @@ class _Reader:
             section: The parameters.
 
         Raises:
-            ConfigError: There are problems; names all of them.
+            ConfigError: If there are problems; the error names all of them.
         """
         method = self._read_choice("method", METHODS, _METHOD_SYNONYMS)
         prune = self._read_choice("prune", (*PRUNERS, "none"), _PRUNER_SYNONYMS)

@@ -1,4 +1,4 @@
-"""Folder of a sweep: its description, a folder for each trial, and locks that tell who works on which trial."""
+"""Folder of a sweep: its description, a folder for each trial, and a lock for each process that works on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .sweep_file import Sweep, list_changes
 DESCRIPTION = "sweep.json"
 REPORT = "report.html"
 _PRIVATE = ".sweep"
-_POLL = 0.1  # seconds between two looks at a lock that another process holds
+_POLL = 0.1  # seconds between two attempts to get a lock that another process holds
 
 
 class SweepFolder:
@@ -33,7 +33,7 @@ class SweepFolder:
         study.db      Optuna's study
         sweep.json    the sweep with all defaults; `treadle sweep` reads it too
         report.html   a report of the sweep
-        .sweep/       a lock for the decision what to run next, and one for each process that works on the sweep
+        .sweep/       a lock for deciding what runs next, and one for each process that works on the sweep
 
     Args:
         sweep: The sweep.
@@ -49,7 +49,7 @@ class SweepFolder:
         self._private = self.path / _PRIVATE
         self._lock: RunLock | None = None
 
-    # -- who works on it -----------------------------------------------------------------------------------------
+    # -- processes -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class SweepFolder:
         while lock is None:
             try:
                 lock = RunLock(self._private)
-            except ValueError:  # another process decides
+            except ValueError:  # another process holds the lock
                 time.sleep(_POLL)
         try:
             yield
@@ -95,7 +95,7 @@ class SweepFolder:
             if entry.is_dir() and entry.name != self.token and self.find_host(entry.name) is None:
                 shutil.rmtree(entry, ignore_errors=True)
 
-    # -- its description -----------------------------------------------------------------------------------------
+    # -- description ---------------------------------------------------------------------------------------------
 
     def describe(self) -> bool:
         """Write the description, or compare it with that of earlier sessions. Call it while `deciding`.
@@ -104,7 +104,7 @@ class SweepFolder:
             Whether the sweep is new.
 
         Raises:
-            ConfigError: The folder has another sweep, or other runs.
+            ConfigError: If the folder has another sweep, or other runs.
         """
         file, description = self.path / DESCRIPTION, self.sweep.describe()
         anew = (
@@ -151,7 +151,7 @@ class SweepFolder:
             part.unlink(missing_ok=True)
             raise
 
-    # -- the folders of its trials -------------------------------------------------------------------------------
+    # -- folders of trials ---------------------------------------------------------------------------------------
 
     def choose_number(self, trial: int, taken: Container[int | None]) -> int:
         """Return the number of a trial's run folder: the trial's number, from 1, or the next one that is free.
@@ -168,7 +168,7 @@ class SweepFolder:
             return True
         try:
             return index.read(path).facts.get("trial") == trial
-        except ValueError:  # no run's folder: one that a killed process has left half made
+        except ValueError:  # not a run's folder, but one that a killed process left incomplete
             return {entry.name for entry in path.iterdir()} <= {CONFIG, f".{CONFIG}.tmp", f".{RECORD}.tmp"}
 
     def prepare(self, number: int, trial: int, config: str, parameters: Mapping[str, Any]) -> None:

@@ -48,16 +48,16 @@ class TrialCallback(PruningCallback):
     """Callback that records the metric of a sweep's trial and stops the trial if the study's pruner decides so.
 
     Unlike `PruningCallback` it raises nothing: a pruned trial ends like one that is stopped early, and saves. Its state
-    is in the checkpoints, so a continued trial knows its best value.
+    is in the checkpoints, so a continued trial has its best value.
 
     Args:
         assignment: The trial's assignment.
         write: Adds entries to the run's record.
     """
 
-    after_task = 1  # before checkpoints are saved, which hold its state
+    after_task = 1  # before checkpoints are saved, which contain its state
 
-    _first_epoch = 1  # epochs that are done, of which min_resource and the like speak
+    _first_epoch = 1  # number of completed epochs, in which min_resource and similar options are counted
 
     def __init__(self, assignment: Assignment, write: Callable[[Mapping[str, Any]], None]) -> None:
         super().__init__(None, assignment.metric)
@@ -124,9 +124,9 @@ class TrialCallback(PruningCallback):
 
         try:
             retry(lambda: self._trial.report(value, number))
-            # At its end there is nothing to save. Optuna, which counts from 0, does not get there either.
+            # At the run's end there is nothing to save. Optuna, which counts from 0, does not get there either.
             return not _is_over(trainer) and bool(retry(self._trial.should_prune))
-        except StorageInternalError as error:  # no reason to lose the trial
+        except StorageInternalError as error:  # an error of the storage should not end the trial
             warn(f"the sweep's study can't be reached, so this trial is not pruned at {number}: {error}")
             return False
 

@@ -40,7 +40,7 @@ class TrialConfigs:
         """Check every choice and both ends of every range, each with the first values of the other parameters.
 
         Raises:
-            ConfigError: The configuration does not accept a key or value; names all of them.
+            ConfigError: If the configuration does not accept a key or value; the error names all of them.
         """
         first = {parameter.key: next(parameter.list_samples()) for parameter in self.sweep.parameters}
         problems = self._list_problems(first)
@@ -67,7 +67,7 @@ class TrialConfigs:
             stored: The trial's values by key, as the study stores them.
 
         Raises:
-            ConfigError: The values are not valid in combination.
+            ConfigError: If the values are not valid in combination.
         """
         settings = {parameter.key: parameter.to_value(stored[parameter.key]) for parameter in self.sweep.parameters}
         config = resolve(self.sweep.base, {**settings, "ckpt_path": Value("auto", COMMAND_LINE)})
@@ -79,7 +79,7 @@ class TrialConfigs:
         return to_plain(trainer) if trainer is not None and isinstance(trainer.data, dict) else {}
 
     def find_devices(self) -> tuple[int, list[str] | None]:
-        """Return the processes per trial that the configuration asks for, and the GPUs that trials may use."""
+        """Return the processes per trial that the configuration requests, and the GPUs that trials may use."""
         flags = self._get_flags()
         devices = flags.get("devices")
         count = devices if isinstance(devices, int) and devices > 0 else 1

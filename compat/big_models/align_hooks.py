@@ -124,7 +124,7 @@ class AlignDevicesHook(ModelHook):
             module: The module that the hook is added to.
         """
         if str(self.execution_device) == "meta":
-            self.tied_params_map = None  # all meta tensors have one address
+            self.tied_params_map = None  # all meta tensors have the same address
         tensors = named_tensors(module) if self.place_submodules else dict(iter_direct_tensors(module))
         if self.offload:
             self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
@@ -144,7 +144,7 @@ class AlignDevicesHook(ModelHook):
         return self.offload_buffers and name not in get_non_persistent_buffers(module, self.place_submodules, fqns=True)
 
     def _lend_out(self, module: nn.Module, names: list[str], tensor: Tensor) -> None:
-        """Replace a tensor of the module by a placeholder, under all its names."""
+        """Replace a tensor of the module with a placeholder, under all its names."""
         if self.weights_map is None or self._has_own_map:
             self.weights_map, self._has_own_map = self.weights_map or {}, True
             self.weights_map |= dict.fromkeys(names, tensor.detach().to("cpu"))  # type: ignore[operator]
@@ -170,9 +170,9 @@ class AlignDevicesHook(ModelHook):
             self.input_device = find_device([args, kwargs])
         if self._loans:
             grad = torch.is_grad_enabled()
-            # Tensors made in inference mode would stay inference tensors wherever they end up.
+            # A tensor created in inference mode would remain an inference tensor on any device.
             with torch.inference_mode(False), torch.no_grad():
-                brought: dict[int, Tensor] = {}  # a tensor with several names is brought once
+                brought: dict[int, Tensor] = {}  # so that a tensor with several names is moved once
                 for loan in self._loans.values():
                     if id(loan.stand_in) not in brought:
                         brought[id(loan.stand_in)] = self._read(loan)

@@ -28,7 +28,7 @@ from .offload_files import load_offloaded_weight
 Device = int | str | torch.device
 TiedParams = dict[int, dict[Any, Tensor]]
 
-_QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving the parameter alone loses its statistics
+_QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving only the parameter loses its statistics
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -45,7 +45,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def _is_peft(model: nn.Module) -> bool:
-    # By name, so that peft, which takes seconds, is not imported to ask for what is not there.
+    # By name, because importing peft takes seconds, even if it is not used.
     kinds = type(model).__mro__
     return any(kind.__name__ == "PeftModel" and kind.__module__.partition(".")[0] == "peft" for kind in kinds)
 
@@ -71,7 +71,7 @@ def convert_file_size_to_int(size: int | str) -> int:
         size: The size, in bytes or as text.
 
     Raises:
-        ValueError: The size is negative or can't be parsed.
+        ValueError: If the size is negative or cannot be parsed.
     """
     if isinstance(size, str):
         text = size.strip()
@@ -88,7 +88,7 @@ def dtype_byte_size(dtype: Any) -> float:
         dtype: A ``torch.dtype`` or a member of `CustomDtype`.
 
     Raises:
-        ValueError: The argument is not a dtype.
+        ValueError: If the argument is not a dtype.
     """
     if isinstance(dtype, torch.dtype):
         return 1 / 8 if dtype == torch.bool else dtype.itemsize
@@ -198,7 +198,7 @@ def check_tied_parameters_on_same_device(
         device_map: Devices by name of module or parameter.
 
     Raises:
-        ValueError: The map gives a parameter no device.
+        ValueError: If the map gives a parameter no device.
     """
     for names in tied_params:
         devices = {name: look_up_device(device_map, name) for name in names}
@@ -215,7 +215,7 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the names that no other name is below.
+    """Return the names that have no other names below them.
 
     Args:
         module_sizes: Names, such as the keys that `compute_module_sizes` returns.
@@ -255,7 +255,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of a model, and those of its largest layer with the layers that have them.
+    """Return the size of a model in bytes, and that of its largest layer with the names of such layers.
 
     Args:
         model: The model.
@@ -295,7 +295,7 @@ def set_module_tensor_to_device(
         clear_cache: Whether to release freed memory of the accelerator.
 
     Raises:
-        ValueError: The tensor does not exist or has no values, or ``value`` has another shape.
+        ValueError: If the tensor does not exist or has no values, or ``value`` has another shape.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)
@@ -371,7 +371,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 def _get_offload_hook(module: nn.Module) -> Any:
     hook: Any = getattr(module, "_hf_hook", None)
-    return hook if getattr(hook, "offload", None) is True else None  # elsewhere `offload` may be a method
+    return hook if getattr(hook, "offload", None) is True else None  # in other classes `offload` may be a method
 
 
 @contextmanager
@@ -417,7 +417,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if path and not has_offloaded_params(module):
-            continue  # the root's own state has what this one has
+            continue  # the root's own state contains it
         with align_module_device(module, "cpu") if has_offloaded_params(module) else align_module_device(module):
             for key, tensor in module.state_dict().items():
                 if not tensor.is_meta:

@@ -49,7 +49,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         weight_info: The tensor's ``"dtype"`` and ``"shape"``.
 
     Raises:
-        ValueError: The file has another size.
+        ValueError: If the file has another size.
     """
     dtype, shape = getattr(torch, weight_info["dtype"]), torch.Size(weight_info["shape"])
     size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
@@ -123,10 +123,10 @@ class PrefixedDataset(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return self.dataset[f"{self.prefix}{key}"]
 
-    def __contains__(self, key: object) -> bool:  # Mapping's own would read the tensor
+    def __contains__(self, key: object) -> bool:  # Mapping's own method would read the tensor
         return f"{self.prefix}{key}" in self.dataset
 
-    def __iter__(self) -> Iterator[str]:  # the full keys, as in Accelerate, whose callers strip them
+    def __iter__(self) -> Iterator[str]:  # the full keys, as in Accelerate, whose callers remove the prefix
         return (key for key in self.dataset if key.startswith(self.prefix))
 
     def __len__(self) -> int:
@@ -144,7 +144,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: The device for tensors from safetensors files. Default: the CPU.
 
     Raises:
-        ValueError: None of the three is passed.
+        ValueError: If none of the three is passed.
     """
 
     def __init__(
@@ -171,7 +171,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             raise KeyError(f"no offloaded weight is called {key!r}.{nearest(key, self.all_keys)}")
         info = self.index[key]
         if info.get("safetensors_file") is not None:
-            # Some devices can't load every dtype directly, so the tensor is moved once it is in memory.
+            # Some devices cannot load every dtype directly, so the tensor is moved after it has been loaded into
+            # memory.
             with safe_open(info["safetensors_file"], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(info.get("weight_name", key))
             dtype = getattr(torch, info["dtype"]) if "dtype" in info else tensor.dtype

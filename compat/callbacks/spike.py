@@ -49,7 +49,7 @@ class SpikeDetection(Callback):
         bad_batches: The batches in the file.
 
     Raises:
-        ValueError: ``mode`` is unknown, or ``window`` is below 1.
+        ValueError: If ``mode`` is unknown, or ``window`` is below 1.
     """
 
     exchanges = True
@@ -80,7 +80,7 @@ class SpikeDetection(Callback):
         """Compare the batch's loss with those before it.
 
         Raises:
-            TrainingSpikeException: The loss spiked on any rank.
+            TrainingSpikeException: If the loss spiked on any rank.
         """
         loss = outputs if isinstance(outputs, Tensor) else outputs["loss"]
         value = float(loss.detach())

@@ -76,7 +76,7 @@ def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Names
         hparams: The values by name.
 
     Raises:
-        RuntimeError: The folder does not exist.
+        RuntimeError: If the folder does not exist.
     """
     _check_folder(tags_csv)
     with open(tags_csv, "w", newline="", encoding="utf-8") as file:
@@ -108,8 +108,8 @@ def save_hparams_to_yaml(
         use_omegaconf: Accepted and ignored: the references (``${...}``) of a ``DictConfig`` are always resolved.
 
     Raises:
-        RuntimeError: The folder does not exist.
-        TypeError: The hyperparameters have no names.
+        RuntimeError: If the folder does not exist.
+        TypeError: If the hyperparameters have no names.
     """
     _check_folder(config_yaml)
     text = yaml.safe_dump(plain(_as_mapping(hparams)), sort_keys=False, allow_unicode=True)

@@ -206,7 +206,7 @@ class BoringDataModuleNoLen(_BoringData):
 
 
 class IterableBoringDataModule(_BoringData):
-    """Data module with two dataloaders for each stage: of a dataset and of a stream."""
+    """Data module with two dataloaders for each stage, one of a dataset and one of a stream."""
 
     ATTRIBUTE = "{}_datasets"
     COUNTS = {"train": 16, "val": 32, "test": 64, "predict": 128}

@@ -21,7 +21,7 @@ def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
         **kwargs: Keyword arguments.
 
     Raises:
-        ModuleNotFoundError: torchvision is not installed.
+        ModuleNotFoundError: If torchvision is not installed.
     """
     from torchvision.datasets import MNIST as Images
 

@@ -86,7 +86,7 @@ class PositionalEncoding(nn.Module):
         """
         if self.pe is None:
             self.pe = self._compute_encoding(x.device)
-        # Lightning's demo adds the encoding of one position, the length, to all of them; losses equal its own.
+        # Lightning's demo adds the encoding of a single position, the length, to all of them; losses equal its own.
         output: Tensor = self.dropout(x + self.pe[:, x.size(1)])
         return output
 
@@ -176,7 +176,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
         destination.parent.mkdir(parents=True, exist_ok=True)
         part = destination.with_suffix(f".{os.getpid()}")
         urllib.request.urlretrieve(_URL, part)
-        part.replace(destination)  # in one move: another process may look for it
+        part.replace(destination)  # in one operation, because another process may look for the file
 
 
 class LightningTransformer(TaskModule):

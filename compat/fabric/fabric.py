@@ -36,8 +36,8 @@ _SPAWNING = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 class Fabric:
     """Devices, precision, processes and checkpoints for a custom training loop, under Lightning's names.
 
-    Gradients, losses and the order of data equal Lightning Fabric's. A loss is not weighted by the size of its
-    batch. On several processes torch's ``DistributedSampler`` distributes the samples and repeats some if they can't be
+    Gradients, losses and the order of data equal Lightning Fabric's. A loss is not weighted by the size of its batch.
+    On several processes torch's ``DistributedSampler`` distributes the samples and repeats some if they cannot be
     divided evenly. A `treadle.Accelerator` does both exactly.
 
     A script with ``devices=2`` is run again by each process as soon as a Fabric is created. Without a script, as in a
@@ -55,7 +55,7 @@ class Fabric:
         loggers: One or several loggers.
 
     Raises:
-        ValueError: A value is not supported.
+        ValueError: If a value is not supported.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Fabric:
         }
         self._callbacks: list[Any] = _as_list(callbacks)
         self._loggers: list[Logger] = _as_list(loggers)
-        # Where no script can be run again, processes begin with a function.
+        # If no script can be run again, processes start with a function.
         indices = parse_devices(device_type(accelerator), devices)
         forks = indices is not None and len(indices) > 1 and LaunchEnvironment.read() is None
         self._process_count = (
@@ -157,8 +157,8 @@ class Fabric:
             The function's return value on this process; if this call started the processes, the value on rank zero.
 
         Raises:
-            TypeError: The argument is not a function that accepts a Fabric, or it is missing and this call has to start
-                processes.
+            TypeError: If the argument is not a function that accepts a Fabric, or it is missing and this call has to
+                start processes.
         """
         if function is None:
             if self._opened is None:
@@ -180,7 +180,8 @@ class Fabric:
                     path.write_bytes(pickle.dumps(result))
 
             notebook_launcher(run, num_processes=self._process_count)
-            return pickle.loads(path.read_bytes())  # of our own fork, in a folder that no one else can write to
+            # Written by this process's own fork, in a folder that only this user can write to.
+            return pickle.loads(path.read_bytes())
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the local rank zero of each machine.
@@ -309,13 +310,13 @@ class Fabric:
             The prepared model.
 
         Raises:
-            ValueError: The model has been set up already.
+            ValueError: If the model has been set up already.
         """
         if is_wrapped(module):
             raise ValueError(f"this {type(unwrap(module)).__name__} is set up already: pass each model once.")
         accelerator = self._accelerator
         prepared = accelerator.prepare_model(module, move_to_device)
-        accelerator.models.clear()  # a script sets up any number of models, one per fold say, and lets go of them
+        accelerator.models.clear()  # a script may set up and release any number of models, for example one per fold
         return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
@@ -328,7 +329,7 @@ class Fabric:
             The prepared optimizer, or a tuple of several.
 
         Raises:
-            ValueError: No optimizer is passed, or one has been set up already.
+            ValueError: If no optimizer is passed, or one has been set up already.
         """
         if not optimizers:
             raise ValueError("setup_optimizers needs at least one optimizer.")
@@ -357,8 +358,8 @@ class Fabric:
             The prepared dataloader, or a list of several.
 
         Raises:
-            TypeError: An argument is not a ``DataLoader``.
-            ValueError: No dataloader is passed, or one has been set up already.
+            TypeError: If an argument is not a ``DataLoader``.
+            ValueError: If no dataloader is passed, or one has been set up already.
         """
         if not dataloaders:
             raise ValueError("setup_dataloaders needs at least one DataLoader.")
@@ -406,8 +407,8 @@ class Fabric:
             The norm before clipping; None if clipped by value.
 
         Raises:
-            ValueError: Both limits are set, or none.
-            RuntimeError: The norm is not finite.
+            ValueError: If both limits are set, or neither is.
+            RuntimeError: If the norm is not finite.
         """
         if (clip_val is None) == (max_norm is None):
             raise ValueError(
@@ -433,7 +434,7 @@ class Fabric:
             enabled: Whether to skip the reduction.
 
         Raises:
-            TypeError: The model has not been set up.
+            TypeError: If the model has not been set up.
         """
         wrapper = getattr(module, "_orig_mod", module)
         if not isinstance(wrapper, FabricModule):
@@ -491,12 +492,12 @@ class Fabric:
 
         Args:
             path: The file. Its folder is created.
-            state: The objects by name. Of an object with a ``state_dict``, the state is saved.
+            state: The objects by name. For an object with a ``state_dict``, its state is saved.
             filter: Functions ``function(key, value)`` by name, which return whether an entry of the state is saved.
 
         Raises:
-            TypeError: A value is not data, with its place; or a filter is not a function.
-            ValueError: A filter's name is not in ``state``, or ``state`` has the optimizer of a sharded model.
+            TypeError: If a value is not data (the error names its place), or a filter is not a function.
+            ValueError: If a filter's name is not in ``state``, or ``state`` has the optimizer of a sharded model.
         """
         filters = {} if filter is None else filter
         if not isinstance(filters, Mapping) or not all(map(callable, filters.values())):
@@ -542,7 +543,7 @@ class Fabric:
             The values that were not restored, by name.
 
         Raises:
-            KeyError: A name is not in the file.
+            KeyError: If a name is not in the file.
         """
         saved = self._read(path, weights_only)
         missing = sorted((state or {}).keys() - saved.keys())
@@ -630,7 +631,7 @@ class Fabric:
         """First logger.
 
         Raises:
-            IndexError: There are no loggers.
+            IndexError: If there are no loggers.
         """
         if not self._loggers:
             raise IndexError("this Fabric has no logger: give it some, Fabric(loggers=...).")

@@ -83,9 +83,9 @@ class FabricModule(nn.Module):
             method: The method or its name.
 
         Raises:
-            AttributeError: The model has no such method.
-            TypeError: The argument is neither a method nor a name.
-            ValueError: The method is ``forward`` itself.
+            AttributeError: If the model has no such method.
+            TypeError: If the argument is neither a method nor a name.
+            ValueError: If the method is ``forward`` itself.
         """
         if not isinstance(method, MethodType | str):
             raise TypeError(f"mark_forward_method takes a method or its name, not {method!r}.")
@@ -103,7 +103,7 @@ class FabricModule(nn.Module):
 
         Args:
             *args: Positional arguments of ``Module.state_dict``.
-            **kwargs: Keyword arguments of it.
+            **kwargs: Keyword arguments of ``Module.state_dict``.
         """
         return self._original_module.state_dict(*args, **kwargs)
 
@@ -113,7 +113,7 @@ class FabricModule(nn.Module):
         Args:
             state_dict: The state.
             *args: Positional arguments of ``Module.load_state_dict``.
-            **kwargs: Keyword arguments of it.
+            **kwargs: Keyword arguments of ``Module.load_state_dict``.
         """
         return self._original_module.load_state_dict(state_dict, *args, **kwargs)
 
@@ -122,7 +122,7 @@ class FabricModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             if name in ("_forward_module", "_original_module"):
-                raise  # it is being built, or copied
+                raise  # it is being constructed or copied
         original = self._original_module
         attribute = getattr(original, name)
         if not inspect.ismethod(attribute) or self._forward_module is original:
@@ -133,7 +133,7 @@ class FabricModule(nn.Module):
         return _refuse_forward(original, name, attribute)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What a script sets on the model it got is for the user's model, which reads it.
+        # An attribute that a script sets on the returned model is meant for the user's model, which reads it.
         own = not self.__dict__.get("_is_complete") or name in self.__dict__ or name in self._modules
         if own or name == "training":
             super().__setattr__(name, value)
@@ -174,8 +174,8 @@ class FabricDataLoader:
         shared: Whether the ranks share the samples.
 
     Raises:
-        TypeError: The argument is not a ``DataLoader``, or has a batch sampler without a sampler.
-        ValueError: The dataloader has been set up already.
+        TypeError: If the argument is not a ``DataLoader``, or has a batch sampler without a sampler.
+        ValueError: If the dataloader has been set up already.
     """
 
     def __init__(self, loader: Any, world: World, device: torch.device | None, shared: bool) -> None:
@@ -246,7 +246,7 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
     else:
         sampler = _SharedSampler(YieldedSamples(inner), **options)
     shared = copy.copy(loader)
-    # Not by setattr: a DataLoader refuses a change of these once it is built.
+    # Not with setattr: a DataLoader refuses to change these after its construction.
     shared.__dict__["sampler"] = sampler
     if loader.batch_sampler is not None:
         batch_sampler: Any = copy.copy(loader.batch_sampler)
@@ -258,7 +258,7 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
 def _find_seed() -> int:
     """Return the seed of the order: that of ``seed_everything``, otherwise 0, as in Lightning."""
     seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-    return seed if seed < 2**32 else 0  # torch's own, before anyone seeds it, is larger
+    return seed if seed < 2**32 else 0  # torch's own initial seed is larger
 
 
 def is_wrapped(obj: object) -> bool:

@@ -15,7 +15,7 @@ def check_finite_loss(loss: Tensor | None) -> None:
         loss: The loss.
 
     Raises:
-        ValueError: The loss contains NaN or infinity.
+        ValueError: If the loss contains NaN or infinity.
     """
     if loss is not None and not torch.isfinite(loss).all():
         raise ValueError(f"The loss returned in `training_step` is {loss}.")

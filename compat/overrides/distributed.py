@@ -40,7 +40,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
         args, kwargs: See ``torch.utils.data.DistributedSampler``.
 
     Raises:
-        ValueError: A rank would get no sample of a dataset that is not empty.
+        ValueError: If a rank would get no sample of a dataset that is not empty.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

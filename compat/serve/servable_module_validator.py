@@ -53,8 +53,8 @@ class ServableModuleValidator(Callback):
         resp: The response, with ``status_code`` and ``json()``; None before training.
 
     Raises:
-        ValueError: An argument is not supported; in training, the response is not the expected one.
-        TypeError: In training, the task is not a `ServableModule`.
+        ValueError: If an argument is not supported; in training, if the response is not the expected one.
+        TypeError: In training, if the task is not a `ServableModule`.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class ServableModuleValidator(Callback):
     def _ask(self, address: str, payload: dict[str, Any]) -> Response:
         body = json.dumps(payload).encode()
         request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine's ports
+        # A proxy would not know this machine's ports.
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with direct.open(request, timeout=self.timeout) as answer:
                 return Response(answer.status, answer.read().decode())
@@ -141,7 +142,7 @@ def _make_handler(model: ServableModule) -> type[BaseHTTPRequestHandler]:
             content = self.rfile.read(int(self.headers["Content-Length"]))
             try:
                 status, answer = 200, json.dumps(serve(json.loads(content)["body"]))
-            except Exception as error:  # the client is told, and raises
+            except Exception as error:  # the client gets the error, and raises it
                 status, answer = 500, f"{type(error).__name__}: {error}"
             self.send_response(status)
             self.end_headers()

@@ -10,7 +10,7 @@ __all__ = ["ParallelStrategy"]
 
 
 class _Distributed(type):
-    """Metaclass with which ``isinstance(trainer.strategy, ParallelStrategy)`` asks for ``distributed``."""
+    """Metaclass that lets ``isinstance(trainer.strategy, ParallelStrategy)`` check ``distributed``."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if cls is ParallelStrategy:

@@ -17,7 +17,7 @@ def from_compiled(model: Any) -> TaskModule:
         model: The compiled task.
 
     Raises:
-        ValueError: The argument is not a compiled task.
+        ValueError: If the argument is not a compiled task.
     """
     task = uncompiled(model)
     if task is model or not isinstance(task, TaskModule):
@@ -32,7 +32,7 @@ def to_uncompiled(model: Any) -> TaskModule:
         model: The compiled task.
 
     Raises:
-        ValueError: The argument is not a compiled task.
+        ValueError: If the argument is not a compiled task.
     """
     task = uncompiled(model)
     if not isinstance(task, TaskModule) or task.__dict__.pop("_compiler", None) is None:

@@ -26,8 +26,8 @@ def extract_batch_size(batch: Any) -> int:
         batch: The batch.
 
     Raises:
-        ValueError: The batch contains no tensor.
-        RecursionError: The batch contains itself.
+        ValueError: If the batch contains no tensor.
+        RecursionError: If the batch contains itself.
     """
     try:
         sizes = _iter_sizes(batch)
@@ -63,7 +63,7 @@ def has_iterable_dataset(dataloader: object) -> bool:
 
 
 def sized_len(dataloader: object) -> int | None:
-    """Return a dataloader's length, or None without one.
+    """Return a dataloader's length, or None if it has none.
 
     Args:
         dataloader: The dataloader.
@@ -107,7 +107,7 @@ def has_len_all_ranks(
         allow_zero_length_dataloader_with_multiple_devices: Whether a rank's dataloader may be empty.
 
     Raises:
-        RuntimeError: This rank's dataloader is empty and another's is not, unless that is allowed.
+        RuntimeError: If this rank's dataloader is empty and another's is not, unless that is allowed.
     """
     name = type(dataloader).__name__
     length = sized_len(dataloader)

@@ -22,7 +22,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         parent: The base class. Default: `TaskModule`, `DataModule` or `Callback`, by the object's class.
 
     Raises:
-        ValueError: ``parent`` is missing and the object is of none of these classes.
+        ValueError: If ``parent`` is missing and the object is of none of these classes.
     """
     if instance is None:
         return False

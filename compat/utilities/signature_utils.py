@@ -15,7 +15,7 @@ def is_param_in_hook_signature(
     """Return whether a method can be called with a parameter.
 
     Args:
-        hook_fx: The method; of a decorated one, the function inside is examined.
+        hook_fx: The method; for a decorated one, the function inside is examined.
         param: The parameter's name.
         explicit: Whether ``*args`` does not count.
         min_args: Number of parameters without ``self`` that suffices regardless of their names. Default: None.

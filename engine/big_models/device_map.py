@@ -31,7 +31,8 @@ def infer_auto_device_map(
     """Fill the devices one after the other with the model's modules, in the model's order.
 
     Modules that share a tensor go to one device, with the first of them. If modules are left for the CPU or the disk,
-    memory is reserved on the device that runs them: for the largest such module, and for their buffers if those stay.
+    memory is reserved on the device that runs them: for the largest such module, and for their buffers if the buffers
+    stay on it.
 
     Args:
         model: The model; it may be on device ``meta``.
@@ -99,7 +100,7 @@ def _fill(
     parts: list[Part], room: Mapping[Device, int | None], main: Device | None, offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
     """Fill the devices greedily; with ``main``, reserve memory there to run what comes after."""
-    reserves = [0]  # for what comes after each part
+    reserves = [0]  # memory to reserve for what comes after each part
     largest = buffers = 0
     for part in reversed(parts[1:]):
         largest, buffers = max(largest, part.largest), buffers + part.buffers
@@ -156,8 +157,8 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
 
-    It searches for the lowest limit with which the model still fits on them, by planning with it. The last accelerator
-    keeps all of its memory.
+    It plans with different limits, to find the lowest one with which the model still fits. The last accelerator keeps
+    all of its memory.
 
     Args:
         model: The model.
@@ -168,7 +169,8 @@ def get_balanced_memory(
         low_zero: Leave the first accelerator as free as the others permit.
 
     Returns:
-        The limits; ``max_memory`` itself if there are fewer than two accelerators, or if the model is larger than all.
+        The limits; ``max_memory`` itself if there are fewer than two accelerators, or if the model is larger than all
+        of them together.
     """
     full = get_max_memory(max_memory)
     used = [device for device in full if is_accelerator(device) and full[device] > 0]
@@ -220,15 +222,15 @@ def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Check that a map can be followed.
+    """Check that a device map can be applied to a model.
 
     Args:
         model: The model.
         device_map: The map.
 
     Raises:
-        ValueError: If it names something that the model, or a device that this machine, does not have; if it misses
-            tensors; or if it splits what must be on one device.
+        ValueError: If the map names something that is not in the model, or a device that this machine does not have; if
+            it misses tensors; or if it splits what must be on one device.
     """
     tensors = named_tensors(model)
     valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()

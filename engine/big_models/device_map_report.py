@@ -28,7 +28,7 @@ def device_map_plan(
     Args:
         model: The model; it may be on device ``meta``.
         device_map: Devices by the names of modules or tensors.
-        max_memory: The memory of the devices; see `get_max_memory`. Default: what is free now.
+        max_memory: The memory of the devices; see `get_max_memory`. Default: the free memory.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.
         special_dtypes: Dtypes of single tensors by name.
     """

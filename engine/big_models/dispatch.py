@@ -63,15 +63,15 @@ def dispatch_model(
             shape of a ``NAME.dat`` in ``offload_dir``, or a ``safetensors_file`` and the ``weight_name`` in it.
         offload_buffers: Offload buffers of offloaded modules too.
         skip_keys: Names of arguments, and of entries of the output, that are not moved.
-        preload_module_classes: Classes whose modules get all weights inside them when they are called, since they read
-            them without calling the modules that hold them.
+        preload_module_classes: Classes whose modules get all weights inside them when they are called, because they
+            read them without calling the modules that hold them.
         force_hooks: Add the hooks even if everything is on one device.
 
     Returns:
         The model, with the map as its ``hf_device_map``.
 
     Raises:
-        ValueError: If the map can't be followed, weights have no values, ``offload_dir`` is missing, or the model is
+        ValueError: If the map cannot be applied, weights have no values, ``offload_dir`` is missing, or the model is
             already dispatched.
     """
     refuse_twice(model)
@@ -95,7 +95,7 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights in main memory and move each module's to a device when it is called.
+    """Keep a model's weights in main memory and move each module's weights to a device when it is called.
 
     Args:
         model: The model.
@@ -127,7 +127,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights on disk and read each module's when it is called.
+    """Keep a model's weights on disk and read each module's weights when it is called.
 
     Args:
         model: The model.
@@ -172,7 +172,7 @@ def cpu_offload_with_hook(
 
 
 def find_station(module: nn.Module) -> Station | None:
-    """Return the hook that moves offloaded tensors to the device when a module itself is called; None without any.
+    """Return the hook that moves offloaded tensors to the device when a module itself is called, or None.
 
     Args:
         module: The module.
@@ -182,7 +182,7 @@ def find_station(module: nn.Module) -> Station | None:
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Return whether a model is on several devices or offloaded, so that it can't be trained in a distributed run.
+    """Return whether a model is on several devices or offloaded, so that it cannot be trained in a distributed run.
 
     Args:
         model: The model.
@@ -291,13 +291,13 @@ def dispatch(
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Check that a model has no hooks yet: they would load weights that are no longer its own.
+    """Check that a model has no hooks yet, because they would load weights that are no longer its own.
 
     Args:
         model: The model.
 
     Raises:
-        ValueError: If it has.
+        ValueError: If the model has hooks.
     """
     if _find_hooks(model):
         raise ValueError("the model is already dispatched. Call remove_hook_from_submodules(model) first.")
@@ -330,7 +330,7 @@ def _locate_values(
 def _disk_weights(
     tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
 ) -> Weights:
-    """Return the location of values on disk: already offloaded or in a checkpoint, or else written there."""
+    """Return the location of values on disk: already offloaded or in a checkpoint, or else written to disk."""
     offloaded = open_offloaded(folder, index)
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:
@@ -374,7 +374,7 @@ def _install(
     skip_keys: Skip,
     preload_module_classes: list[str] | None,
 ) -> None:
-    """Replace offloaded tensors by stand-ins, and add hooks that load them and move inputs and outputs."""
+    """Replace offloaded tensors with stand-ins, and add hooks that load them and move inputs and outputs."""
     whole = check_class_names(model, "preload_module_classes", preload_module_classes)
     skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     shapes: dict[str, Tensor] = {}

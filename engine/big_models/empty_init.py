@@ -22,12 +22,13 @@ from .module_tensors import copy_attributes
 def init_empty_weights(include_buffers: bool | None = None) -> Any:
     """Return a context in which parameters of new modules are on device ``meta``, which uses no memory.
 
-    Load them with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is affected; it
-    may be nested, and an error inside leaves nothing behind. Each parameter is created as the module's code says and
-    released immediately, so at most one parameter is in memory.
+    Load the parameters with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is
+    affected; it may be nested, and an error inside has no lasting effect. Each parameter is created as the module's
+    code specifies and released immediately, so at most one parameter is in memory.
 
     Args:
-        include_buffers: Put buffers there too. Default: no, since most are computed and not saved in a checkpoint.
+        include_buffers: Put buffers on ``meta`` too. Default: no, because most are computed and not saved in a
+            checkpoint.
     """
     return init_on_device(torch.device("meta"), include_buffers=include_buffers)
 
@@ -38,13 +39,14 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
     Args:
         device: The device.
-        include_buffers: Put buffers there too; then every tensor that is created inside without a device is created
-            there, so code that reads values back during construction can't run with ``meta``. Default: no.
+        include_buffers: Put buffers on the device too. Every tensor that is created inside the context without a device
+            is then created on it, so code that reads values back during construction cannot run with ``meta``. Default:
+            no.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:
         if include_buffers:
-            stack.enter_context(redirect.device)  # nothing is made elsewhere first
+            stack.enter_context(redirect.device)  # so that nothing is created on another device first
         stack.enter_context(_hooked())
         token = _current.set(redirect)
         try:
@@ -59,7 +61,8 @@ class _Redirect:
     def __init__(self, device: torch.device, buffers: bool) -> None:
         self.device = device
         self.buffers = buffers
-        # One registered in two places must stay one; the reference tells whether it is still the same object.
+        # A parameter registered in two places must remain one object; the reference shows whether it is still the same
+        # object.
         self._moved: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def move_tensor(self, tensor: Tensor) -> Tensor | None:
@@ -95,7 +98,8 @@ class _Hooks:
     """torch's registration hooks, present as long as any thread is inside a context.
 
     They are torch's own and apply to the whole process. One pair serves all threads, because torch iterates over the
-    hooks while it registers a parameter: a thread that entered or left meanwhile would break this iteration in others.
+    hooks while it registers a parameter: a thread that entered or left in the meantime would break this iteration in
+    others.
     """
 
     def __init__(self) -> None:

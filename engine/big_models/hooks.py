@@ -52,7 +52,7 @@ class Loan:
 
     Args:
         module: The module that has it.
-        name: Its name there.
+        name: Its name in the module.
         piece: The location of its values.
         shape: Its description: the class, dtype and shape, on device ``meta``.
         stand_in: The stand-in in the module while it is not running; the same one for all tied tensors.
@@ -60,7 +60,7 @@ class Loan:
 
     def __init__(self, module: nn.Module, name: str, piece: Piece, shape: Tensor, stand_in: Tensor) -> None:
         self.module, self.name, self.piece, self.shape, self.stand_in = module, name, piece, shape, stand_in
-        self._mark = (0, -1)  # which tensor was lent, and its version then
+        self._mark = (0, -1)  # the tensor that was lent, and its version at that time
 
     def read(self, device: torch.device) -> Tensor:
         """Return the values on a device, in the model's dtype.
@@ -69,7 +69,7 @@ class Loan:
             device: The device.
         """
         dtype = self.shape.dtype
-        # A conversion makes an aligned copy anyway, and so does the way to another device.
+        # Converting or moving the tensor makes an aligned copy in any case.
         exact = device.type == "cpu" and self.piece.dtype == dtype
         return self.piece.get(exact).to(device=device, dtype=dtype)
 
@@ -94,7 +94,7 @@ class Loan:
         set_tensor(self.module, self.name, self.stand_in)
 
     def _is_changed(self, buffer: Tensor) -> bool:
-        # Batch normalization doesn't count its writes as versions, but it writes in training only.
+        # Batch normalization does not count its writes as versions, but it only writes in training.
         return self.module.training or buffer.is_inference() or (id(buffer), buffer._version) != self._mark
 
 
@@ -119,7 +119,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 class Station:
     """Hooks of one module: when it is called, its offloaded tensors are loaded and its inputs are moved.
 
-    Two threads may be inside at the same time, and a module may call itself: the values are released when the last call
+    Two threads may run it at the same time, and a module may call itself: the values are released when the last call
     ends.
 
     Args:
@@ -187,7 +187,7 @@ class Station:
             self._leave()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Release the tensors after the forward, including one that raised.
+        """Release the tensors after the forward, including one that raised an error.
 
         Args:
             module: The module.
@@ -211,7 +211,7 @@ class Station:
             device: The device. Default: the one that runs the module.
         """
         grad = torch.is_grad_enabled()
-        # Tensors made in inference mode would stay inference tensors wherever they end up.
+        # A tensor created in inference mode would remain an inference tensor on any device.
         with torch.inference_mode(False), torch.no_grad():
             brought: dict[int, Tensor] = {}
             for loan in self.loans:
@@ -273,7 +273,7 @@ class Home:
         return move(args, self.device, ()), move(kwargs, self.device, self.skip)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Move the output after the forward, including one that raised.
+        """Move the output after the forward, including one that raised an error.
 
         Args:
             module: The model.
@@ -312,7 +312,7 @@ def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device)
     if all(tensor.device == device for tensor in _iter_tensors(data)):
-        return data  # most often; and then it is the very same object
+        return data  # the usual case; the object itself is returned
     if skip and isinstance(data, Mapping):
         moved = apply_to_collection({k: v for k, v in data.items() if k not in skip}, Tensor, _move_tensor, device)
         entries = {name: moved.get(name, value) for name, value in data.items()}

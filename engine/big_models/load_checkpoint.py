@@ -71,13 +71,13 @@ def load_checkpoint_and_dispatch(
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise if only one side has a tensor. Default: warn, and raise if the model would have no values for it.
+        strict: Raise an error if model and checkpoint differ in tensors. Default: warn, unless one would lack values.
         full_state_dict: Only True is supported: each process reads a whole checkpoint separately.
         broadcast_from_rank0: Only False is supported.
         quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
 
     Raises:
-        ValueError: If the checkpoint is damaged or belongs to another model, or if the map can't be followed.
+        ValueError: If the checkpoint is damaged or belongs to another model, or if the map cannot be applied.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     refuse_twice(model)
@@ -105,7 +105,7 @@ def _plan_device_map(
     quantizer: WeightQuantizer | None,
 ) -> dict[str, Device]:
     choose("device_map", method, ("auto", "balanced", "balanced_low_0", "sequential"))
-    # Four bits are planned as a byte too, as they have more scales.
+    # Four-bit weights are also planned as one byte, because they have more scales.
     sizes = None if quantizer is None else {f"{name}.weight": torch.int8 for name in quantizer.select(model)}
     limits = max_memory
     if method != "sequential":
@@ -141,7 +141,7 @@ def load_checkpoint_in_model(
         offload_folder: Accepted, not needed.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
         offload_state_dict: Accepted, not needed.
-        offload_buffers: Leave buffers that the map places on disk there too.
+        offload_buffers: Leave buffers on disk too, if the map places them there.
         keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 regardless of ``dtype``.
         strict: See `load_checkpoint_and_dispatch`.
         full_state_dict: See `load_checkpoint_and_dispatch`.
@@ -173,8 +173,8 @@ def load_weights(
         weights: The opened checkpoint.
         device_map: Devices by the names of modules or tensors.
         dtype: The dtype of floating point weights after the load.
-        offload_buffers: Leave buffers that the map places on disk there too.
-        strict: Raise if only the model or only the checkpoint has a tensor.
+        offload_buffers: Leave buffers on disk too, if the map places them there.
+        strict: Raise an error if only the model or only the checkpoint has a tensor.
         in_fp32: Parts of names whose weights become float32.
         quantizer: Rounds the weights of linear layers.
 
@@ -206,13 +206,13 @@ def _load_tensor(
 ) -> None:
     piece = next((weights[name] for name in names if name in weights), None)
     if device.type == "meta" and piece is None and not old.is_meta:
-        return  # in no checkpoint, so its values stay in memory
+        return  # it is in no checkpoint, so its values stay in memory
     with torch.no_grad():
         if old.device == device and old.dtype == dtype:
             if piece is not None and device.type != "meta":
                 piece.fill(old.detach())
             return
-        values = torch.empty(old.shape, device=device, dtype=dtype)  # empty_like of meta imports 500 modules, 35 MB
+        values = torch.empty(old.shape, device=device, dtype=dtype)  # empty_like on meta imports 500 modules, 35 MB
         if piece is not None and device.type != "meta":
             piece.fill(values)
         elif piece is None:

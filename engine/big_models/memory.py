@@ -34,7 +34,7 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    # "Gb" would be bits to some and a slip of the pen to others.
+    # Some would read "Gb" as bits, others as a typing error for bytes.
     if match is None or match[2].upper() not in _UNITS or match[2].endswith("b"):
         raise ValueError(
             f"memory {size!r} is not a size. Pass a number of bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB "
@@ -56,7 +56,7 @@ def format_bytes(size: int) -> str:
 
 
 def accelerators() -> tuple[str, int]:
-    """Return the kind of this machine's accelerators and their number; ``("", 0)`` without any."""
+    """Return the kind of this machine's accelerators and their number; ``("", 0)`` if it has none."""
     count = torch.accelerator.device_count()
     current = torch.accelerator.current_accelerator() if count else None
     return (current.type, count) if current is not None else ("", 0)
@@ -109,11 +109,11 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     """Return the memory of each device in bytes: accelerators first, then ``"cpu"``, then ``"disk"``.
 
     Args:
-        max_memory: Sizes by device, as bytes or text such as ``"10GiB"``. Default: what is free now on each accelerator
-            and in main memory.
+        max_memory: Sizes by device, as bytes or text such as ``"10GiB"``. Default: the free memory of each accelerator
+            and of the machine.
 
     Raises:
-        ValueError: If a size is invalid, or if this machine does not have a device.
+        ValueError: If a size is invalid, or if this machine does not have one of the devices.
     """
     if max_memory is None:
         kind, count = accelerators()
@@ -150,5 +150,5 @@ def available_memory() -> int:
             used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
             free = min(free, max(0, int(limit) - used))
     except (OSError, ValueError):
-        pass  # no limit that can be read
+        pass  # no limit can be read
     return free

@@ -15,7 +15,8 @@ from torch import nn
 from .hooks import move
 from .memory import Device, accelerators, resolve
 
-_WARNING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")  # that other programs' dispatch put on a model
+# Methods that the dispatch of other libraries sets on a model.
+_WARNING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
 
 class ModelHook:
@@ -159,7 +160,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove a module's `ModelHook` and give it its own forward back.
+    """Remove a module's `ModelHook` and restore its own forward.
 
     Args:
         module: The module; it is changed in place.
@@ -175,7 +176,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if old_forward is not None:
         owner: Any = _get_forward_owner(module)
         if owner is module and getattr(old_forward, "__func__", None) is getattr(type(module), "forward", None):
-            owner.__dict__.pop("forward", None)  # the class's own, which needs no copy in the module
+            # Then the class's own method is used, and the module needs no copy of it.
+            owner.__dict__.pop("forward", None)
         else:
             owner.forward = old_forward
     for name in _WARNING_METHODS:
@@ -187,8 +189,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def _get_forward_owner(module: nn.Module) -> Any:
-    # A traced module writes its code into its class, of which it is the only instance; a forward of its own would
-    # hide what is traced later.
+    # A traced module writes its code into its class, whose only instance it is. A forward of its own would hide code
+    # that is traced later.
     return type(module) if "GraphModuleImpl" in str(type(module)) else module
 
 
@@ -242,7 +244,7 @@ class UserCpuOffloadHook:
         self.model, self.hook = model, hook
 
     def offload(self) -> None:
-        """Move the model to the CPU now."""
+        """Move the model to the CPU."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:

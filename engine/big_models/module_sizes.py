@@ -30,9 +30,9 @@ def compute_module_sizes(
     special_dtypes: Dtypes | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the size of every module and tensor by name, ``""`` being the whole model.
+    """Return the size of every module and tensor by name; ``""`` is the whole model.
 
-    A tied tensor counts once in each.
+    A tied tensor counts once in each module.
 
     Args:
         model: The model; it may be on device ``meta``.
@@ -89,7 +89,7 @@ def measure_tensors(
 
 @dataclass(frozen=True)
 class Part:
-    """Modules and tensors that go to one device as a whole, since they are kept together or share a tensor.
+    """Modules and tensors that go to one device as a whole, because they are kept together or share a tensor.
 
     Attributes:
         names: Its modules and tensors.
@@ -119,7 +119,7 @@ def split_model(
         special_dtypes: See `compute_module_sizes`.
     """
     whole_classes = check_class_names(model, "no_split_module_classes", no_split)
-    atoms: dict[str, dict[Any, bool]] = {}  # the distinct tensors of each, and whether they are buffers
+    atoms: dict[str, dict[Any, bool]] = {}  # the distinct tensors of each module, and whether they are buffers
 
     def visit(path: str, module: nn.Module) -> None:
         children = list(module.named_children())
@@ -140,7 +140,7 @@ def split_model(
 def _group_by_shared_tensors(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
     """Return the names in groups that share no tensor, in the order of their first names."""
     groups: dict[str, list[str]] = {}
-    owner: dict[Any, str] = {}  # the first name of the group that a tensor is in
+    owner: dict[Any, str] = {}  # the first name in the group that a tensor belongs to
     for name, keys in atoms.items():
         firsts = list(dict.fromkeys(owner[key] for key in keys if key in owner))
         home = min(firsts, key=list(groups).index) if firsts else name

@@ -95,7 +95,7 @@ def copy_attributes(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the tensor of a module that has this name.
+    """Replace the tensor with this name in a module.
 
     Args:
         module: The module.
@@ -103,7 +103,7 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         tensor: The new tensor.
     """
     if isinstance(module, nn.RNNBase):
-        setattr(module, name, tensor)  # it keeps a second list of its weights, which only this renews
+        setattr(module, name, tensor)  # the module keeps a second list of its weights, which only this call renews
     else:
         registry: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
         registry[name] = tensor
@@ -123,10 +123,10 @@ def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> N
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype, given as one or by name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
+    """Return a dtype that is passed as a dtype or as a name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
 
     Args:
-        dtype: The dtype or its name; None is returned as it is.
+        dtype: The dtype or its name; None is returned unchanged.
 
     Raises:
         ValueError: If torch has no such dtype.

@@ -27,7 +27,7 @@ def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) ->
         weights: The weights by name.
 
     Raises:
-        ValueError: If they do not. The error lists them with both shapes.
+        ValueError: If shapes differ. The error lists the tensors with both shapes.
     """
     wrong = [
         f"{name} has shape {list(weights[name].shape)}, but {list(tensor.shape)} in the model"
@@ -57,7 +57,7 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
             return {}
         index = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
-            return {}  # another program's file of that name
+            return {}  # a file of that name from another program
     files: dict[str, Weights] = {}
     weights: Weights = {}
     for name, entry in (index or {}).items():
@@ -97,7 +97,7 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
 
 
 def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Weights:
-    """Write tensors into a folder, to be read from there; a file of an earlier run is replaced.
+    """Write tensors into a folder, from which they are read; a file of an earlier run is replaced.
 
     Args:
         folder: The folder.
@@ -121,8 +121,8 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
 
 
 def _clear_dead(path: Path) -> None:
-    """Delete what killed processes of this machine left beside ``path``."""
-    if os.name != "posix":  # nowhere else can a process be asked for without harm
+    """Delete what killed processes of this machine left next to ``path``."""
+    if os.name != "posix":  # on other systems a process cannot be checked without affecting it
         return
     of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")
     for name in filesystem.list_names(path.parent):
@@ -131,5 +131,5 @@ def _clear_dead(path: Path) -> None:
                 os.kill(int(match[1]), 0)
             except ProcessLookupError:
                 filesystem.delete(path.with_name(name))
-            except OSError:  # somebody else's
+            except OSError:  # it belongs to another user
                 pass

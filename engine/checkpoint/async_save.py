@@ -25,7 +25,7 @@ from .parts import Files, TensorFile
 class HostCopies:
     """Copies of tensors in host memory, in buffers that are reused by the next save.
 
-    Fresh memory takes ten times as long as the copy itself, since the system clears each page of it first.
+    Fresh memory takes ten times as long as the copy itself, because the system clears each page of it first.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class HostCopies:
     def _unpin_slab(self) -> None:
         unpin, self._unpin = self._unpin, None
         if unpin is not None:
-            torch.cuda.synchronize()  # it may still be copied into
+            torch.cuda.synchronize()  # a copy into it may still be in progress
             unpin()
 
     def copy_tensors(
@@ -51,8 +51,8 @@ class HostCopies:
 
         Args:
             files: The files to write.
-            later: The files whose tensors are changed by nothing but a step of ``optimizers``. They are copied during
-                forward and backward: by a thread in host memory, by a separate stream from a GPU. A step that comes too
+            later: The files whose tensors only a step of ``optimizers`` changes. They are copied during the forward and
+                backward passes: by a thread in host memory, by a separate stream from a GPU. A step that comes too
                 early waits for the copy, on the device that computes it.
             optimizers: All optimizers in use.
 
@@ -75,7 +75,7 @@ class HostCopies:
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 if file in later:
                     copying.add(f"{name} in {file}", buffer, tensor)
-                else:  # into pinned memory the device copies on its own; what is computed after it waits for it there
+                else:  # copied by the device into pinned memory; its later computations wait for the copy
                     buffer.copy_(tensor, non_blocking=tensor.is_cuda)
                     copying.note(tensor)
                 tensors[name] = self._buffers[file, name] = buffer
@@ -99,7 +99,7 @@ class HostCopies:
         }
         if not all(place in before and _fits(before[place], tensor) for place, tensor in tensors.items()):
             for place in tensors:
-                before.pop(place, None)  # the slab before goes first: both may be more than the machine has
+                before.pop(place, None)  # the previous slab is freed first, because both may not fit into memory
             self._unpin_slab()
             starts = list(accumulate((_align(tensor.nbytes) for tensor in tensors.values()), initial=0))
             slab = self._make_pinned_slab(starts[-1])
@@ -122,7 +122,7 @@ class HostCopies:
             )
         elif size:
             self._unpin = unpin = finalize(self, cudart.cudaHostUnregister, address)
-            unpin.atexit = False  # the process's end does it
+            unpin.atexit = False  # the end of the process frees it
         return slab
 
 
@@ -143,7 +143,7 @@ class Copying:
 
     def __init__(self, owner: HostCopies) -> None:
         self._owner = owner
-        self._device: torch.device | None = None  # that some are made from
+        self._device: torch.device | None = None  # the device that some of the copies come from
         self._on_device: torch.cuda.Event | None = None
         self._beside: list[tuple[str, Tensor, Tensor, int]] = []
         self._pairs: list[tuple[str, Tensor, Tensor, int]] = []
@@ -185,20 +185,20 @@ class Copying:
         self._on_device.record(stream)
 
     def hold_back_step(self) -> None:
-        """Make following computation, an optimizer's step, wait for the copies."""
+        """Make the computation that follows, an optimizer's step, wait for the copies."""
         self.make()
         if self._on_device is not None:
             torch.cuda.current_stream(self._device).wait_event(self._on_device)
-        for place, _, tensor, version in self._beside:  # nobody can tell whether the copy was there first
+        for place, _, tensor, version in self._beside:  # it is unknown whether the copy or a change came first
             if tensor._version != version:
                 self._changed = self._changed or place
         self._beside = []
 
     def make(self) -> None:
-        """Make the scheduled copies in host memory, unless they are made; a second caller waits for them."""
+        """Make the scheduled copies in host memory, unless they are already made; a second caller waits for them."""
         with self._lock:
             for place, buffer, tensor, version in self._pairs:
-                if tensor.is_contiguous():  # not by torch, whose threads have the training to do
+                if tensor.is_contiguous():  # not with torch's threads, which the training needs
                     ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
                 else:
                     buffer.copy_(tensor)
@@ -214,7 +214,8 @@ class Copying:
         """
         self.make()
         if self._on_device is not None:
-            torch.cuda.set_device(self._device)  # a thread's own is the first one, on which it would open a context
+            # Otherwise the thread would use the first device, and open a context on it.
+            torch.cuda.set_device(self._device)
             self._on_device.synchronize()
         if self._changed:
             raise RuntimeError(
@@ -224,7 +225,7 @@ class Copying:
 
 
 class _Guard:
-    """Hook that lets an optimizer's step wait until its state is copied."""
+    """Hook that makes an optimizer's step wait until its state is copied."""
 
     def __init__(self) -> None:
         self.copying: Copying | None = None
@@ -237,14 +238,14 @@ class _Guard:
 
 _ALIGNMENT = 256  # bytes
 
-_get_stream = cache(torch.cuda.Stream)  # of a device
+_get_stream = cache(torch.cuda.Stream)  # one stream per device
 
 
 class Job:
     """Work in a thread alongside the training.
 
-    The interpreter does not exit before it has ended, and does not exit with status 0 if it failed and the error was
-    never raised.
+    The interpreter does not exit before the work has ended, and does not exit with status 0 if the work failed and its
+    error was never raised.
 
     Args:
         work: The function to run in a thread.
@@ -257,7 +258,7 @@ class Job:
         self.error: BaseException | None = None
         self._heard = False
         self._work = work
-        # A thread that Ctrl-C interrupted the `join` of counts as ended, though it runs (Python 3.11).
+        # If Ctrl-C interrupts the `join` of a thread, the thread counts as ended although it still runs (Python 3.11).
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="treadle-save").start()
         atexit.register(self._finish_at_exit)
@@ -279,7 +280,7 @@ class Job:
         """Wait until it has ended.
 
         Raises:
-            BaseException: The error that it failed with, in the first call.
+            BaseException: The error that the work failed with, in the first call only.
         """
         self._ended.wait()
         atexit.unregister(self._finish_at_exit)
@@ -293,4 +294,4 @@ class Job:
             traceback.print_exception(self.error)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # an exception would be printed and forgotten here
+            os._exit(1)  # an exception would only be printed here, and then ignored

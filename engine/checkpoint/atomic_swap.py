@@ -1,12 +1,12 @@
 """Replacement and deletion of a checkpoint: one of the two versions always exists, and no foreign file is lost.
 
-Beside ``last`` there may be ``.last.part``, the next version until it is complete; ``.last.old``, the version that it
+Next to ``last`` there may be ``.last.part``, the next version until it is complete; ``.last.old``, the version that it
 replaces; and ``.last.gone``, a version that is being deleted.
 
 A checkpoint's own files are those that its manifest lists. Everything else in its directory, such as a tokenizer or
 another checkpoint, is foreign: it moves into the next version, and a checkpoint that contains foreign files is not
-deleted. During the deletion of a checkpoint its manifest is named ``unfinished.json``, so that it does not count any
-more, while its own files remain known. A file of this name also marks a ``.part`` into which hooks write.
+deleted. During the deletion of a checkpoint its manifest is named ``unfinished.json``, so that it no longer counts,
+while its own files are still known. A file of this name also marks a ``.part`` into which hooks write.
 """
 
 import itertools
@@ -39,13 +39,13 @@ def beside(target: Path | str, suffix: str) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Check that a checkpoint may be written here. Fast; nothing is changed.
+    """Check that a checkpoint may be written to a path. The check is fast and changes nothing.
 
     Args:
         target: The checkpoint.
 
     Raises:
-        ValueError: If a foreign directory is here, or next to it under a name that is needed.
+        ValueError: If a foreign directory exists at the path, or next to it under a name that is needed.
     """
     if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
@@ -66,13 +66,13 @@ def swap_in(staging: Path, target: Path) -> None:
         target: Its final path.
 
     Raises:
-        OSError: If the disk refused. The previous checkpoint is still in place.
+        OSError: If a disk operation fails. The previous checkpoint is still in place.
     """
     old, gone, aside = beside(target, "old"), beside(target, "gone"), None
     if os.path.lexists(target) and is_empty(target):
         filesystem.rmdir(target)
     elif os.path.lexists(target):
-        # If an earlier swap left both, the one that can be loaded stays until the new one is in place.
+        # If an earlier swap left both, the one that can be loaded remains until the new one is in place.
         aside = gone if os.path.lexists(old) and not is_whole(target) else old
         retire(aside, target)
     try:
@@ -80,7 +80,7 @@ def swap_in(staging: Path, target: Path) -> None:
             filesystem.rename(target, aside)
         filesystem.rename(staging, target)
         filesystem.fsync(target.parent)
-    except OSError:  # what was not saved for certain was not saved; a rename may have happened and yet have failed
+    except OSError:  # a save that is not certain does not count; a rename may have happened and still have failed
         with suppress(OSError):
             if not os.path.lexists(staging):
                 filesystem.rename(target, staging)
@@ -123,7 +123,7 @@ def finish(target: Path) -> str:
 
 
 def recover(target: Path) -> list[str]:
-    """Complete or roll back what a killed process left beside one checkpoint.
+    """Complete or roll back what a killed process left next to one checkpoint.
 
     Args:
         target: The checkpoint.
@@ -146,14 +146,14 @@ def recover(target: Path) -> list[str]:
 
 
 def take_away(path: Path) -> None:
-    """Delete a checkpoint completely: a failure half-way leaves nothing that counts as a checkpoint.
+    """Delete a checkpoint completely: a failure halfway leaves nothing that counts as a checkpoint.
 
     Args:
         path: The checkpoint.
 
     Raises:
-        ValueError: If it is not a checkpoint, or contains foreign files; nothing is changed then.
-        OSError: If the disk refused.
+        ValueError: If it is not a checkpoint, or contains foreign files. In that case, nothing is changed.
+        OSError: If a disk operation fails.
     """
     listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}
     gone = beside(path, "gone")
@@ -185,7 +185,7 @@ def retire(path: Path, target: Path) -> bool:
     """
     if not _is_left(path):
         return False
-    if path.is_symlink():  # what it leads to is the user's
+    if path.is_symlink():  # its target belongs to the user
         filesystem.unlink(path)
         return True
     listed_files = _read_listed_files(path, target)
@@ -238,7 +238,7 @@ def is_staged(path: Path) -> bool:
 
 def _is_left(path: Path) -> bool:
     """Return whether the path is the rest of a checkpoint, or an empty directory."""
-    if not os.path.lexists(path):  # nearly always, and quicker to find out than what is in it
+    if not os.path.lexists(path):  # the usual case, and faster to check than its content
         return False
     return is_empty(path) or any(os.path.isfile(path / name) for name in (MANIFEST, UNFINISHED))
 
@@ -248,7 +248,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _read_listed_files(path: Path, target: Path) -> Collection[str] | None:
-    """Return the names of a checkpoint's own files; if they can't be read, those of its replacement; else None."""
+    """Return the names of a checkpoint's own files; if they cannot be read, those of its replacement; else None."""
     if is_empty(path):
         return ()
     for file in (path / MANIFEST, path / UNFINISHED, target / MANIFEST):
@@ -288,7 +288,7 @@ def _carry_over(path: Path, target: Path, listed_files: Collection[str]) -> None
         place = _choose_free_path(place / os.path.basename(entry))
         if place.name != os.path.basename(entry):
             warnings.warn(f"{target} now has its own {entry}; the previous file of this name is kept as {place.name}.")
-        with suppress(FileNotFoundError):  # another process is at it too
+        with suppress(FileNotFoundError):  # another process is doing the same
             filesystem.rename(path / entry, place)
         folders.add(place.parent)
     for folder in sorted(folders):
@@ -305,7 +305,7 @@ def _clear(path: Path, listed_files: Collection[str]) -> None:
     mark = path / UNFINISHED
     if os.path.lexists(path / MANIFEST):
         filesystem.replace(path / MANIFEST, mark)
-    for name in sorted(filesystem.list_leaves(path)):  # no name from a manifest is followed anywhere
+    for name in sorted(filesystem.list_leaves(path)):  # names from the manifest are not followed
         if name in listed_files and name != UNFINISHED:
             filesystem.unlink(path / name)
     for folder in filesystem.list_names(path):

@@ -37,7 +37,7 @@ def choose_next_target(project: ProjectConfiguration) -> AnyPath:
         project: The configuration of the run.
 
     Raises:
-        ValueError: If checkpoints of a run that was not resumed exist there, which would be replaced.
+        ValueError: If checkpoints of a run that was not resumed exist and would be replaced.
     """
     folder = _require_folder(project, "save_state")
     numbers = _list_numbers(folder)
@@ -55,7 +55,7 @@ def find_newest(
 ) -> tuple[OpenCheckpoint, list[str]]:
     """Return the intact checkpoint with the highest number, and a sentence for each one that was skipped.
 
-    No file is deleted, since another process may be saving here. All processes must call it.
+    No file is deleted, since another process may be saving to the folder. All processes must call it.
 
     Args:
         world: The processes.
@@ -63,7 +63,7 @@ def find_newest(
         resumable: Skip checkpoints that contain weights only.
 
     Raises:
-        ValueError: If there is no checkpoint; a RuntimeError on the processes other than rank zero.
+        ValueError: If there is no checkpoint; on ranks other than zero, a RuntimeError.
     """
     skipped: list[str] = []
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
@@ -109,7 +109,8 @@ def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> in
 def drop_oldest(folder: AnyPath, limit: int) -> None:
     """Delete the checkpoints with the lowest numbers until ``limit`` of them are left.
 
-    If one can't be deleted, a warning gives the reason and the next save tries again, since the new one is saved.
+    If one cannot be deleted, a warning gives the reason, and the next save tries again. It is not an error, because the
+    new checkpoint is saved.
 
     Args:
         folder: The folder of the checkpoints.
@@ -117,7 +118,7 @@ def drop_oldest(folder: AnyPath, limit: int) -> None:
     """
     numbers = [n for n in _list_numbers(folder) if (folder / f"checkpoint_{n}" / store.MANIFEST).is_file()]
     try:
-        store.CheckpointStore(folder).recover()  # what was killed while it deleted
+        store.CheckpointStore(folder).recover()  # complete deletions that were interrupted by a kill
     except (OSError, ValueError) as error:
         warn(f"remains of older checkpoints in {folder} can't be deleted: {error}. The next save tries again.")
     for number in numbers[:-limit]:

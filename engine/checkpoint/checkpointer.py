@@ -37,7 +37,7 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
     """Check that the ranks of each machine use the same directories; machines may mount a file system differently.
 
     Raises:
-        ValueError: On every rank, if they do not.
+        ValueError: On every rank, if they use different ones.
     """
     if world.size == 1:
         return
@@ -79,7 +79,8 @@ class Checkpointer:
         self.saving: Job | None = None
         self.host_copies = HostCopies()
         self.frozen: WeakKeyDictionary[nn.Module, FrozenWeights] = WeakKeyDictionary()
-        # A proxy, so that reference counts free an Accelerator, and the models it holds, where its last user lets go.
+        # A proxy, so that an Accelerator and its models are freed by reference counting once their last user releases
+        # them.
         self._accelerator: Accelerator = weakref.proxy(accelerator)
 
     def register(self, objects: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -218,7 +219,7 @@ class Checkpointer:
             try:
                 job.finish()
             finally:
-                if job.done:  # else Ctrl-C ended the wait, and the copies that it writes are still in use
+                if job.done:  # otherwise Ctrl-C ended the wait, and the copies that the job writes are still in use
                     self.saving = None
 
     # -- loading -------------------------------------------------------------------------------------------------

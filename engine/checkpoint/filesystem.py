@@ -1,9 +1,9 @@
-"""File operations of checkpoints: a few durable writes, and reads that check what they read.
+"""File operations of checkpoints: a few durable writes, and reads that are checked.
 
 Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
 `write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called through this module, so that a test
-can stop the process at each. Exceptions are what torch writes (`export`, in torch's format), what is downloaded
-(`weights.download.fetch`), what a profiler writes, and a user's own hooks.
+can stop the process at each. The exceptions are files that torch writes (`export`, in torch's format), downloads
+(`weights.download.fetch`), files of profilers, and users' hooks.
 """
 
 import errno
@@ -99,7 +99,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
         notes: The text for the file's header.
 
     Raises:
-        OSError: If the disk refused, or is full.
+        OSError: If a disk operation fails, for example because the disk is full.
     """
     size, pieces = serialize_tensors(tensors, notes)
     digested = Digested(pieces)
@@ -115,8 +115,8 @@ Piece = bytes | memoryview
 def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tuple[int, Iterator[Piece]]:
     """Return the size of a safetensors file in bytes, and an iterator over its content.
 
-    The tensors are copied to the host one after the other. safetensors' own writer needs all of them there at the same
-    time, and the file would have to be read again for its digest. The bytes are the same as it writes.
+    The tensors are copied to the host one after the other. safetensors' own writer needs all of them on the host at the
+    same time, and the file would have to be read again for its digest. The bytes are identical to those that it writes.
 
     Args:
         tensors: See `write_tensors`.
@@ -192,14 +192,14 @@ def fsync(path: Path) -> None:
     Args:
         path: The file or directory.
     """
-    if os.name == "nt" and path.is_dir():  # Windows can't open a directory
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
         return
-    # A hook's file may be read-only; Windows alone wants it open for writing.
+    # A file written by a hook may be read-only; only Windows requires that it is opened for writing.
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems lack the call for directories.
+        # Some network file systems do not support the call for directories.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
@@ -217,7 +217,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file, and replace a file at the target.
+    """Rename a file, and replace an existing file at the target.
 
     Args:
         source: The old path.
@@ -321,7 +321,7 @@ def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
 
 
 def describe(path: Path) -> Entry:
-    """Return a file's entry for a manifest from its current content, read in small pieces; a link's from its target.
+    """Return a file's entry for a manifest from its current content, read in small pieces; for a link, from its target.
 
     Args:
         path: The file.
@@ -367,9 +367,9 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
 
 
 def mark(path: Path) -> Mark:
-    """Return the size and the modification time of a file, which reveal a change; of a link, the link's own.
+    """Return the size and the modification time of a file, or of a link itself, which reveal a change.
 
-    The inode number is not included: some network file systems report another one in each call.
+    The inode number is not included: some network file systems report a different one in each call.
 
     Args:
         path: The file.
@@ -379,7 +379,7 @@ def mark(path: Path) -> Mark:
 
 
 def _measure_file(path: Path) -> int:
-    status = path.lstat()  # a link may lead out of the directory, a pipe would block for ever
+    status = path.lstat()  # a link may lead out of the directory, and a pipe would block forever
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a plain file")
     return status.st_size
@@ -458,7 +458,7 @@ def probe(directory: Path, nbytes: int = 0) -> None:
         nbytes: The size of one checkpoint in bytes.
 
     Raises:
-        OSError: If it can't be created or written to, or has less than ``nbytes`` free. The text gives the reason.
+        OSError: If it cannot be created or written to, or has less than ``nbytes`` free. The text gives the reason.
     """
     directory = Path(os.path.abspath(directory))
     file = directory / f".probe-{os.getpid()}-{os.urandom(4).hex()}"

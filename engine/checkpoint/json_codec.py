@@ -1,9 +1,9 @@
 """Encoding of a nested state as a plain JSON document and a dict of tensors: exact, and decoded without running code.
 
-What JSON represents directly (text, true, false, null, finite numbers, lists, dicts with text keys) is stored as it is.
-Everything else is an object with one key that starts with ``$``, a tag: ``{"$tuple": [1, 2]}``. A user's dict with such
-a key, or with keys that are not text, is stored as pairs, ``{"$dict": [[key, value], ...]}``, so the two are never
-confused.
+What JSON represents directly (text, true, false, null, finite numbers, lists, dicts with text keys) is stored
+unchanged. Everything else is an object with one key that starts with ``$``, a tag: ``{"$tuple": [1, 2]}``. A user's
+dict with such a key, or with keys that are not text, is stored as pairs, ``{"$dict": [[key, value], ...]}``, so the two
+are never confused.
 
 Decoding looks tags up in one fixed table of data types. No tag creates an object of a class that the document names, so
 no document can make this module import or call anything. That is also why enums, dataclasses and named tuples are
@@ -41,7 +41,8 @@ _FLOATS = {"float16", "float32", "float64"}
 _NUMPY_SCALARS = {"bool", "str", "complex64", "complex128"} | _INTEGERS | _FLOATS
 _NUMPY_ARRAYS = {"bool", "complex64"} | _INTEGERS | _FLOATS
 
-# Decimal text of a huge integer takes quadratic time and Python refuses it past 4300 digits; hexadecimal has no limit.
+# Decimal text of a huge integer takes quadratic time, and Python refuses it beyond 4300 digits; hexadecimal text has no
+# limit.
 _PLAIN_INT_BITS = 256
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -105,7 +106,7 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -> None:
-    """Refuse a tensor that can't be stored, before anything is written.
+    """Refuse a tensor that cannot be stored, before anything is written.
 
     Args:
         tensor: The tensor.
@@ -151,9 +152,10 @@ def _encode_float(value: float) -> Any:
     return value if math.isfinite(value) else {"$float": str(value)}
 
 
-_PLAIN = {type(None), bool, str}  # JSON holds them as they are
+_PLAIN = {type(None), bool, str}  # JSON represents them directly
 
-# Looked up by exact type: a subclass (an enum that is also an int, a named tuple) would come back as something else.
+# Looked up by exact type, because a subclass (an enum that is also an int, a named tuple) would be read back as another
+# type.
 _LEAVES: dict[type, Callable[[Any], Any]] = {
     int: lambda v: v if v.bit_length() <= _PLAIN_INT_BITS else {"$int": hex(v)},
     float: _encode_float,
@@ -173,8 +175,8 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
 def _copy_plain_ints(value: list[Any] | tuple[Any, ...]) -> list[Any] | None:
     """Return the items as a list if all are integers that JSON represents directly, else None.
 
-    The state of Python's generator has 625 of them, and each checkpoint contains it twice: encoding them item by item
-    took a third of the CPU time of a small checkpoint.
+    The state of Python's generator consists of 625 integers, and each checkpoint contains it twice: encoding them item
+    by item took a third of the CPU time of a small checkpoint.
     """
     if set(map(type, value)) != {int} or max(value).bit_length() > _PLAIN_INT_BITS:
         return None
@@ -187,9 +189,9 @@ class _Encoder:
     def __init__(self, prefix: str) -> None:
         self.root: tuple[str, ...] = (prefix,) if prefix else ()
         self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[tuple[Any, ...], str] = {}  # view -> tensor name
+        self._names: dict[tuple[Any, ...], str] = {}  # tensor name by view
         self._arrays: list[torch.Tensor] = []  # kept alive, so that no other tensor gets the same address and key
-        self._open: set[int] = set()  # the containers we are inside of
+        self._open: set[int] = set()  # the containers that are being encoded
         self._in_key = False
 
     def encode_value(self, value: Any, path: tuple[str, ...]) -> Any:
@@ -229,7 +231,7 @@ class _Encoder:
                 items = [self.encode_value(item, (*path, str(i))) for i, item in enumerate(value)]
             document = items if kind is list else {"$tuple": items}
         elif kind in (set, frozenset):
-            # Sorted, because the order of a set of text changes from one Python process to the next.
+            # Sorted, because the order of a set of strings differs between Python processes.
             document = {f"${kind.__name__}": sorted((self._encode_key(item, path) for item in value), key=repr)}
         elif is_config(value):
             document = self.encode_value(_convert_config(value, path), path)
@@ -265,7 +267,7 @@ class _Encoder:
         return document
 
     def _encode_array(self, value: torch.Tensor | np.ndarray, path: tuple[str, ...]) -> Any:
-        if self._in_key:  # hashed by identity, which no file can keep
+        if self._in_key:  # it is hashed by identity, which no file can preserve
             kind = f"{type(value).__name__} as a key or set element"
             _refuse(value, _format_place(path), "use a name or a number there", kind)
         if isinstance(value, torch.Tensor):
@@ -279,7 +281,7 @@ class _Encoder:
                 "convert it with .astype() to a native numeric dtype or with .tolist()",
                 kind,
             )
-        # Copied: torch takes neither negative strides nor, without a warning, read-only memory.
+        # Copied, because torch does not accept negative strides, and warns about read-only memory.
         self._arrays.append(torch.from_numpy(np.array(value, order="C")))
         return {"$array": self._name_tensor(self._arrays[-1], path)}
 
@@ -288,7 +290,7 @@ class _Encoder:
         if key not in self._names:
             dotted_path = ".".join(path).encode(errors="replace").decode() or "tensor"
             spellings = itertools.chain([dotted_path], (f"{dotted_path}~{n}" for n in itertools.count(2)))
-            # safetensors keeps its own notes under __metadata__ and can't read a tensor of that name back.
+            # safetensors stores its own notes under __metadata__ and cannot read a tensor of that name.
             name = next(n for n in spellings if n not in self.tensors and n != "__metadata__")
             self._names[key] = name
             self.tensors[name] = tensor.detach()
@@ -329,7 +331,7 @@ class _Decoder:
     def decode_value(self, document: Any, path: tuple[str, ...]) -> Any:
         if document is None or type(document) in (bool, int, float, str):
             return document
-        if self._depth > MAX_DEPTH + 2:  # a key and its tag may stand below the deepest container
+        if self._depth > MAX_DEPTH + 2:  # a key and its tag may be below the deepest container
             raise _Malformed(f"{_format_place(path[:8])}...: the document is nested deeper than {MAX_DEPTH} levels.")
         self._depth += 1
         state = self._decode_container(document, path)

@@ -63,14 +63,14 @@ def load(
         opened: The checkpoint. It is verified first, unless it already is; see `OpenCheckpoint.verify`.
         models: Restore the models.
         state: Restore everything else.
-        strict: Raise if something does not fit. Default: the models' ``strict_loading``, else True.
+        strict: Raise an error if something does not fit. Default: the models' ``strict_loading``, else True.
         schedule: ``"saved"``, ``"script"`` or None; see `Accelerator.load_state`.
         finish_epoch: Start the next epoch if the state was saved with the last batch of one.
 
     Raises:
-        ValueError: If it is damaged, belongs to another model or configuration, or was replaced during the read.
-            No object is changed then on any process. An error in the ``load_state_dict`` of a scheduler, loader or
-            registered object is raised later: models and optimizers are loaded by then.
+        ValueError: If it is damaged, belongs to another model or configuration, or was replaced during the read. In
+            that case, no object is changed on any process. An error in the ``load_state_dict`` of a scheduler, loader
+            or registered object is raised later, when models and optimizers are already loaded.
         RuntimeError: On the processes without an error of their own, unless all detect that the checkpoint is damaged.
     """
     world, manifest = accelerator.world, opened.manifest
@@ -95,7 +95,7 @@ def load(
             _choose_schedule(accelerator, opened.path, optimizers, shared, schedule)
             for loader, saved in zip(_list_training_loaders(accelerator), shared["loaders"], strict=False):
                 loader.check(saved)
-            if accelerator.process_index < manifest.world_size:  # a rank that did not exist then keeps its own state
+            if accelerator.process_index < manifest.world_size:  # a rank that was not saved keeps its own state
                 of_rank = _read_rank_state(accelerator, opened)
     _check_frozen(accelerator, opened, chosen, strict)
     for model, values, fully in weights:
@@ -112,7 +112,7 @@ def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
     """Start the next epoch if the state was saved with the last batch of one; return the info with its number."""
     loaders = _list_training_loaders(accelerator)
     epochs = [loader.epoch for loader in loaders]
-    with isolated_random_state():  # what the process draws next does not depend on an empty pass
+    with isolated_random_state():  # so that an empty pass does not change what the process draws next
         finished = [loader.finish_epoch() for loader in loaders]
     if not any(finished):
         return info
@@ -139,14 +139,15 @@ def _load_training(
     _load_shared_state(accelerator, shared, manifest)
     world_unchanged = accelerator.world.size == manifest.world_size
     _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and world_unchanged else [])
-    accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
+    accelerator.draw_apart()  # a rank that is not in the checkpoint draws its own numbers
     if of_rank is not None:
         random = of_rank["random"]
         set_random_state(random)
         for loader, states in zip(sort_loaders(accelerator.loaders), random.get("loaders", ()), strict=False):
             loader.load_reading_state(states)
     if accelerator.rng.stream is not None and (stream := shared.get("stream")) is not None:
-        # Last: on one process the stream is the process's own state, and what several saved there is rank zero's.
+        # Last, because with one process the stream is the state of that process, and the state saved by several is rank
+        # zero's.
         accelerator.rng.stream.go_to(stream)
 
 
@@ -154,7 +155,7 @@ def _load_training(
 def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
     """Run a block that reads on all processes; all fail if one does, or if the checkpoint was replaced meanwhile.
 
-    Another job may save to the same path: then parts of two states would be mixed.
+    Another job may save to the same path, in which case parts of two states would be mixed.
     """
     with world.together():
         error: ValueError | None = None
@@ -163,7 +164,7 @@ def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
         except ValueError as caught:
             error = caught
         try:
-            opened.check_unchanged()  # first: what else went wrong may come of it
+            opened.check_unchanged()  # first, because a replaced checkpoint may be the cause of the other error
         except ValueError as replaced:
             raise replaced from error
         if error is not None:
@@ -173,15 +174,15 @@ def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
 def _is_identical_save(first: Manifest, second: Manifest) -> bool:
     """Return whether both belong to one save.
 
-    The user's notes are not compared: they may contain NaN, which equals nothing.
+    The user's notes are not compared: they may contain NaN, which does not equal itself.
     """
     return (first.sequence, first.files) == (second.sequence, second.files)
 
 
 def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
-    """Return the state that all ranks share, its tensors unread."""
+    """Return the state that all ranks share, with its tensors unread."""
     shared = open_train_state(opened)
-    # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
+    # Checkpoints from before this was saved: each optimizer step advanced a schedule by one.
     if not isinstance(shared.setdefault("scheduler_advances", [1] * len(shared["schedulers"])), list):
         text = f"{opened.path}: part 'state' is damaged: scheduler_advances is not a list"
         raise ValueError(f"{text}. Use another checkpoint.")
@@ -206,7 +207,7 @@ def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> Non
 
 
 def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
-    """Return the models that are to be loaded after the hooks."""
+    """Return the models that remain to be loaded after the hooks."""
     chosen = list(accelerator.models)
     with accelerator.world.together():
         for hook in accelerator.checkpointer.load_hooks.values():
@@ -268,7 +269,7 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
             once[key] = cut_like(saved, like) if alike else saved.read()
         return once[key]
     if isinstance(saved, np.ndarray):
-        return np.array(saved)  # it lies on the file
+        return np.array(saved)  # the array shares memory with the file
     if type(saved) is dict:
         layouts = like if isinstance(like, Mapping) else {}
         return {name: load_into_memory(value, layouts.get(name), once) for name, value in saved.items()}
@@ -334,7 +335,7 @@ def _check_frozen(
     """Check that each model has the frozen weights that the checkpoint omits. All processes must call it.
 
     Raises:
-        ValueError: On all, if one has others.
+        ValueError: On all processes, if a model has other frozen weights.
     """
     for number, model in enumerate(accelerator.models):
         if not any(model is candidate for candidate in chosen):
@@ -386,7 +387,8 @@ def _choose_schedule(
     if schedule == "script":
         resume_options.follow_script(accelerator, optimizers, state)
         return
-    # Where not all has to fit: a schedule keeps values for each group of parameters, so the saved one can't go on.
+    # If a mismatch is allowed: a schedule keeps values for each group of parameters, so the saved one cannot continue
+    # with other groups.
     regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.optimizer.param_groups)]
     if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(accelerator, loaded.optimizer)]:
         warn(
@@ -407,14 +409,15 @@ def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> di
 def _check_counts(
     accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool
 ) -> None:
-    """Check that the prepared objects match the saved ones in number. Loaders of evaluations may differ.
+    """Check that the prepared objects match the saved ones in number. Evaluation loaders may differ.
 
-    State of objects whose number differs is removed from ``state`` if not everything has to fit.
+    State of objects whose number differs is removed from ``state`` unless everything has to fit.
     """
     path = opened.path
     optimizers = sum(opened.has(optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))
     pairs = {
-        "models": (len(accelerator.models), len(state["reduction_orders"])),  # also those that hooks keep elsewhere
+        # Including those that hooks store elsewhere.
+        "models": (len(accelerator.models), len(state["reduction_orders"])),
         "optimizers": (len(accelerator.optimizers), optimizers),
         "schedulers": (len(accelerator.schedulers), len(state["schedulers"])),
         "loaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
@@ -423,8 +426,9 @@ def _check_counts(
         if prepared == saved:
             continue
         text = f"{path} contains {saved} {kind}, but this run has {prepared}"
-        # If nothing of a kind is prepared, nothing starts over unnoticed: the script evaluates, or prepares it later.
-        # Loaders may also be made for each epoch. A Trainer, which asks to be strict, has all that it will have.
+        # If no object of a kind is prepared, none silently starts over: the script evaluates, or prepares it later.
+        # Loaders may also be created for each epoch. A Trainer, which requests strict loading, has prepared all its
+        # objects.
         left_out = not asked and (kind == "loaders" or (prepared == 0 and kind != "models"))
         if not left_out and (strict or kind in ("models", "optimizers")):
             raise ValueError(f"{text}. Prepare the same objects before loading it.")
@@ -481,7 +485,7 @@ def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
 def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
     current, saved = run_metadata(accelerator), opened.manifest.info
     if saved.get("precision") != current["precision"]:
-        return  # `_say_other_batches` has warned of it
+        return  # `_say_other_batches` has already warned about it
     for number, model in enumerate(accelerator.unwrapped_models):
         fingerprints = saved.get("models")
         unchanged = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current["models"][number]]

@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 FOLDER = r"data-[0-9a-f]{16}"
 """Name of the folder with the files of a checkpoint in an object store."""
 
-_MAX_BYTES = 64 * 2**20  # far above any real manifest; bounds what a hostile one makes us read
+_MAX_BYTES = 64 * 2**20  # far above any real manifest; limits what is read of a malicious one
 _COUNTS = ("step", "epoch", "samples", "world_size")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -37,7 +37,7 @@ class Manifest:
         files: ``{"bytes": ..., "xxh3_128": ...}`` by file name.
         info: Everything that the caller of `commit` passed, including the counts.
         format: Version of the layout.
-        sequence: Grows with every commit into a directory; orders checkpoints of the same step.
+        sequence: Number that grows with every commit to a directory, and orders checkpoints of the same step.
         others: Entries of files that hooks wrote, by path, such as ``unet/config.json``. The content of a link is its
             target.
         folder: The folder in the checkpoint with all these files; empty if there is none, as on a disk.
@@ -144,7 +144,7 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
 
     Raises:
         ValueError: If it is not a checkpoint.
-        OSError: If the store can't be reached.
+        OSError: If the store cannot be reached.
     """
     path = as_path(path)
     if isinstance(path, RemotePath):

@@ -26,7 +26,7 @@ _SHOWN = 10
 
 def _list_part_kinds(model: nn.Module) -> dict[str, str]:
     """Return the class of each submodule by name, without the model itself, whose class scripts may rename."""
-    # Of a part that is compiled it is the class inside, which comes second.
+    # Of a compiled part, the class inside is used, which comes second.
     names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
     return {name: get_original_class(part).__qualname__ for name, part in names if name}
 
@@ -107,7 +107,7 @@ def _add_bits(tensor: Tensor) -> Tensor:
 
 
 def _flatten(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors of a tensor; of a quantized one its integers and scales."""
+    """Return the plain tensors of a tensor; for a quantized one, its integers and scales."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor.detach()]
     names, _ = tensor.__tensor_flatten__()
@@ -161,7 +161,7 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
         strict: False only warns.
 
     Raises:
-        ValueError: If some have other values. The error lists them.
+        ValueError: If some weights have other values. The error lists them.
     """
     other = [name for name, digest in saved.items() if current.get(name) != digest]
     if not other:
@@ -278,10 +278,10 @@ def _find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict
     return {
         name: f"{name}: {_describe_form(weights[name])} in the checkpoint, {_describe_form(state[name])} in the model"
         for name in state
-        # What a module's own ``get_extra_state`` returns may be anything another time.
+        # The value that a module's own ``get_extra_state`` returns may differ each time.
         if name in weights
         and isinstance(state[name], Tensor)
-        and not is_lazy(state[name])  # takes any shape
+        and not is_lazy(state[name])  # accepts any shape
         and _describe_form(state[name]) != _describe_form(weights[name])
     }
 
@@ -308,7 +308,7 @@ def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
 
 
 def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPath) -> None:
-    """Warn if weights were saved in other dtypes than the model's, so that the run does not resume exactly.
+    """Warn if weights were saved in other dtypes than the model has, so that the run does not resume exactly.
 
     Args:
         model: The model that loads them.
@@ -329,8 +329,8 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
 def find_not_finite(model: nn.Module) -> list[str]:
     """Return the names of tensors in this process's shard of a model that must not be saved; empty for a sound model.
 
-    A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. One pass
-    over the memory, and one read of the device.
+    A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. It takes one
+    pass over the memory, and one read of the device.
 
     Args:
         model: The user's module.
@@ -371,7 +371,8 @@ def _find_bad(tensors: Mapping[str, Tensor], finite: Collection[str]) -> list[st
     suspects: list[str] = []
     for device in {tensor.device for tensor in tensors.values()}:
         names_on_device = [name for name, tensor in tensors.items() if tensor.device == device]
-        # A sum is finite only if all its terms are. The other way round is not so: those are looked at one by one.
+        # A sum is finite only if all its terms are. The reverse does not hold: tensors with another sum are checked one
+        # by one.
         sums = torch.stack([_sum(tensors[name]) for name in names_on_device])
         fine = torch.isfinite(sums).tolist()
         suspects += [name for name, good in zip(names_on_device, fine, strict=True) if not good]
@@ -382,7 +383,7 @@ def _to_summable(tensor: Tensor) -> Tensor:
     tensor = local(tensor)
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
-    return tensor.float() if tensor.element_size() == 1 else tensor  # 8-bit formats can't be added up
+    return tensor.float() if tensor.element_size() == 1 else tensor  # 8-bit formats cannot be summed
 
 
 def _sum(tensor: Tensor) -> Tensor:

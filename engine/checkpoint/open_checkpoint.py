@@ -68,8 +68,8 @@ class OpenCheckpoint:
             names: The files.
 
         Raises:
-            ValueError: If one of them is missing, or has other content than was committed.
-            OSError: If the store or the disk refused.
+            ValueError: If a file is missing, or its content is not what was committed.
+            OSError: If the store rejects a request, or a disk operation fails.
         """
         folder = self.folder
         if self._download is not None:
@@ -86,7 +86,7 @@ class OpenCheckpoint:
         return has_part(self.manifest.files, name)
 
     def open_part(self, name: str) -> Any:
-        """Return a part's state, its tensors unread (`Stored`); see `parts.encode_part` for the names.
+        """Return a part's state, with its tensors unread (`Stored`); see `parts.encode_part` for the names.
 
         Args:
             name: The name of the part.
@@ -121,7 +121,7 @@ class OpenCheckpoint:
         """Check that no other save was committed to this path since the checkpoint was opened.
 
         Raises:
-            ValueError: If it was replaced or deleted.
+            ValueError: If the checkpoint was replaced or deleted.
         """
         try:
             source = read_source(self.path)
@@ -141,13 +141,13 @@ class OpenCheckpoint:
                 system divide the files among them. Default: this process reads all of them.
 
         Raises:
-            ValueError: On every process alike, if a file is missing or has another size or content, or if the
-                checkpoint was replaced since it was opened.
+            ValueError: On every process, if a file is missing or has another size or content, or if the checkpoint was
+                replaced since it was opened.
         """
         if self.verified:
             return
         rank = 0 if world is None else world.rank
-        # Looked at before anyone begins to read: what changes from here on is not what was verified.
+        # Recorded before any rank reads: the content after a later change would not be the verified one.
         marks = _run_on_every_rank(world, self._check_and_mark)
         peers = [peer for peer, mark in enumerate(marks) if mark == marks[rank]]
         entries = self.manifest.files | self.manifest.others
@@ -162,14 +162,14 @@ class OpenCheckpoint:
 
     def _check_and_mark(self) -> tuple[Any, ...]:
         """Check names and sizes and note each file's mark; return what identifies the file system of this process."""
-        self._compare(read_source(self.path))  # a path that is wrong on this process alone is an error of its own
+        self._compare(read_source(self.path))  # a path that is wrong only on this process is an error of its own
         if isinstance(self.path, RemotePath):
             remote.check_files(self.path, self.manifest)
-            return socket.gethostname(), identify_host()  # processes of one machine share what is downloaded
+            return socket.gethostname(), identify_host()  # processes on one machine share downloaded files
         names = [*self.manifest.files, *self.manifest.others]
         self._check(names, digests=False)
         self._marks = {name: filesystem.mark(self.folder / name) for name in names}
-        # The file's number is not the same where each machine has a copy of its own.
+        # The inode is not the same if each machine has a copy of its own.
         status = (self.path / MANIFEST).stat()
         return status.st_ino, status.st_mtime_ns, status.st_size
 
@@ -181,7 +181,7 @@ class OpenCheckpoint:
         """Link the files that other processes of this machine have downloaded."""
         assert self._download is not None
         for folder, names in shares.items():
-            if folder.is_dir():  # else the machine's processes have temporary folders that others don't see
+            if folder.is_dir():  # otherwise the processes on the machine have temporary folders that others cannot see
                 self._download.adopt(folder, names)
             self.fetch(names)
 
@@ -194,9 +194,7 @@ class OpenCheckpoint:
     def _check_marks(self, names: list[str]) -> None:
         for name in names if self.verified else ():
             path = self.folder / name
-            if (
-                path.exists() and filesystem.mark(path) != self._marks[name]
-            ):  # one that is missing is an error elsewhere
+            if path.exists() and filesystem.mark(path) != self._marks[name]:  # a missing file is reported elsewhere
                 raise ValueError(f"{self.path}: {name} was changed after it was verified. Load the checkpoint again.")
 
 
@@ -208,7 +206,7 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
         path: The path of the checkpoint on this process.
 
     Raises:
-        ValueError: If it is not a checkpoint; a RuntimeError on the processes other than rank zero.
+        ValueError: If it is not a checkpoint; on ranks other than zero, a RuntimeError.
     """
     opened: OpenCheckpoint | None = None
     with world.together():
@@ -244,17 +242,17 @@ def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skippe
 
 
 def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
-    """Run a function on every process, or here alone without a world; return the results in order of ranks.
+    """Run a function on every process, or only on this one without a world; return the results in order of ranks.
 
     Raises:
-        ValueError: On every process, with the text of the lowest rank that met a ValueError or an OSError.
-        StoreError: On every process, if that was the error: it does not mean that the checkpoint is damaged.
+        ValueError: On every process, with the text of the lowest rank that raised a ValueError or an OSError.
+        StoreError: On every process, if the store failed, which does not mean that the checkpoint is damaged.
     """
     if world is None:
         return [work()]
     result: T | None = None
     problem: tuple[type[Exception], str] | None = None
-    with world.together():  # of what else may fail, such as a lack of memory, the others hear as well
+    with world.together():  # the other ranks also learn of any other failure, such as a lack of memory
         try:
             result = work()
         except StoreError as error:

@@ -29,7 +29,7 @@ from .safetensors_file import ALIASES, OFFSETS, SHAPES, Stored, add_aliases, ope
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARD = re.compile(r"(.+)-shard-\d{5,}")
 _MODEL = re.compile(r"model(-\d+)?")
-_MAX_JSON_BYTES = 512 * 2**20  # far above any real state; bounds what a hostile file makes us read
+_MAX_JSON_BYTES = 512 * 2**20  # far above any real state; limits what is read of a malicious file
 
 
 class TensorFile(NamedTuple):
@@ -81,11 +81,11 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     if pieces:
         shapes = {key: list(tensors[key].shape) for key in pieces}
         offsets = {key: {"saved_offsets": list(piece.offset)} for key, piece in pieces.items()}
-        if rank == 0:  # torch's reader wants it of every tensor in the file
+        if rank == 0:  # torch's reader requires it for every tensor in the file
             offsets |= {key: {"saved_offsets": [0] * t.ndim} for key, t in tensors.items() if key not in pieces}
         header |= {OFFSETS: json.dumps(offsets), SHAPES: json.dumps(shapes)}
     mine = {key: tensor for key, tensor in tensors.items() if rank == 0 and key not in pieces}
-    # A process may have nothing of a tensor. Rank zero always notes its form.
+    # A process may have no part of a tensor. Rank zero always records its shape.
     mine |= {key: p.local for key, p in pieces.items() if p.first_copy and (rank == 0 or p.local.numel())}
     if mine or (flat and rank == 0):
         files[f"{name}-shard-{rank:05d}.safetensors" if pieces else f"{name}.safetensors"] = TensorFile(mine, header)
@@ -265,7 +265,7 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
         name: The name passed to `encode_part`.
 
     Returns:
-        The state, its tensors unread, and the notes in the header of its file.
+        The state, with its tensors unread, and the notes in the header of its file.
 
     Raises:
         ValueError: If the checkpoint has no such part, or its content is damaged; run `verify` first to detect damage.

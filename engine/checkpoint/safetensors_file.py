@@ -28,9 +28,9 @@ reads, so torch alone can load a sharded model too.
 ALIASES = "aliases"
 """Note in a checkpoint's model with the names of tied tensors: JSON, ``{alias: name}``."""
 
-_MAX_HEADER_BYTES = 64 * 2**20  # some 500,000 tensors in one file
-_ALIGNMENT = 64  # of torch's own memory
-_MAPPED_FROM = 2**20  # mapping less costs more than reading it, and a process may have 65,530 maps
+_MAX_HEADER_BYTES = 64 * 2**20  # about 500,000 tensors in one file
+_ALIGNMENT = 64  # the alignment of torch's own memory
+_MAPPED_FROM = 2**20  # mapping less takes longer than reading it, and a process may have 65,530 maps
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ class FilePiece:
         """Return the tensor, mapped onto the file if that is equivalent to a copy.
 
         Args:
-            exact: The tensor will be used in computations on the CPU. Kernels add up in another order if memory is not
-                aligned as torch aligns it, so the last bits would depend on the place in the file: a copy is made then.
+            exact: The tensor will be used in computations on the CPU. If memory is not aligned as torch aligns it,
+                kernels sum in another order, so the last bits would depend on the place in the file. In that case, a
+                copy is made.
 
         Raises:
             ValueError: If the file is missing or has changed.
@@ -99,7 +100,7 @@ class FilePiece:
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         if self.start % (_ALIGNMENT if exact else self.dtype.itemsize):
-            # Given back when it goes; malloc may keep it.
+            # The mapping is released with the buffer; malloc might keep the memory.
             buffer = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
             out = buffer.view(self.dtype).view(self.shape)
             self.fill(out)
@@ -125,7 +126,7 @@ class FilePiece:
         left = memoryview(view_bytes(out.detach()).numpy())  # type: ignore[arg-type]
         with self._open() as file:
             file.seek(self.start)
-            while left:  # one call reads 2 GB at most
+            while left:  # one call reads at most 2 GB
                 count = file.readinto(left)
                 if not count:
                     raise ValueError(f"{self.path} ends within the tensor at byte {self.start}. Use another file.")
@@ -201,7 +202,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
             length = int.from_bytes(file.read(8), "little")
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"its header has {length:,} bytes, but at most {_MAX_HEADER_BYTES:,} are allowed")
-        with safe_open(path, framework="pt") as checked:  # it checks the header: every offset lies in the file
+        with safe_open(path, framework="pt") as checked:  # it checks the header: every offset is inside the file
             notes = dict(checked.metadata() or {})
         with path.open("rb") as file:
             mark = read_mark(file.fileno())
@@ -292,7 +293,7 @@ class Stored:
         self._pieces: list[tuple[FilePiece, Box]] = []
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return the values, in memory that may be mapped onto the file: copy what is to be kept."""
+        """Return the values, in memory that may be mapped onto the file: copy values that you keep."""
         cuts = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
         slices = [slice(*cut.indices(size)) for cut, size in zip(cuts, self.shape, strict=False)]
         slices += [slice(0, size) for size in self.shape[len(slices) :]]
@@ -370,7 +371,7 @@ def _has_overlap(boxes: list[Box]) -> bool:
         for at in range(number + 1, len(boxes)):
             other = boxes[at]
             if box and other[0][0] >= box[0][1]:
-                break  # so do all that follow
+                break  # all later ones are too
             if all(max(a, b) < min(c, d) for (a, c), (b, d) in zip(box, other, strict=True)):
                 return True
     return False

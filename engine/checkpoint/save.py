@@ -69,7 +69,7 @@ class Counts:
         """Restore the state, with any world size.
 
         Args:
-            state_dict: A state of `state_dict`.
+            state_dict: A state returned by `state_dict`.
         """
         metric_state.load(self._objects, state_dict, self._world)
 
@@ -132,7 +132,7 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
 
 
 def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: bool) -> None:
-    """Raise a ValueError if this process's weights or optimizer states are not finite, so that no run could resume."""
+    """Raise a ValueError if this process's weights or optimizer states are not finite."""
     models = accelerator.unwrapped_models
     bad = [name for model in models for name in model_check.find_not_finite(model)]
     if not weights_only:
@@ -162,13 +162,13 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
         yield
     except BaseException:
         if accelerator.checkpointer.save_hooks and accelerator.is_main_process:
-            with suppress(OSError):  # what is left is cleared away at the next start
+            with suppress(OSError):  # a remainder is deleted at the next start
                 store.discard(target)
         raise
 
 
 class Attempts:
-    """Blocks of work, ``with attempts: ...``, that all run even if one fails, since other processes may wait."""
+    """Blocks of work, ``with attempts: ...``, that all run even if one fails, because other processes may wait."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -194,7 +194,7 @@ def collect(
     weights_only: bool,
     frozen: Sequence[Mapping[str, str]] = (),
 ) -> Files:
-    """Return the files of a checkpoint that this process writes; nothing is copied or written yet. Call it on all.
+    """Return a checkpoint's files from this process, without copying or writing anything. Call it on all processes.
 
     Args:
         accelerator: The Accelerator.
@@ -224,7 +224,8 @@ def collect(
     if not weights_only:
         with attempts:
             files |= encode_optimizers(accelerator)
-        with attempts:  # asked on every process: what is registered may exchange something to know its state
+        # Called on every process, because registered objects may use collectives to determine their state.
+        with attempts:
             files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
         with attempts:
             has_rank_buffers = rank > 0 and accelerator.strategy.has_rank_buffers
@@ -275,7 +276,7 @@ def encode_optimizers(accelerator: Accelerator) -> Files:
 
 
 def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
-    """Warn of parameters that an optimizer steps but that are not saved in any file."""
+    """Warn about parameters that an optimizer steps but that are not saved in any file."""
     models = accelerator.unwrapped_models
     optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
     unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
@@ -314,7 +315,7 @@ def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
 
 
 def sort_loaders(loaders: list[Loader]) -> list[Loader]:
-    """Return the loaders with those of training first, since others may come and go.
+    """Return the loaders, training loaders first, because others may be added or removed.
 
     Args:
         loaders: The loaders.
@@ -353,7 +354,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
         others: See `store.commit`.
 
     Raises:
-        OSError: If the disk refused. The files of the attempt are deleted, and an earlier checkpoint stays.
+        OSError: If a disk operation fails. The files of the attempt are deleted, and an earlier checkpoint remains.
     """
     entries: dict[str, Any] = {}
     error: Exception | None = None
@@ -375,8 +376,8 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
                 save.commit(merged, info, others)
         except Exception as caught:
             error = error or caught
-    with suppress(OSError):  # what is left is cleared away at the next start
-        save.discard(world.is_main)  # of a commit there is nothing
+    with suppress(OSError):  # a remainder is deleted at the next start
+        save.discard(world.is_main)  # nothing of the commit remains
     world.raise_together(error)
 
 
@@ -408,7 +409,7 @@ def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attemp
     for hook in accelerator.checkpointer.save_hooks.values():
         with attempts:
             hook(list(models), left, str(store.beside(target)))
-    # Others than rank zero may have nothing of a sharded one, and have nothing to write.
+    # Ranks other than zero may have no part of a sharded object, and then write nothing.
     return [
         {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None
         for state in whole
@@ -499,7 +500,7 @@ def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
         "strategy": accelerator.strategy.name,
         "precision": accelerator.precision.name,
         "accumulate": accumulate,
-        "batch_size": batch,  # of a micro-batch, over all processes
+        "batch_size": batch,  # of a micro-batch, summed over all processes
         "global_batch_size": None if batch is None else batch * accumulate,
         "models": [model_check.fingerprint(model) for model in accelerator.unwrapped_models],
     }

@@ -1,4 +1,4 @@
-"""Checkpoint store: what is on disk, and when it counts as complete. It is independent of the state and of ranks.
+"""Checkpoint store: the files on disk, and when they count as complete. It is independent of the state and of ranks.
 
 A checkpoint is a directory of parts (see `parts`) and a ``manifest.json``: ``model``, ``optimizer``, ``state``, and
 ``rank-00000`` for each process. Tensors are safetensors, the rest is JSON, nothing is pickled. Every process writes its
@@ -11,7 +11,7 @@ own files, the caller waits for all of them, and one process calls `commit`. Wha
    `find` lists the old one, `recover` puts the new one in place, or the old one if the new one fails its digests.
 3. ``.last.part`` is renamed to ``last`` and the parent directory is fsynced. This is the commit.
 4. Files in ``.last.old`` that are not in its manifest move into ``last``.
-5. ``.last.old`` is deleted. A failure here leaves leftovers that don't count.
+5. ``.last.old`` is deleted. A failure here leaves leftovers that do not count.
 
 The deletion of a checkpoint starts with one rename too, to ``.last.gone``. `recover` removes all these directories. See
 `atomic_swap`.
@@ -69,7 +69,7 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
         Size and digest by file name, for `commit`.
 
     Raises:
-        TypeError: If the state contains something that is not data; nothing is written then.
+        TypeError: If the state contains something that is not data. In that case, nothing is written.
         ValueError: If the name is not a valid file name, or if the state contains itself.
         OSError: If the disk is full or not writable.
     """
@@ -77,13 +77,13 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
 
 
 def check_target(target: AnyPath) -> None:
-    """Check that a checkpoint may be written here, without changing any file.
+    """Check that a checkpoint may be written to a path, without changing any file.
 
     Args:
         target: The checkpoint.
 
     Raises:
-        ValueError: If something other than a checkpoint is here, or next to it under a name that is needed.
+        ValueError: If something other than a checkpoint exists at the path, or next to it under a name that is needed.
     """
     if isinstance(target, RemotePath):
         remote.check_target(target)
@@ -125,7 +125,7 @@ def commit(
         ValueError: If a listed file is missing or has another size (do all processes write to one file system?), a
             count is negative, or the target is a foreign directory.
         TypeError: If ``info`` contains a tensor or something that is not data.
-        OSError: If the disk refused. An earlier checkpoint at the target stays, the parts are deleted.
+        OSError: If a disk operation fails. An earlier checkpoint at the target remains, and the parts are deleted.
     """
     target, source = Path(os.path.abspath(target)), beside(target)
     atomic_swap.check_target(target)
@@ -135,7 +135,7 @@ def commit(
     data = Manifest.build(entries, info, sequence, written).to_json()
     for name, entry in entries.items():
         filesystem.check_file(source, name, entry, digests=False)
-    for stray in sorted(set(os.listdir(source)) - set(files)):  # of a killed attempt: its manifest, perhaps
+    for stray in sorted(set(os.listdir(source)) - set(files)):  # left by a killed attempt, such as its manifest
         if not others:
             filesystem.delete(source / stray)
     try:
@@ -144,7 +144,7 @@ def commit(
         if others:
             filesystem.delete(source / UNFINISHED)
         filesystem.fsync(source)
-        forget_unfinished(source)  # it is complete: after a failure below, `recover` decides
+        forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
         atomic_swap.swap_in(source, target)
     except OSError:
         with suppress(OSError):
@@ -154,7 +154,7 @@ def commit(
 
 
 def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
-    """Fsync what hooks wrote into a directory beside ``files``, and return its entries for a manifest."""
+    """Fsync what hooks wrote into a directory in addition to ``files``, and return the entries for a manifest."""
     entries = {}
     folders = {source}
     for name in filesystem.list_leaves(source):
@@ -186,7 +186,7 @@ def begin(target: AnyPath | str) -> Path:
     note_unfinished(source)
     filesystem.write_bytes(
         source / UNFINISHED, b"{}"
-    )  # so that it is known for ours, if nothing else of ours gets there
+    )  # so that the directory is recognized as a checkpoint's even if no other file is written
     return source
 
 
@@ -208,14 +208,14 @@ def discard(target: AnyPath | str) -> None:
 def find_again(path: AnyPath | str) -> None:
     """Restore a checkpoint, or a directory that contains it, whose replacement was interrupted.
 
-    Between two renames no checkpoint exists at the path. A process that is replacing it has a moment to finish; a
-    killed one has left both, and the better one is put in place, by whichever process comes first.
+    Between two renames no checkpoint exists at the path. A process that is replacing it gets a moment to finish. A
+    killed process has left both versions; whichever process comes first puts the better one in place.
 
     Args:
         path: The checkpoint's directory. It is left alone if it exists, or if it is not being replaced.
     """
     target = absolute(path)
-    if isinstance(target, RemotePath):  # where nothing is renamed
+    if isinstance(target, RemotePath):  # in a store nothing is renamed
         return
     for _ in range(20):
         interrupted = [
@@ -236,14 +236,15 @@ def find_again(path: AnyPath | str) -> None:
 
 
 def remove(path: AnyPath | str) -> None:
-    """Delete a committed checkpoint completely: a failure half-way leaves nothing that counts as a checkpoint.
+    """Delete a committed checkpoint completely: a failure halfway leaves nothing that counts as a checkpoint.
 
     Args:
         path: The checkpoint.
 
     Raises:
-        ValueError: If it is not a checkpoint, or a link to one, or contains foreign files; nothing is changed then.
-        OSError: If the disk refused.
+        ValueError: If it is not a checkpoint, or a link to one, or contains foreign files. In that case, nothing is
+            changed.
+        OSError: If a disk operation fails.
     """
     path = absolute(path)
     if isinstance(path, RemotePath):
@@ -261,7 +262,7 @@ class DiskSave:
         target: The checkpoint.
 
     Attributes:
-        staging: The directory of its files until then.
+        staging: The directory of its files until the commit.
     """
 
     def __init__(self, target: Path) -> None:
@@ -319,7 +320,7 @@ class CheckpointStore:
     def find(self) -> list[AnyPath]:
         """Return the committed checkpoints, the latest last: by step, then by order of commit, never by clock.
 
-        One whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
+        A checkpoint whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
         """
         return [path for _, path in self.scan()[0]]
 
@@ -356,13 +357,13 @@ class CheckpointStore:
         return None, skipped
 
     def probe(self, nbytes: int = 0) -> None:
-        """Check before a run that it can save here, by creating the directory and writing a file.
+        """Check before a run that checkpoints can be saved, by creating the directory and writing a file.
 
         Args:
             nbytes: The size of one checkpoint in bytes.
 
         Raises:
-            OSError: If the directory can't be created or written to, or has less than ``nbytes`` free.
+            OSError: If the directory cannot be created or written to, or has less than ``nbytes`` free.
         """
         if isinstance(self.directory, Path):
             filesystem.probe(self.directory, nbytes)
@@ -372,7 +373,7 @@ class CheckpointStore:
     def recover(self) -> list[str]:
         """Complete or roll back what a killed process left, and delete leftovers.
 
-        Call it once at start, in the one process that commits here, before anything is saved here.
+        Call it once at the start, in the one process that commits to this directory, before anything is saved.
 
         Returns:
             What was done, one sentence each; empty if there was nothing to do.
@@ -405,8 +406,8 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
         if os.path.islink(path) or not os.path.isdir(path):
             continue
         if match and atomic_swap.is_whole(directory / match[1]):
-            continue  # replaced, and about to be deleted
-        if _looks_like_checkpoint(path):  # else it is somebody else's directory
+            continue  # it is replaced, and about to be deleted
+        if _looks_like_checkpoint(path):  # otherwise the directory is not a checkpoint's
             yield path
 
 
@@ -422,15 +423,16 @@ def _find_next_sequence(directory: Path) -> int:
             if entry is None or entry[0] != version:
                 entry = version, read_manifest(path).sequence
             present[path.name] = entry
-    for name in list(known):  # a list: asynchronous saves commit in threads
+    for name in list(known):  # copied to a list, because asynchronous saves commit in threads
         if name not in present:
             known.pop(name, None)
     known.update(present)
     return max((sequence for _, sequence in present.values()), default=0) + 1
 
 
-# Each commit asks for the sequences of all checkpoints next to it: where many are kept, reading their manifests again
-# each time took longer than the save itself. Deleted checkpoints are forgotten, or a long run would remember them all.
+# Each commit needs the sequence numbers of all checkpoints next to it. With many kept checkpoints, reading their
+# manifests each time took longer than the save itself. Deleted checkpoints are dropped, because the cache would grow
+# throughout a long run.
 @lru_cache(maxsize=8)
 def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     """Return the manifest version and the sequence of each checkpoint read in a directory so far."""
@@ -438,7 +440,7 @@ def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], in
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-    with suppress(OSError):  # what nobody may look into is not ours
+    with suppress(OSError):  # an unreadable directory is not a checkpoint of this run
         return os.path.isfile(path / MANIFEST) or any(
             file.endswith(".safetensors") for file in filesystem.list_names(path)
         )

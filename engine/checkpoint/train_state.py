@@ -18,7 +18,7 @@ Writers create these dicts by calling the class, so a type checker finds a missi
 `check_form`, which detects an intact file with other content.
 """
 
-# No postponed annotations here: to look at them would mean to evaluate text while a checkpoint is read.
+# No postponed annotations here, because evaluating them would run text while a checkpoint is read.
 import types
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict, TypeVar, Union, cast, get_origin, is_typeddict
@@ -113,9 +113,9 @@ class RandomState(TypedDict):
     numpy: Any
     torch: Tensor
     cuda: NotRequired[list[Tensor]]
-    cuda_device: NotRequired[int]  # the one that the process computed on; earlier versions lack it
+    cuda_device: NotRequired[int]  # the device that the process computed on; earlier versions do not have it
     mps: NotRequired[Tensor]
-    loaders: NotRequired[list[Any]]  # checkpoints of earlier versions lack it
+    loaders: NotRequired[list[Any]]  # checkpoints of earlier versions do not have it
 
 
 class RankState(TypedDict):
@@ -176,7 +176,7 @@ def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
 
 
 def open_train_state(opened: OpenCheckpoint) -> TrainState:
-    """Return the state that all ranks share, its tensors unread.
+    """Return the state that all ranks share, with its tensors unread.
 
     Args:
         opened: The checkpoint.
@@ -192,7 +192,7 @@ def open_train_state(opened: OpenCheckpoint) -> TrainState:
 
 
 def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the states of registered objects, their tensors unread; empty for a checkpoint of weights only.
+    """Return the states of registered objects, with their tensors unread; empty for a checkpoint of weights only.
 
     Args:
         opened: The checkpoint.
@@ -204,7 +204,7 @@ def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
 
 
 def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
-    """Return the callbacks' states and what hooks added, tensors unread; both empty if there are none.
+    """Return the callbacks' states and what hooks added, with tensors unread; both empty if there are none.
 
     Args:
         opened: The checkpoint.
@@ -213,7 +213,7 @@ def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
         ValueError: If the part is damaged.
     """
     saved = open_registered(opened).get("callbacks", {})
-    if isinstance(saved, dict):  # a script without a Trainer may register something else under this name
+    if isinstance(saved, dict):  # a script without a Trainer may register another object under this name
         saved = {"callbacks": {}, "added": {}} | saved
     return check_form(CallbackStates, saved, opened.path, STATE)
 

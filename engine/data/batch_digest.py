@@ -19,7 +19,7 @@ def digest(value: Any) -> str:
     For an object of an unknown type, the digest covers its attributes; without attributes, only its class.
 
     Args:
-        value: Any value, nested as you like.
+        value: Any value, nested to any depth.
     """
     hasher = xxhash.xxh3_128()
     _feed(hasher.update, value, set())
@@ -37,7 +37,7 @@ def _feed(update: Callable[[Any], None], value: Any, above: set[int]) -> None:
     elif isinstance(value, np.ndarray):
         update(f"{value.dtype} {value.shape}".encode())
         update(repr(value.tolist()).encode() if value.dtype.hasobject else np.ascontiguousarray(value).tobytes())
-    elif id(value) not in above:  # else it holds itself
+    elif id(value) not in above:  # otherwise it contains itself
         above = above | {id(value)}
         if isinstance(value, Mapping):
             for key, item in value.items():
@@ -49,9 +49,9 @@ def _feed(update: Callable[[Any], None], value: Any, above: set[int]) -> None:
         elif isinstance(value, Sequence):
             for item in value:
                 _feed(update, item, above)
-        elif callable(to_bytes := getattr(value, "tobytes", None)):  # images, arrays of other libraries
+        elif callable(to_bytes := getattr(value, "tobytes", None)):  # images and arrays of other libraries
             update(to_bytes())
-        elif callable(to_numpy := getattr(value, "to_numpy", None)):  # frames
+        elif callable(to_numpy := getattr(value, "to_numpy", None)):  # data frames
             _feed(update, to_numpy(), above)
         else:
             for name, item in sorted(getattr(value, "__dict__", {}).items()):
@@ -61,7 +61,8 @@ def _feed(update: Callable[[Any], None], value: Any, above: set[int]) -> None:
 
 def _feed_tensor(update: Callable[[Any], None], tensor: Tensor) -> None:
     is_subclass = type(tensor) not in (Tensor, torch.nn.Parameter)
-    if is_subclass and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:  # it may have methods of its own
+    # The subclass may have methods of its own.
+    if is_subclass and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         tensor = torch.Tensor.as_subclass(tensor, Tensor)
     update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.layout is not torch.strided or tensor.is_quantized:

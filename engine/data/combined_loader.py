@@ -194,10 +194,10 @@ def _fill_form(form: Any, values: Iterator[Any], outermost: bool = False) -> Any
 
 
 def find_least(*counts: int | None) -> int | None:
-    """Return the smallest of the counts that are not None; None without any.
+    """Return the smallest of the counts that are not None; None if there are none.
 
     Args:
-        counts: Numbers, or None where unknown.
+        counts: Numbers, or None if unknown.
     """
     return min((count for count in counts if count is not None), default=None)
 
@@ -224,7 +224,7 @@ def read_rows(
 
     Args:
         mode: The mode.
-        start: Starts or resumes a pass of the iterable with this index; the second argument tells whether all start
+        start: Starts or resumes a pass of the iterable with this index; the second argument states whether all start
             together.
         passes: The number of passes that each has completed in this epoch; updated in place.
 
@@ -244,7 +244,7 @@ def read_rows(
     def over() -> bool:
         return all(passes) if cycled or mode == "max_size" else any(passes)
 
-    if over():  # as was known when a group was read, whose last batch was still to come
+    if over():  # this was known when a group was read whose last batch was not yet returned
         return
     iterators = [None if ended and not cycled else start(n, True) for n, ended in enumerate(passes)]
     while True:

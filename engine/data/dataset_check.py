@@ -20,9 +20,9 @@ from ...common.tensor_bytes import view_bytes
 from ...strategies import World
 from .batch_digest import digest
 
-_ENDS = 256  # items looked at, at either end
-_BETWEEN = 4096  # and as many at most, evenly spread: sorted indices differ in the middle
-_SKETCH = 4096  # smallest keys compared: an overlap of 1 in 1,000 samples is missed 1 time in 60
+_ENDS = 256  # items examined at each end
+_BETWEEN = 4096  # items examined in between, evenly spread: sorted indices differ in the middle
+_SKETCH = 4096  # smallest keys compared: an overlap of 1 in 1,000 samples is missed in 1 of 60 cases
 _PLAIN = (bool, int, float, str, bytes, os.PathLike, np.generic)
 
 
@@ -75,7 +75,7 @@ def share_data(dataset: Any, world: World) -> bool:
 
 
 def say_other_length(saved: int | None, current: int | None) -> None:
-    """Warn if an epoch is resumed with a dataset of another length.
+    """Warn if an epoch is resumed with a dataset of a different length.
 
     Args:
         saved: The length in the checkpoint; None if unknown.
@@ -99,11 +99,11 @@ def get_length(value: Any) -> int | None:
         return None
     try:
         return len(value)
-    except TypeError:  # a DataLoader over a stream has __len__ and no length
+    except TypeError:  # a DataLoader over a stream has __len__, which raises an error
         return None
 
 
-# -- what a dataset holds for each sample ------------------------------------------------------------------------------
+# -- data per sample ---------------------------------------------------------------------------------------------------
 
 
 def _iter_columns(dataset: Any) -> Iterator[Any]:
@@ -116,7 +116,7 @@ def _iter_columns(dataset: Any) -> Iterator[Any]:
         return
     count = get_length(dataset)
     for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        for column in value if isinstance(value, tuple) else (value,):  # a TensorDataset's
+        for column in value if isinstance(value, tuple) else (value,):  # the columns of a TensorDataset
             if get_length(column) == count and _is_column(column):
                 yield column
 
@@ -148,7 +148,7 @@ def _list_inner_datasets(dataset: Any) -> Iterable[Any]:
 
 
 def _take_excerpt(column: Any) -> list[Any]:
-    """Return some items of a column, in little time at any length; of wider arrays the first numbers at both ends."""
+    """Return some items of a column, quickly at any length; for wider arrays, the first numbers at both ends."""
     if not len(column):
         return []
     if isinstance(column, Tensor | np.ndarray) and column.ndim > 1:
@@ -159,7 +159,7 @@ def _take_excerpt(column: Any) -> list[Any]:
     return _strip_common_folder(list(itertools.chain(*parts)))
 
 
-# -- which samples they are --------------------------------------------------------------------------------------------
+# -- identity of samples -----------------------------------------------------------------------------------------------
 
 
 def _sketch_samples(dataset: Any) -> list[int] | None:
@@ -185,7 +185,7 @@ def _hash_samples(dataset: Any) -> np.ndarray | None:
         parts = [_hash_samples(part) for part in dataset.datasets]
         return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
     if _is_table(dataset) and dataset._indices is None:
-        # Rows in the order of their file: what is not an excerpt of it is another file.
+        # Rows in the order of their file: any rows that are not an excerpt of it belong to another file.
         return _hash_columns(_digest_table_ends(dataset))
     columns = [
         _strip_common_folder(column) if isinstance(column, list | tuple) else column

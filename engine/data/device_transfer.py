@@ -28,10 +28,10 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
         TypeError: If an object in the batch has a ``.to`` method that does not accept a device.
     """
     # A non-blocking copy to the host returns before its values are there, and one to MPS may read a host tensor that
-    # was freed meanwhile (https://github.com/pytorch/pytorch/issues/83015).
+    # was freed in the meantime (https://github.com/pytorch/pytorch/issues/83015).
     target = torch.device(device)
     non_blocking = target.type not in ("cpu", "mps")
-    copier: _HostCopier | None = None  # once it is needed
+    copier: _HostCopier | None = None  # created when it is needed
 
     def to(item: Any) -> Any:
         nonlocal copier
@@ -56,7 +56,7 @@ class _HostCopier:
     """Copier of a batch's tensors from the host to a GPU while both continue to work.
 
     Host memory is pinned, so that the copy is asynchronous. A large tensor is copied on a separate stream, while the
-    device still computes the previous step. The host is at most two such batches ahead of the device, since each of
+    device still computes the previous step. The host is at most two such batches ahead of the device, because each of
     them takes memory there.
 
     A batch is not read ahead of its step: datasets draw random numbers, and a checkpoint stores what was read.
@@ -66,7 +66,7 @@ class _HostCopier:
         self._device = device
         self._pins = True
         self._stream: torch.cuda.Stream | None = None
-        self._handed_out: deque[torch.cuda.Event] = deque()  # of batches
+        self._handed_out: deque[torch.cuda.Event] = deque()  # one per batch
         self._is_first = True
 
     def begin_batch(self) -> _HostCopier:
@@ -107,7 +107,7 @@ class _HostCopier:
         with torch.cuda.stream(self._stream):
             copied = pinned.to(self._device, non_blocking=True)
         current.wait_stream(self._stream)
-        copied.record_stream(current)  # whose work is to be done before the memory is given to another batch
+        copied.record_stream(current)  # its work must be done before the memory is used for another batch
         return copied
 
 
@@ -124,7 +124,7 @@ def _can_pin(tensor: torch.Tensor) -> bool:
     )
 
 
-_LARGE = 1 << 20  # bytes; a smaller copy takes less time than to let two streams wait for each other
+_LARGE = 1 << 20  # bytes; a smaller copy takes less time than synchronizing two streams
 _AHEAD = 2
 
 _make_copier = cache(_HostCopier)

@@ -69,7 +69,7 @@ class JointBatches:
     def batches(self, left: int | None) -> Iterator[Any]:
         """Yield micro-batches, at most ``left``; their metadata is in ``micros``.
 
-        A group is read before its first batch is yielded, since its weights depend on the whole group.
+        A group is read before its first batch is yielded, because its weights depend on the whole group.
 
         Args:
             left: The maximum; None for no limit.
@@ -92,7 +92,7 @@ class JointBatches:
         alone = self.planner.size == 1
 
         def start(number: int, together: bool) -> Iterator[Any]:
-            # A plain loop over zip() begins all of them before it reads a batch.
+            # A plain loop over zip() starts all of them before it reads a batch.
             return self.loaders[number].begun() if together else iter(self.loaders[number])
 
         for batches, numbers in read_rows(self.mode, start, self.passes):
@@ -129,8 +129,8 @@ class JointLoader(Loader):
             raise TypeError(
                 "CombinedLoader contains a prepared loader. Combine the DataLoaders themselves, and prepare the result."
             )
-        # As in evaluation no process is left without a share of a last, short batch: its stand-in would be one part of
-        # a batch whose others count.
+        # As in evaluation, every process has a share of a last, short batch: a placeholder would be one part of a batch
+        # whose other parts count.
         self.loaders = [
             Loader(
                 dataloader,
@@ -233,7 +233,7 @@ class JointLoader(Loader):
         """Continue from a saved position, with any world size.
 
         Args:
-            state: A state of `state_dict`.
+            state: A state returned by `state_dict`.
 
         Raises:
             ValueError: See `check`.
@@ -252,7 +252,7 @@ class JointLoader(Loader):
         self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
         plan.passes = list(state["passes"])
         if widths != [loader._plan.full for loader in self.loaders]:
-            self.batches = plan.behind()  # another number of processes, each with fewer or more batches
+            self.batches = plan.behind()  # with another number of processes, each has fewer or more batches
         plan.order = {} if state["running"] else None
         self._resuming, self._micro = state["running"], None
 
@@ -264,23 +264,23 @@ class JointLoader(Loader):
         """Restore the state of this rank; see `Loader.load_reading_state`.
 
         Args:
-            state: A state of `reading_state`.
+            state: A state returned by `reading_state`.
         """
         super().load_reading_state(state)
         within = state["loaders"] if isinstance(state, dict) else []
         for loader, loader_state in zip(self.loaders, within, strict=False):
             loader.load_reading_state(
                 {**loader_state, "generators": read_states(loader._reads)}
-            )  # which are put back already
+            )  # they are already restored
 
     def check(self, state: dict[str, Any]) -> None:
         """Check that a state was saved with the same loaders, in the same mode.
 
         Args:
-            state: A state of `state_dict`.
+            state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If it was not.
+            ValueError: If the loaders or the mode differ.
         """
         if text := self._describe_difference(state):
             raise ValueError(f"{text}. Pass the same loaders, or resume with weights only.")

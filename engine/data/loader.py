@@ -57,7 +57,7 @@ class Loader:
 
     Raises:
         TypeError: If the source is not iterable.
-        ValueError: If the loader cannot be resumed (``in_order=False``), or if ``split`` does not fit.
+        ValueError: If the loader cannot be resumed (``in_order=False``), or if ``split`` cannot be applied.
 
     Example:
         >>> import treadle
@@ -93,24 +93,25 @@ class Loader:
         self.move = move
         self.evaluation = evaluation
         self.epoch = 0
-        self.samples = 0  # of this epoch, over all processes
-        self.batches = 0  # of this epoch, of this process
+        self.samples = 0  # read in this epoch, over all processes
+        self.batches = 0  # read in this epoch by this process
         self.limit: int | None = None
         self._cursor = cursor
         self._on_begin = on_begin
         self._stream = stream
-        self._micro: Micro | None = None  # the last one of this epoch
-        self._indices: GroupIndices | None = None  # of its group
-        self._drawn: Draw | None = None  # where a copy of the stream stood then
+        self._micro: Micro | None = None  # the last micro-batch of this epoch
+        self._indices: GroupIndices | None = None  # the indices of its group
+        self._drawn: Draw | None = None  # the position of a copy of the stream at that point
         self._resuming = False
-        self._finished = False  # whether a resume has ended the epoch before, and nothing was read since
+        self._finished = False  # whether a resume ended the previous epoch, and nothing was read since
         self._named = False  # whether `set_epoch` was called since the epoch began
-        self._passing = 0  # batches that the coming epoch begins without
-        self._ahead = 0  # items of the sampler that this epoch was further than `batches` of this width are
-        self._reads: list[Any] = []  # generators of the dataset's own, where this process reads it
-        self._started = False  # the view's persistent workers, in this process or in the one that it resumes
-        self._repeats = False  # each epoch has the first one's order
-        self._first: dict[str, Any] | None = None  # what that was drawn from
+        self._passing = 0  # batches to skip at the beginning of the next epoch
+        self._ahead = 0  # how many of the sampler's items this epoch was ahead of `batches` of this width
+        self._reads: list[Any] = []  # the dataset's own generators, if this process reads the dataset
+        # Whether the view's persistent workers run, in this process or in the one that it resumes.
+        self._started = False
+        self._repeats = False  # whether each epoch has the first one's order
+        self._first: dict[str, Any] | None = None  # the state that this order was drawn from
         self._plan: ShardedBatches | StreamedBatches
         self._view: Any = source
         self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
@@ -121,7 +122,7 @@ class Loader:
         if isinstance(source, DataLoader):
             self._prepare_view(source, planner)
         else:
-            # A list draws nothing, so nothing has to be lent to it.
+            # A list draws nothing, so it needs no random stream.
             lent = not isinstance(source, list | tuple)
             self._plan = StreamedBatches(source, None, planner, Draws(self._stream, source), lent, get_stateful(source))
         if split and planner.size > 1:
@@ -134,7 +135,7 @@ class Loader:
                 "be reproduced or resumed. Use in_order=True."
             )
         view = self._view = copy.copy(source)
-        settings = view.__dict__  # DataLoader forbids to set these by name once it is built
+        settings = view.__dict__  # a DataLoader refuses to set these by name after its construction
         settings["_iterator"] = None
         workers = source.num_workers > 0
         if workers:
@@ -144,9 +145,9 @@ class Loader:
             if counted is not None:
                 settings["collate_fn"] = Counted(source.collate_fn)
             draws = Draws(self._stream, source, dataset=source.dataset)
-            # A subclass's own __iter__ may draw the workers' seed late, or anything else.
+            # A subclass's own __iter__ may draw the workers' seed late, or draw other numbers.
             lent = not workers or type(source).__iter__ is not DataLoader.__iter__
-            # A loader that knows where it is knows it of its workers too.
+            # A loader that records its position also records that of its workers.
             knows = get_stateful(view)
             if knows is None and not workers:
                 knows = get_stateful(source.dataset)
@@ -167,8 +168,8 @@ class Loader:
             settings["dataset"] = SeededSamples(source.dataset)
         else:
             self._reads = find_generators(source.dataset)
-        # Not around `iter(view)`: a subclass whose __iter__ is a generator starts the workers later, from within.
-        # Weak, as a cycle would keep persistent workers alive.
+        # Not around `iter(view)`, because a subclass whose __iter__ is a generator starts the workers later. The
+        # references are weak, because a cycle would keep persistent workers alive.
         weak_view, weak_self = weakref.ref(view), weakref.ref(self)
         start: Callable[[DataLoader[Any]], Iterator[Any]] = type(view)._get_iterator
         if start is DataLoader._get_iterator and not workers and not source.pin_memory:
@@ -199,7 +200,7 @@ class Loader:
             batches = self._begin()
         micros = self._plan.micros
         cursor, stream, move, planner = self._cursor, self._stream, self.move, self._plan.planner
-        # Of a loop around this one, such as training around a validation.
+        # The state of a loop around this one, such as training around a validation.
         outer = cursor.micro, cursor.number, cursor.outlook
         micro: Micro | None = None
         try:
@@ -218,7 +219,7 @@ class Loader:
                 self.batches += 1
                 if drawn is not None:
                     self._drawn = drawn
-                    if planner.shares is None:  # else each rank has drawn something else
+                    if planner.shares is None:  # otherwise the ranks have drawn different numbers
                         stream.follow(drawn)
                 batch = batch if move is None else move(batch)
                 if cursor.around is None:
@@ -308,7 +309,7 @@ class Loader:
             return False
         self._leave_epoch()
         if self._resuming and self.length is not None and self.batches >= self.length > batch:
-            self.end_epoch()  # saved with its last batch: the running epoch is the next one
+            self.end_epoch()  # saved with its last batch: the next epoch is the running one
             self._resuming = False
         if not isinstance(self._plan, ShardedBatches):
             if batch < self.batches:
@@ -334,11 +335,11 @@ class Loader:
         """Start the next epoch if a resume has restored the position after the last batch of one.
 
         Returns:
-            Whether it did. Always False for a stream of unknown length.
+            Whether it started the next epoch. Always False for a stream of unknown length.
         """
         if not self._resuming or self.length is None or self.batches < self.length:
             return False
-        for _ in self._run(None):  # not only `end_epoch`: a sampler may draw, or a stream change, after its last item
+        for _ in self._run(None):  # not `end_epoch` alone: a sampler may draw, or a stream change, after its last item
             raise AssertionError("an epoch that was saved after its last batch yields another batch")
         self._finished = True
         return True
@@ -380,7 +381,7 @@ class Loader:
         return self._plan.length(self.limit)
 
     def __getattr__(self, name: str) -> Any:
-        # `loader.dataset`, `loader.batch_size`, ...: the user's own.
+        # `loader.dataset`, `loader.batch_size` and other attributes of the user's loader.
         if name == "source" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.source, name)
@@ -460,7 +461,7 @@ class Loader:
             world: The ranks.
 
         Raises:
-            ValueError: On every rank, if their data is neither.
+            ValueError: On every rank, if neither is the case.
         """
         if world.size > 1:
             self._plan.agree(world)
@@ -505,14 +506,14 @@ class Loader:
         """Continue after the samples that `state_dict` counted, in the same order, with any world size.
 
         Args:
-            state: A state of `state_dict`.
+            state: A state returned by `state_dict`.
 
         Raises:
             ValueError: See `check`.
         """
         plan = self._plan
         if self.evaluation and plan.draws.difference(state):
-            self.epoch = state["epoch"]  # it has another sampler now, and an order of its own
+            self.epoch = state["epoch"]  # the loader now has another sampler, and its own order
             return
         self.check(state)
         if state["order"] is not None and not self.evaluation:
@@ -530,10 +531,10 @@ class Loader:
                 )
             plan.load_state(state["source"], state.get("first_digest", ""))
             plan.workers = state.get("workers")
-            self.close()  # workers of another time, if there are any, have drawn other numbers
+            self.close()  # workers from before, if there are any, have drawn other numbers
         self._ahead = 0
         items = state.get("items", plan.items(self.samples, self.batches))
-        if state.get("width") != plan.full:  # another number of processes, each with fewer or more batches
+        if state.get("width") != plan.full:  # with another number of processes, each has fewer or more batches
             self.batches = plan.batches_of(items)
         self._ahead = items - plan.items(self.samples, self.batches)
         plan.order = state["order"]
@@ -546,10 +547,10 @@ class Loader:
         """Check that a state was saved by a loader with the same random sources.
 
         Args:
-            state: A state of `state_dict`.
+            state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If it was not.
+            ValueError: If the random sources differ.
         """
         if text := self._plan.draws.difference(state):
             raise ValueError(f"{text}. Pass the same kind of sampler, or resume with weights only.")
@@ -561,12 +562,12 @@ class Loader:
         return {"generators": read_states(self._reads), "own": rank_state, "ranks": planner.world_size}
 
     def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
-        """Restore a state of `reading_state`. Generators of another dataset are kept, with a warning in training.
+        """Restore a state returned by `reading_state`. Another dataset's generators are kept, with a warning.
 
         Args:
-            state: A state of `reading_state`.
+            state: A state returned by `reading_state`.
         """
-        if isinstance(state, list):  # of a checkpoint from before ranks had data of their own
+        if isinstance(state, list):  # from a checkpoint of a version without data per rank
             state = {"generators": state, "own": None}
         if state["own"] is not None and state["ranks"] == self._plan.planner.world_size:
             self.load_state_dict(state["own"])

@@ -62,7 +62,7 @@ class Micro:
 def share(count: int, rank: int, size: int) -> slice:
     """Return the share of ``count`` samples of process ``rank``.
 
-    Shares are contiguous, their sizes differ by at most one, and rank zero's is never smaller than the others.
+    Shares are contiguous, their sizes differ by at most one, and no share is larger than rank zero's.
 
     Args:
         count: The number of samples.
@@ -105,7 +105,7 @@ class GroupPlanner:
         presharded: Each rank reads its own data, so that nothing is sharded.
 
     Attributes:
-        shares: What all ranks hold, if each reads its own data; else None.
+        shares: The shares of all ranks, if each reads its own data; else None.
     """
 
     def __init__(self, rank: int, size: int, accumulate: Callable[[], int], presharded: bool = False) -> None:
@@ -131,10 +131,11 @@ class GroupPlanner:
         total = 0
         for _, everyone in sizes:
             total += everyone
-        # Gradients are averaged over the ranks, hence the world size; every sample then weighs 1 / total.
+        # Gradients are averaged over the ranks, hence the factor world size; every sample then has the weight 1 /
+        # total.
         scales = [self.world_size * samples / total if total else 0.0 for samples, _ in sizes]
         whole = 0.0
-        for scale in scales:  # not `sum`, which rounds otherwise than a loop that adds them up
+        for scale in scales:  # not `sum`, which rounds differently from a loop that adds them up
             whole += scale
         last = len(sizes) - 1
         return [

@@ -51,7 +51,8 @@ class RankShares:
         self.size = size
         self._world: World | None = None
         self._shares: list[Share] | None = None
-        self._alike: Counter[Share] | None = None  # how many ranks have each, where all sizes follow from the lengths
+        # Number of ranks with each share, if all sizes follow from the lengths.
+        self._alike: Counter[Share] | None = None
         self._announced = False
         self._batch_size = 0
         self.depth = 0
@@ -76,7 +77,7 @@ class RankShares:
         self._alike = Counter(shares) if all(share.samples is not None for share in shares) else None
         self._batch_size = share.batch_size
         if all(other.may_read_ahead and other.batch_size == share.batch_size for other in shares):
-            self.depth = 1 if world.device.type == "cpu" else 2  # elsewhere votes are read one step later
+            self.depth = 1 if world.device.type == "cpu" else 2  # on other devices votes are read one step later
         defined_counts = [count for count in counts if count is not None]
         if len(defined_counts) == self.size and len(set(defined_counts)) > 1:
             by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
@@ -84,7 +85,7 @@ class RankShares:
 
     @property
     def batches(self) -> int | None:
-        """Number of batches in an epoch, on the rank that has most; None if one is unknown."""
+        """Number of batches in an epoch, on the rank that has the most; None if one is unknown."""
         if self._shares is None:
             return None
         counts = [share.batches for share in self._shares]
@@ -106,7 +107,7 @@ class RankShares:
         Raises:
             ValueError: On every rank, if some rank has no data and others have.
         """
-        if self._world is None:  # nobody was asked
+        if self._world is None:  # no rank was asked
             return [self.size * samples for samples in local_samples]
         if self._alike is not None:
             alike = self._alike.items()
@@ -117,12 +118,12 @@ class RankShares:
             sums, active = self._exchange(local_samples, width, self._world)
         else:
             sums = [active * self._batch_size] * width
-        if 0 < active < self.size and not (first and self._announced):  # both are the same on all ranks
+        if 0 < active < self.size and not (first and self._announced):  # both values are the same on all ranks
             every = self._world.gather_objects(bool(local_samples))
             ended = [rank for rank, some in enumerate(every) if not some]
             if first == 0:
                 raise _make_empty_error(ended, source)
-            # Within a group of micro-batches each may have ended after another one.
+            # Within a group of micro-batches, each rank may have ended after a different one.
             last = f"after at most {first} batches" if width > 1 else f"after {first} batches"
             self._announce(f"{named_ranks(ended)} of {self.size} ran out of data {last}")
         return sums[: sums.index(0)] if 0 in sums else sums

@@ -47,9 +47,9 @@ class Draws:
             if get_stateful(sampler) is None
             and not hasattr(sampler, "set_epoch")
             and hasattr(sampler, "__dict__")
-            and type(sampler).__module__ != Sampler.__module__  # torch's own count nothing
+            and type(sampler).__module__ != Sampler.__module__  # torch's own samplers count nothing
         ]
-        self._first: list[dict[str, int]] | None = None  # what they had counted when this process began
+        self._first: list[dict[str, int]] | None = None  # their counts when this process began
         self._last: list[dict[str, int]] = []
 
     def state(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Draws:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state`.
+        """Restore a state returned by `state`.
 
         Args:
             state: The state.
@@ -71,7 +71,7 @@ class Draws:
         self.load_samplers(state)
 
     def rewind(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state`, if no sampler has been used since.
+        """Restore a state returned by `state`, if no sampler has been used since.
 
         Args:
             state: The state.
@@ -136,7 +136,7 @@ class Draws:
         """Draw from an earlier state inside the context, and restore the current state afterwards.
 
         Args:
-            state: A state of `read_host_state`; None draws from the current state.
+            state: A state returned by `read_host_state`; None draws from the current state.
         """
         before = self.read_host_state()
         try:
@@ -168,7 +168,7 @@ class Draws:
             return f"{text}, but this one has {len(self.stateful)}"
         return ""
 
-    # -- what is in no checkpoint --------------------------------------------------------------------------------
+    # -- state outside of checkpoints ----------------------------------------------------------------------------
 
     def note_counts(self) -> None:
         """Note the counters of samplers before an epoch's order is drawn for the first time."""
@@ -237,9 +237,9 @@ def get_stateful(value: Any) -> Any:
         return None
     try:
         inspect.signature(value.state_dict).bind()
-    except TypeError:  # it asks for what only its own loader knows: MosaicML's StreamingDataset
+    except TypeError:  # it requires attributes of its own loader, as MosaicML's StreamingDataset does
         return None
-    except ValueError:  # written in C
+    except ValueError:  # a class written in C
         pass
     return value
 
@@ -281,7 +281,7 @@ def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) 
     """Return ``roots`` and, recursively, every attribute that is a ``kind`` or has one of these names; each once."""
     reached: dict[int, Any] = {}
     waiting = [root for root in roots if root is not None]
-    for owner in waiting:  # which grows
+    for owner in waiting:  # the list grows during the loop
         if id(owner) not in reached:
             reached[id(owner)] = owner
             waiting += [value for name, value in _iter_attributes(owner) if isinstance(value, kind) or name in names]
@@ -312,7 +312,7 @@ def load_states(generators: list[Any], states: list[Any]) -> None:
 
     Args:
         generators: The generators.
-        states: States of `read_states`.
+        states: States returned by `read_states`.
     """
     for generator, state in zip(generators, states, strict=True):
         _restore_state(generator, state)
@@ -323,13 +323,13 @@ def match_generators(generators: list[Any], states: list[Any]) -> bool:
 
     Args:
         generators: The generators.
-        states: States of `read_states`.
+        states: States returned by `read_states`.
     """
     return len(generators) == len(states) and all(map(_accepts_state, generators, states))
 
 
 def say_begin_anew(owner: Any, generators: list[Any], states: list[Any]) -> None:
-    """Warn that the states in a checkpoint belong to other generators than ``owner`` has.
+    """Warn that the states in a checkpoint belong to generators that ``owner`` does not have.
 
     Args:
         owner: The dataset.

@@ -27,7 +27,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        # One of its own for each pass, which another pass begun meanwhile does not seed again.
+        # A separate generator for each pass, so that another pass started in the meantime does not reseed it.
         self.generator = torch.Generator(torch.get_default_device()).manual_seed(self.seed + self.epoch)
         yield from super().__iter__()
 
@@ -44,7 +44,7 @@ class SeedableRandomSampler(RandomSampler):
         return {"seed": self.seed, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state of `state_dict`, so that a resumed run keeps its seed.
+        """Restore a state returned by `state_dict`, so that a resumed run keeps its seed.
 
         Args:
             state_dict: The state.
@@ -56,13 +56,13 @@ def replace_random_sampler(loader: Any, seed: int) -> Any:
     """Return a shallow copy of a loader in which `SeedableRandomSampler` replaces torch's ``RandomSampler``.
 
     Args:
-        loader: A ``DataLoader``; any other object is returned as it is.
+        loader: A ``DataLoader``; any other object is returned unchanged.
         seed: The seed of the sampler.
     """
     if not isinstance(loader, DataLoader):
         return loader
     view, replaced = copy.copy(loader), dict[int, Any]()
-    settings = view.__dict__  # DataLoader forbids to set these by name once it is built
+    settings = view.__dict__  # a DataLoader refuses to set these by name after its construction
     settings["_iterator"] = None
     for name in ("sampler", "batch_sampler"):
         settings[name] = _replace_sampler(settings[name], seed, replaced)
@@ -77,10 +77,10 @@ def _replace_sampler(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
         seed: The seed of the sampler.
         replaced: Samplers created so far, by the id of the one they replace.
     """
-    # A subclass with an order of its own keeps it.
+    # A subclass with its own order keeps it.
     if isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
         return replaced.setdefault(id(sampler), SeedableRandomSampler(sampler, seed))
-    within = getattr(sampler, "sampler", None)  # of a batch sampler
+    within = getattr(sampler, "sampler", None)  # the sampler of a batch sampler
     replacement = _replace_sampler(within, seed, replaced) if within is not None else None
     if replacement is within:
         return sampler

@@ -1,4 +1,4 @@
-"""Order of samples: the user's own sampler, replayed, of which each process keeps its share."""
+"""Order of samples: the user's own sampler is replayed, and each process keeps its share."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from .rank_shares import RankShares, Share, compare_across_ranks
 from .sampler_rng import Draws, preserve_loader_state
 from .seedable_sampler import SeedableRandomSampler
 
-# These draw when an epoch begins and never again, so nothing has to be lent to them later.
+# These draw only when an epoch begins, so they need no random stream later.
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
-_COMPARED = 64  # indices
+_COMPARED = 64  # number of indices
 
 
 class GroupIndices(NamedTuple):
@@ -57,7 +57,7 @@ class ShardedBatches:
     """Batch sampler that replays the user's own sampler and keeps this process's share of each global batch.
 
     A global batch is the next ``batch_size * size`` indices of the user's sampler, or the next ``size`` batches of a
-    custom batch sampler. The short last one is sharded as it is: nothing is padded or repeated.
+    custom batch sampler. The short last one is sharded as well: nothing is padded or repeated.
 
     Args:
         loader: The user's loader; only its samplers are used.
@@ -96,7 +96,7 @@ class ShardedBatches:
         self.order: dict[str, Any] | None = None
         self._undo: dict[str, Any] | None = None
         self._rest: RandomStream | None = None
-        self._taken: State | None = None  # where that was when the batches planned last were drawn
+        self._taken: State | None = None  # the stream's position when the last planned batches were drawn
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0, passed: int = 0) -> None:
@@ -138,7 +138,7 @@ class ShardedBatches:
         """Use the dataset's order in place of torch's own random samplers.
 
         Returns:
-            Whether the loader shuffles, or did.
+            Whether the loader shuffles, or did before.
         """
         sampler = self.sampler
         if isinstance(sampler, RandomSampler):
@@ -160,7 +160,7 @@ class ShardedBatches:
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():
             iterator = get_iterator()
-            self._rewind()  # other loaders may draw before the first batch comes
+            self._rewind()  # other loaders may draw before the first batch is requested
         return iterator
 
     def _rewind(self) -> None:
@@ -169,7 +169,7 @@ class ShardedBatches:
             self._undo = None
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: nothing may be drawn before the loader has drawn its workers' seed, as in a plain loop.
+        # A generator, because nothing may be drawn before the loader has drawn its workers' seed, as in a plain loop.
         yield from self._open()
 
     def total(self, limit: int | None) -> int:
@@ -193,7 +193,7 @@ class ShardedBatches:
             world: The ranks.
 
         Raises:
-            ValueError: On every rank, if it is neither.
+            ValueError: On every rank, if neither is the case.
         """
         if self.planner.shares is None and not share_data(self.dataset, world):
             self.planner.disable_sharding()
@@ -205,12 +205,12 @@ class ShardedBatches:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
     def _has_common_order(self, world: World) -> bool:
-        """Return whether the user's sampler yields the same on all ranks; one that depends on the rank does not.
+        """Return whether the user's sampler yields the same indices on all ranks, unlike one that depends on the rank.
 
         Raises:
             ValueError: On every rank, if some ranks' samplers agree and others do not.
         """
-        if type(self.sampler).__module__ == Sampler.__module__:  # torch's own know of no rank
+        if type(self.sampler).__module__ == Sampler.__module__:  # torch's own samplers do not depend on the rank
             return True
         before = self.draws.stream.get_state()
         with self.draws.stream.drawing(), preserve_loader_state(self._loader):
@@ -227,7 +227,7 @@ class ShardedBatches:
         return Share(samples if self.plain or not self.batched else None, self.batch_size, self._count_batches(count))
 
     def _count_items(self, count: Callable[[Any], Any]) -> Any:
-        """Return the length of the user's sampler, without a trace of what it draws to compute it."""
+        """Return the length of the user's sampler, and undo what it draws to compute it."""
         if not self._counting_draws:
             return count(self.sampler)
         before = host_state()
@@ -237,7 +237,7 @@ class ShardedBatches:
         return items
 
     def _count_batches(self, items: int, limit: int | None = None) -> int:
-        """Return the number of batches that this process forms of the last ``items`` of the user's sampler."""
+        """Return the number of batches that this process forms from the last ``items`` of the user's sampler."""
         size = self.planner.size
         count, rest = divmod(items, self.width)
         count += bool(rest) and not self.drop_last
@@ -282,7 +282,7 @@ class ShardedBatches:
     def batches_of(self, items: int) -> int:
         """Return the number of this process's batches that ``items`` of the user's sampler correspond to.
 
-        Together with the remaining batches, they are those of an epoch.
+        Together with the remaining batches, they make up an epoch.
 
         Args:
             items: The number of items.
@@ -325,9 +325,9 @@ class ShardedBatches:
             first = list(itertools.islice(batches, 1))
             if self.planner.shares is not None:
                 self._keep_in_step(start_state)
-            if again:  # what it draws here is in there already
+            if again:  # the state already contains what the sampler draws here
                 draws.stream.go_to(start_state["stream"])
-                if self.draws_at_once or self.limit == 0:  # with nothing left to yield, nothing was drawn again
+                if self.draws_at_once or self.limit == 0:  # if nothing is left to yield, nothing was drawn again
                     draws.load_private(start_state["generators"])
                     draws.load_samplers(start_state)
         if not again and not self.positions and self.micros and (drawn := self.micros[0][1]) is not None:
@@ -340,7 +340,7 @@ class ShardedBatches:
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
 
     def _keep_in_step(self, before: dict[str, Any]) -> None:
-        """Advance the run's stream equally on all ranks, since each has drawn an order of its own length."""
+        """Advance the run's stream equally on all ranks, because each has drawn an order of a different length."""
         stream = self.draws.stream
         stream.go_to(before["stream"])
         stream.advance()
@@ -349,13 +349,13 @@ class ShardedBatches:
         """Return the items of the user's sampler, drawn from the stream and not from the process's own state."""
         self._rest = None
         if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
-            # It draws once more at its end, which workers reach at another time than the loop does.
+            # It draws again at its end, which workers reach at another time than the loop.
             return iter(list(self.sampler))
         source = avoid_rewind(iter(self.sampler))
         if self.draws_at_once:
             return source
-        # A sampler that draws as it goes has a stream of its own from here, or the workers' reading ahead and the
-        # validation loaders between would change what it draws.
+        # From here on, a sampler that draws during iteration has its own stream. Otherwise the workers' reading ahead
+        # and the validation loaders in between would change what it draws.
         self._rest = RandomStream(self.draws.stream.get_state())
         self._taken = self._rest.state
         return _draw_in_blocks(self._rest, source, block)
@@ -363,7 +363,7 @@ class ShardedBatches:
     def _read_global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
         """Yield global batches as flat indices, with the sizes of the user's own batches if those must be kept."""
         size, width = self.planner.size, self.width
-        skip = self.skip if self.planner.shares is None else 0  # of data of its own a rank passes over batches
+        skip = self.skip if self.planner.shares is None else 0  # with data of its own, a rank skips batches
         items = self._pull(width)
         if self.plain:
             next(itertools.islice(items, skip, skip), None)
@@ -425,8 +425,8 @@ class ShardedBatches:
         for group, totals in self._read_groups() if shares is None else self._read_rank_groups(shares):
             if consumed is None:
                 consumed = self.skip + self.passed_samples
-            if totals != planned:  # most groups are like the one before
-                # Batches of the user's own may be cut otherwise, and those of ranks with data of their own too.
+            if totals != planned:  # most groups equal the previous one
+                # A user's own batches may have other sizes, and so may those of ranks with their own data.
                 planned = totals if group[0][1] is None and shares is None else None
                 parts = [_cut_share(indices, widths, rank, size) for indices, widths in group]
                 plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, totals, strict=True)])
@@ -434,10 +434,10 @@ class ShardedBatches:
             group_indices = GroupIndices(group, parts)
             for number, micro in enumerate(plan):
                 indices = group[number][0]
-                # An empty share takes part with one sample of weight zero, so that the collectives match.
+                # An empty share is replaced by one sample of weight zero, so that the collectives match.
                 local_indices = indices if size == 1 else indices[parts[number]] or indices[:1]
                 if positions:
-                    first = consumed + parts[number].start  # with data of its own, each rank has a seed of its own
+                    first = consumed + parts[number].start  # with data of its own, each rank has its own seed
                     local_indices = [(epoch_seed, first + offset, index) for offset, index in enumerate(local_indices)]
                 micros.append((micro, drawn, group_indices))
                 consumed += micro.everyone
@@ -446,7 +446,7 @@ class ShardedBatches:
 
 def _draw_in_blocks(stream: RandomStream, source: Iterator[Any], block: int) -> Iterator[Any]:
     while True:
-        with stream.drawing():  # dear, hence in blocks
+        with stream.drawing():  # expensive, hence in blocks
             items = list(itertools.islice(source, block))
         if not items:
             return
@@ -500,7 +500,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
     owners = (
         getattr(loader, "dataset", None),
         sampler,
-        getattr(sampler, "sampler", None),  # a batch sampler may stand in its place
+        getattr(sampler, "sampler", None),  # a batch sampler may take its place
         batches,
         getattr(batches, "sampler", None),
     )

@@ -17,7 +17,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return an iterable that starts at batch ``num_batches`` of the current epoch of ``dataloader``, once.
 
     The batches are those of an uninterrupted epoch; for the following epochs, iterate ``dataloader`` itself. A prepared
-    loader that `Accelerator.load_state` has restored knows its position, and does not skip twice.
+    loader that `Accelerator.load_state` has restored has its position already, and does not skip twice.
 
     Args:
         dataloader: A prepared loader, a ``DataLoader`` or any iterable of batches.
@@ -27,7 +27,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         ValueError: If the number is negative.
     """
     count = check_int("num_batches", num_batches, 0)
-    if hasattr(type(dataloader), "skip_first_batches"):  # a loader without an Accelerator that iterates its own way
+    if hasattr(type(dataloader), "skip_first_batches"):  # a loader that iterates in its own way without an Accelerator
         return dataloader.skip_first_batches(count)
     return SkippedLoader(dataloader, count)
 
@@ -61,9 +61,10 @@ class SkippedLoader:
 def _skip_batches(loader: Iterable[Any], count: int) -> Iterator[Any]:
     batches = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or batches is None or isinstance(loader.dataset, IterableDataset):
-        return itertools.islice(loader, count, None)  # read to be passed over: nothing else is known of it
+        # The batches are read and discarded, because nothing else is known about the loader.
+        return itertools.islice(loader, count, None)
     view = copy.copy(loader)
-    settings = view.__dict__  # DataLoader forbids to set these by name once it is built
+    settings = view.__dict__  # a DataLoader refuses to set these by name after its construction
     settings["_iterator"] = None
     settings["batch_sampler"] = _Tail(batches, count)
     return iter(view)

@@ -75,7 +75,7 @@ def copies_state(owner: Any) -> bool:
 
 
 def explain_not_repeatable(dataset: Any) -> str:
-    """Return why a stream without a state yields other samples when it is read again; "" if no reason is known.
+    """Return why a stream without a state yields different samples when it is read again; "" if no reason is known.
 
     Args:
         dataset: The stream.
@@ -99,13 +99,13 @@ def explain_not_repeatable(dataset: Any) -> str:
 
 
 def iter_parts(dataset: Any) -> Iterator[Any]:
-    """Yield the dataset and the objects of its library that it is made of; nothing for other libraries.
+    """Yield the dataset and the objects of its library that it consists of; nothing for other libraries.
 
     Args:
         dataset: The stream.
     """
     library, visited, waiting = _name_library(dataset), set[int](), [dataset]
-    for part in waiting if library in ("datasets", "webdataset") else ():  # which grows
+    for part in waiting if library in ("datasets", "webdataset") else ():  # the list grows during the loop
         if id(part) in visited:
             continue
         visited.add(id(part))

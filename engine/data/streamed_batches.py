@@ -105,7 +105,7 @@ class BatchAhead:
 class StreamedBatches:
     """Reader of the batches of a stream, in groups with exact weights.
 
-    A stream that splits itself by rank (it depends on the rank, or a library has split it) is read as it is: each rank
+    A stream that splits itself by rank (it depends on the rank, or a library has split it) is read unchanged: each rank
     trains on what its own stream yields. A stream that is the same on all ranks is distributed: every rank reads all of
     it, and batch r of each ``size`` batches belongs to rank r. The first batches are compared over the ranks to find
     out which of the two it is.
@@ -113,13 +113,14 @@ class StreamedBatches:
     A rank without a batch in a round takes part with weight zero.
 
     A stream that splits itself by rank may be read ahead of the loop by one or two groups of micro-batches, so that the
-    ranks can vote on its end beside their gradients; see `RankShares`.
+    ranks can vote on its end along with their gradients; see `RankShares`.
 
     Args:
         source: The user's loader or iterable.
-        counted: The samples of a full batch, if ``sizes`` has those of each batch; None if all batches weigh the same.
+        counted: The number of samples in a full batch, if ``sizes`` has that of each batch; None if all batches weigh
+            the same.
         planner: Groups and weights.
-        draws: What the source may draw from.
+        draws: The random sources that the source may draw from.
         lent: Whether this process reads the source itself, so that the stream must be lent to it: then what it draws is
             the same on every rank, and the same again after a resume.
         stateful: An object with ``state_dict`` and ``load_state_dict`` that contains the position of the source, or
@@ -133,8 +134,8 @@ class StreamedBatches:
         micros: Metadata of batches that were yielded and that the loop has not processed yet.
         sizes: The samples in batches that the source has created and not yet yielded.
         compare: The ranks whose first batches are still to be compared, or None.
-        first_digest: Digest of the current epoch's first batch, to check that a resume reads the same ones; "" if the
-            epoch is not read again.
+        first_digest: Digest of the current epoch's first batch, to check that a resume reads the same batches; "" if
+            the epoch is not read again.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class StreamedBatches:
         self.cursor = cursor
         self.compare: World | None = None
         self.first_digest = ""
-        self._expected = ""  # the digest of the epoch that is resumed
-        self._pushed: deque[tuple[int, Any]] = deque()  # read to be compared
+        self._expected = ""  # the digest of the resumed epoch
+        self._pushed: deque[tuple[int, Any]] = deque()  # read for a comparison
         self._again = False
         self.source = source
         self.counted = counted
@@ -164,14 +165,14 @@ class StreamedBatches:
         self.order: dict[str, Any] | None = None
         self._stands: dict[str, Any] | None = None
         self._reader: RandomStream | None = None
-        self._taken: State | None = None  # where the reader was when the batches yielded last were read
-        self._late: State | None = None  # where the reader is once the source is open again
+        self._taken: State | None = None  # the reader's position when the last yielded batches were read
+        self._late: State | None = None  # the reader's position after the source is opened again
         self._ended = False
-        self.seeded: SeededStream | None = None  # the dataset, where its workers outlive an epoch
-        self.workers: dict[str, Any] | None = None  # what they were started from
+        self.seeded: SeededStream | None = None  # the dataset, if its workers outlive an epoch
+        self.workers: dict[str, Any] | None = None  # the state that they were started from
         self.sizes: deque[int] = deque()
         self._ahead: deque[BatchAhead] = deque()
-        self._outlooks: deque[Outlook | None] = deque()  # of the groups to come, the next one first
+        self._outlooks: deque[Outlook | None] = deque()  # for the coming groups, the next one first
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0) -> None:
@@ -188,8 +189,8 @@ class StreamedBatches:
         self._pushed.clear()
         self._ahead.clear()
         self._outlooks.clear()
-        self._is_exhausted = False  # the source's end was met while reading ahead
-        self._state_at_end: Any = None  # of the source, before that
+        self._is_exhausted = False  # whether reading ahead has reached the source's end
+        self._state_at_end: Any = None  # the source's state before its end
         self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
     @property
@@ -218,7 +219,7 @@ class StreamedBatches:
         return Share(None, self.counted or 1, get_length(self.source), self.cursor is not None)
 
     def agree(self, world: World) -> None:
-        """Determine what the ranks read, as far as it is known before the first batch. Call it on all ranks.
+        """Determine what the ranks read, if it is known before the first batch. Call it on all ranks.
 
         Args:
             world: The ranks.
@@ -237,7 +238,7 @@ class StreamedBatches:
             self.compare = world
 
     def disable_sharding(self, world: World) -> None:
-        """Disable sharding, since the stream is already split by rank. Call it on all ranks.
+        """Disable sharding, because the stream is already split by rank. Call it on all ranks.
 
         Args:
             world: The ranks.
@@ -262,7 +263,7 @@ class StreamedBatches:
     def batches_of(self, items: int) -> int:
         """Return the number of this process's batches that ``items`` correspond to.
 
-        Together with the remaining batches, they are those of an epoch.
+        Together with the remaining batches, they make up an epoch.
 
         Args:
             items: The number of items.
@@ -282,7 +283,7 @@ class StreamedBatches:
         return False
 
     def split(self) -> None:
-        """Raise, since the batches of a stream are not split.
+        """Raise an error, because the batches of a stream are not split.
 
         Raises:
             ValueError: Always.
@@ -314,7 +315,7 @@ class StreamedBatches:
             self.stateful.load_state_dict(self._stands["source"])
         with draws.stream.drawing():
             iterator = get_iterator()
-        # Read ahead of the run's stream, which follows the batches that are really taken.
+        # It reads ahead of the run's stream, which follows the batches that are actually used.
         self._reader = RandomStream(draws.stream.get_state())
         self._taken = self._reader.state
         if again:
@@ -344,7 +345,7 @@ class StreamedBatches:
                 yield
 
     def started(self) -> None:
-        """Note that the loader's own iterator exists, whose creation draws.
+        """Note that the loader's own iterator exists; its creation draws random numbers.
 
         A subclass may create it with the first batch.
         """
@@ -362,11 +363,11 @@ class StreamedBatches:
         stands, self._stands = self._stands, None
         self._ended = False
         has_ended = stands is not None and stands["ended"]
-        # A source that was saved at its end may start over: it then yields the next epoch's samples.
+        # A source that was saved at its end may start over and yield the next epoch's samples.
         if self.compare is not None and not has_ended:
             self._compare_ranks(source, self.compare)
         if self.planner.shares is not None and not self._again:
-            self.draws.stream.advance()  # what is read moves each rank's reader by another length
+            self.draws.stream.advance()  # reading advances each rank's reader by a different length
         stand_in = None
         if stands is None:
             self._compare_first(source)
@@ -411,7 +412,7 @@ class StreamedBatches:
             if not totals:
                 return
             stand_in = group[-1][1] if group else stand_in
-            if stand_in is None:  # resumed just behind the end of this rank's data
+            if stand_in is None:  # the run resumed at the end of this rank's data
                 with self._lend():
                     stand_in = next(iter(self.source))
             group += [(0, stand_in)] * (len(totals) - len(group))
@@ -485,7 +486,7 @@ class StreamedBatches:
         """Compare the first batches to determine whether the ranks read one stream or each its own.
 
         Raises:
-            ValueError: On every rank, if some ranks read the same stream and others another one.
+            ValueError: On every rank, if some ranks read the same stream and others a different one.
         """
         self.compare = None
         self._pushed.extend(self._read(source, 1))
@@ -527,12 +528,12 @@ class StreamedBatches:
         Args:
             drawn: What was drawn for the last batch; None for the current state of the stream.
         """
-        if self._stands is not None:  # loaded, and not begun since
+        if self._stands is not None:  # loaded, but not started since
             return self._stands
         if self.stateful is None or (self._ended and self.planner.shares is not None):
-            return None  # a rank whose own stream has ended needs a batch of it to stay in step
+            return None  # a rank whose stream has ended needs a batch to stay in step
         stream = None if self.order is None else self.draws.stream.get_state() if drawn is None else drawn.after
-        # The state of a source at its end may already be that of the next epoch.
+        # The state of a source at its end may already be the next epoch's.
         ended = self.order is not None and self._ended
         if self._ahead:
             source_state = self._ahead[0].state
@@ -541,7 +542,7 @@ class StreamedBatches:
         return {"source": source_state, "stream": stream, "ended": ended}
 
     def load_state(self, state: dict[str, Any] | None, first_digest: str = "") -> None:
-        """Start the next iteration at a state of `state`.
+        """Start the next iteration at a state returned by `state`.
 
         Args:
             state: The state; None reads the epoch again and skips batches.

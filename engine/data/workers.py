@@ -34,7 +34,7 @@ class _StandIn:
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A worker_init_fn that opens a file puts it on `get_worker_info().dataset`.
+        # A worker_init_fn that opens a file stores it on `get_worker_info().dataset`.
         setattr(self.dataset, name, value)
 
 
@@ -58,7 +58,7 @@ class SeededStream(_StandIn, IterableDataset[Any]):
 
 
 def seed_epoch(stream: SeededStream, seed: int) -> None:
-    """Set the seed of the workers for the next epoch. It is not a method, since all names belong to the dataset.
+    """Set the seed of the workers for the next epoch. It is not a method, because all names belong to the dataset.
 
     Args:
         stream: The stream.
@@ -84,7 +84,7 @@ class SeededSamples(_StandIn):
         return self.dataset[item[2]]
 
     def _get_items(self, items: list[tuple[int, int, Any]]) -> Any:
-        self._seed(items[0])  # it reads them together, so they can only be seeded together
+        self._seed(items[0])  # they are read together, so they can only be seeded together
         return self.dataset.__getitems__([index for _, _, index in items])
 
     @staticmethod
@@ -100,7 +100,7 @@ def _seed(seed: int) -> None:
 
 
 def _reads_in_bulk(dataset: Any) -> bool:
-    # A Subset only hands `__getitems__` on, and reads one by one where the dataset in it has none.
+    # A Subset only passes `__getitems__` on, and reads one by one if its dataset has none.
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
@@ -114,7 +114,8 @@ def iterate_in_process(loader: DataLoader[Any]) -> Iterator[Any]:
     Args:
         loader: The loader, with ``num_workers=0``.
     """
-    # The seed for workers that are not there: torch draws it all the same, and so do we, or the order would differ.
+    # The seed for workers that do not exist: torch draws it in any case, so it is drawn here too; otherwise the order
+    # would differ.
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
     return _generate_batches(loader)
 
@@ -162,7 +163,7 @@ class LiveWithRank:
 
 def _end_with(sentinel: Any) -> None:
     multiprocessing.connection.wait([sentinel])
-    # torch's worker may be blocked on a queue that nobody reads any more, so that it can't be asked to leave.
+    # torch's worker may be blocked on a queue that is no longer read, so it cannot be asked to end.
     os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
@@ -189,4 +190,4 @@ def end_workers(view: DataLoader[Any]) -> None:
     """
     iterator = view.__dict__.pop("_treadle_iterator", lambda: None)()
     if iterator is not None:
-        iterator._shutdown_workers()  # private, as is its `__del__`'s call; in torch 2.6 to 2.13
+        iterator._shutdown_workers()  # private, like the call in its `__del__`; present in torch 2.6 to 2.13

@@ -63,11 +63,11 @@ class Metrics:
         """Set whether the hooks that run now belong to the epoch rather than to a batch.
 
         Args:
-            yes: They belong to the epoch.
+            yes: Whether they belong to the epoch.
         """
         self._entries = self._in_epoch if yes else self._in_step
         if yes:
-            self.weight = 1.0  # a process's value, not a batch's
+            self.weight = 1.0  # the weight of a process's value, not of a batch's
 
     def counted(self, batches: Iterable[Any], cursor: Cursor, owner: nn.Module) -> Iterator[Any]:
         """Yield batches; metric objects of ``owner`` do not count the stand-ins among them.
@@ -135,7 +135,7 @@ class Metrics:
             if value.ndim:
                 value = _to_number(name, value)
             if value.is_cpu:
-                value = value.item()  # nothing to wait for, and a fifth of what detaching costs
+                value = value.item()  # no wait is needed, and it takes a fifth of the time of detaching
             else:
                 value = self._detach(value)
         elif entry.metric is not None and isinstance(value, type(entry.metric)):
@@ -146,7 +146,7 @@ class Metrics:
                 value = _to_number(name, value)
         elif value.__class__ is not float and value.__class__ is not int:
             value = _to_number(name, value)
-        # A stand-in that only keeps the processes in step weighs nothing, whichever batch size the user passes.
+        # A placeholder batch, which keeps the processes in step, has no weight, whatever batch size the user passes.
         weight = batch_size if batch_size is not None and self.weight else self.weight
         entry.last, entry.last_weight = value, weight
         if entry.batches is not None and value is not None:
@@ -159,9 +159,9 @@ class Metrics:
 
     def _detach(self, value: Tensor) -> Tensor:
         """Return a value on an accelerator without its graph, copied if it could change later."""
-        # A parameter, or a tensor the user counts in, changes later; the result of an operation does not.
-        # A view would keep all that it is a part of, such as the logits of a batch.
-        # The next replay of a CUDA graph overwrites its results.
+        # A parameter, or a tensor that the user counts in, changes later; the result of an operation does not. A view
+        # would keep its whole base alive, such as the logits of a batch. The next replay of a CUDA graph overwrites its
+        # results.
         lasts = value.grad_fn is not None and not value._is_view() and not self.copies
         return value.detach() if lasts else value.detach().clone()
 
@@ -232,11 +232,12 @@ class Metrics:
         """
         entries = [entry for entry in self.entries if entry.on_epoch]
         plain = [entry for entry in entries if entry.metric is None]
-        # Metric objects and the values of batches are exchanged apart: the same ones on all processes, or they hang.
+        # Metric objects and the values of batches are exchanged separately. They must be the same on all processes,
+        # otherwise the exchange hangs.
         others = [entry for entry in self.entries if entry.metric is not None or entry.batches is not None]
         values = dict(self._reduce_entries(plain, [entry.epoch_pair() for entry in plain], world, others))
         for entry in entries:
-            if entry.metric is not None:  # exchanges its own state
+            if entry.metric is not None:  # it exchanges its own state
                 values[entry] = _compute_number(entry)
         return [(entry, values[entry]) for entry in entries if entry in values]
 
@@ -371,7 +372,7 @@ class Metrics:
         }
 
     def load_state_dict(self, state: dict[str, Any], world: World, owner: nn.Module | None = None) -> None:
-        """Restore a state of `state_dict`; with another world size, rank zero continues from all sums.
+        """Restore a state returned by `state_dict`; with another world size, rank zero continues from all sums.
 
         Args:
             state: The state.
@@ -452,7 +453,7 @@ def _compute_number(entry: Entry) -> float:
 
 
 def _check_names_match(names: list[str], world: World) -> None:
-    """Raise on every process if they log different names: vectors of different length would hang or be mixed up."""
+    """Raise an error on every process if the names differ: vectors of different length would hang or be mixed up."""
     digest = hashlib.sha256("\0".join(names).encode()).digest()
     mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
     if len(set(torch.cat(world.all_gather(mark)).tolist())) == 1:
@@ -566,7 +567,7 @@ class Entry:
         self.total_weight += sum(w for _, w in weighted_pairs)
 
     def replace_metric(self, metric: Any) -> None:
-        """Replace the metric object by another one of the same name.
+        """Replace the metric object with another one of the same name.
 
         Args:
             metric: The new object.
@@ -633,7 +634,7 @@ class Entry:
             return 0.0, 0.0
         if self.reduction != "mean":
             return self.last, self.last_weight
-        # In float64, where weighing a float32 and dividing it again gives the same number.
+        # In float64, in which multiplying a float32 by its weight and dividing it again gives the same number.
         if not isinstance(self.last, Tensor):
             return float(self.last) * self.last_weight, self.last_weight
         return stack_numbers([self.last])[0] * self.last_weight, self.last_weight
@@ -656,7 +657,7 @@ class Entry:
         """
         if self.reduction == "mean":
             return sum(value for value, _ in pairs) / sum(weight for _, weight in pairs)
-        # In torch: Python's min and max drop a NaN or keep it, depending on its place.
+        # In torch, because Python's min and max drop or keep a NaN depending on its position.
         return FOLDS[self.reduction](
             torch.tensor([value for value, _ in pairs], dtype=torch.float64, device="cpu")
         ).item()
@@ -760,5 +761,5 @@ def stack_numbers(values: list[Any]) -> Tensor:
 
 
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy a host tensor without waiting for the device, as a copy from memory that is not pinned would."""
+    """Copy a host tensor without waiting for the device; a copy from unpinned memory would wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

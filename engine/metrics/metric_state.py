@@ -1,8 +1,8 @@
 """State of metric objects within an epoch, saved in a checkpoint and restored.
 
-Supported are the objects of torchmetrics and those of the same form, of which only the names ``_defaults``,
-``_reductions`` and ``_update_count`` are used; and any other object with ``compute``, ``reset``, ``state_dict`` and
-``load_state_dict``.
+The objects of torchmetrics and those of the same form are supported; only their names ``_defaults``, ``_reductions``
+and ``_update_count`` are used. Any other object with ``compute``, ``reset``, ``state_dict`` and ``load_state_dict`` is
+supported too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _iter_metrics(owner: nn.Module) -> Iterator[tuple[str, Any]]:
 def _iter_in_attribute(place: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         yield from _iter_in_module(f"{place}.", value)
-    # Asked of the type: there are objects that answer to every name.
+    # The type is examined, because some objects have an attribute of any name.
     elif all(callable(getattr(type(value), name, None)) for name in _METHODS):
         yield place, value
 
@@ -75,7 +75,7 @@ def _has_states(part: Any) -> bool:
 
 
 def collect_part_ids(metrics: Iterable[Any]) -> set[int]:
-    """Return the ids of ``metrics`` and of the metrics inside of them.
+    """Return the ids of ``metrics`` and of the metrics inside them.
 
     Args:
         metrics: Metric objects.
@@ -112,7 +112,7 @@ def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> di
         empty: The ids of those whose epoch is complete; their state is None.
         world: The processes.
     """
-    # On the device while they stay in this process, where nothing has to wait for them.
+    # On the device if they stay in this process, where no wait for them is needed.
     device = None if world.size == 1 else "cpu"
     local_counts = {place: _copy_state(metric, device) for place, metric in objects.items() if id(metric) not in empty}
     every = world.gather_objects(local_counts) if objects else [local_counts]
@@ -120,7 +120,7 @@ def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> di
 
 
 def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: World) -> None:
-    """Restore states of `collect_states`, with any world size.
+    """Restore states returned by `collect_states`, with any world size.
 
     Args:
         objects: Metric objects by place.
@@ -128,7 +128,7 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
         world: The processes.
 
     Raises:
-        ValueError: If the world size differs and a metric's state can't be split.
+        ValueError: If the world size differs and a metric's state cannot be split.
     """
     for place, states in saved.items():
         metric = objects.get(place)
@@ -156,7 +156,8 @@ def preserve_counts(metrics: Iterable[Any]) -> Iterator[None]:
     finally:
         for metric, counts, computed in before:
             _restore_state(metric, counts)
-            if _has_states(metric):  # who has a result exchanges nothing in compute(): on all processes, or they hang
+            # A metric with a result exchanges nothing in compute(); if only some ranks have one, the others hang.
+            if _has_states(metric):
                 metric._computed = computed
 
 
@@ -171,7 +172,7 @@ def _copy_state(metric: Any, device: str | None = None) -> Any:
 
 
 def _is_counter(name: str, value: Any) -> bool:
-    # What the wrappers MinMaxMetric and Running keep beside their states.
+    # Attributes that the wrappers MinMaxMetric and Running have besides their states.
     return name == "_num_vals_seen" or (isinstance(value, Tensor) and not value.ndim and name in ("min_val", "max_val"))
 
 
@@ -247,9 +248,9 @@ def _share_state(values: list[Any], reduction: Any, world: World) -> Any:
 
 def _share_list(items: list[Any], reduction: Any, world: World) -> list[Any] | None:
     if getattr(reduction, "__name__", "") == "dim_zero_cat":
-        if items and len(items) < world.size:  # torchmetrics gathers no rows of nothing, unless they are numbers
+        if items and len(items) < world.size:  # torchmetrics gathers no empty tensors, unless they contain numbers
             items = list(torch.cat([torch.atleast_1d(item) for item in items]).split(1))
-    elif len(items) % world.size:  # it gathers them one by one, so each process must have as many
+    elif len(items) % world.size:  # they are gathered one by one, so each process must have equally many
         return None
     return items[share(len(items), world.rank, world.size)]
 

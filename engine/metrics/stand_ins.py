@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_MOST = 256  # a longer list or dict is not searched for further lists: it holds values
+_MOST = 256  # a longer list or dict is not searched for nested lists: it holds values
 _UNTOUCHED = frozenset({*vars(nn.Module()), "training"}) - {"_buffers"}
 _NUMBERS = (int, float, complex, str, type(None))
 
@@ -45,7 +45,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _remember(value: Any) -> Callable[[], Any] | None:
-    """Return a function that restores the current content of a value; None if it can't be changed in place."""
+    """Return a function that restores the current content of a value; None if it cannot be changed in place."""
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):

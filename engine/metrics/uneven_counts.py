@@ -2,7 +2,7 @@
 
 torchmetrics gathers a list state tensor by tensor: lists of unequal lengths hang or mix up their items, and a rank
 without data sends an empty vector regardless of the dimensions and dtype that the others send. Libraries that pad the
-data never meet this. In Treadle each sample counts once, so only some ranks may have the last batches.
+data never encounter this. In Treadle each sample counts once, so only some ranks may have the last batches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def uneven_counts(owner: nn.Module, world: World) -> Iterator[None]:
 
 
 def _gathers_lists(metric: Any) -> bool:
-    if getattr(metric, "process_group", None) is not None:  # among ranks of the task's own choice
+    if getattr(metric, "process_group", None) is not None:  # the metric is reduced over ranks that the task chooses
         return False
     return hasattr(type(metric), "_sync_dist") and any(isinstance(state, list) for state in metric._defaults.values())
 
@@ -75,7 +75,7 @@ def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:
     for name, items in lists.items():
         states = [part.get(name) for part in every]
         if None in states:
-            continue  # some rank's list holds other things than tensors: the metric gathers it separately
+            continue  # some rank's list contains other objects than tensors: the metric gathers it separately
         longest = max(states, key=lambda state: state.length)
         if longest.length and len(items) < longest.length:
             items = items + [longest.make_filler(metric.device)] * (longest.length - len(items))
@@ -96,7 +96,7 @@ def _read_list(metric: Any, name: str) -> list[Tensor] | None:
     concatenated = getattr(reduction, "__name__", "") == "dim_zero_cat"
     if not isinstance(metric._defaults[name], list) or not (reduction is None or concatenated):
         return None
-    if concatenated and isinstance(items, Tensor):  # by a compute() before
+    if concatenated and isinstance(items, Tensor):  # concatenated by an earlier compute()
         items = [items]
     if not isinstance(items, list) or not all(isinstance(item, Tensor) for item in items):
         return None

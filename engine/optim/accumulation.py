@@ -82,11 +82,11 @@ class Accumulation:
         self._micro_batches = plugin.num_steps
         self._delays_sync = strategy.delays_sync and not plugin.sync_each_batch
         self._weight: float | Tensor | None = None
-        self._unweighted = False  # some micro-batch of this group has reported no weight
+        self._unweighted = False  # whether some micro-batch of this group has reported no weight
         self._steps_before = 0
-        self._entered: Micro | None = None  # the micro-batch that a loop of the user's own computed on last
-        self._entered_number = 0  # its number, as equal groups share their facts
-        self._entered_scale = 0.0  # the sum of the scales of those it computed on in this group
+        self._entered: Micro | None = None  # the last micro-batch that a user-defined loop used
+        self._entered_number = 0  # its number, because equal groups share their facts
+        self._entered_scale = 0.0  # the sum of the scales of the micro-batches used in this group
         self._correction = 1.0
         self._latest_loss: ref[Tensor] | None = None
 
@@ -159,7 +159,7 @@ class Accumulation:
         micro = self.cursor.micro
         if micro is not None and self.groups_end_with_loader:
             last = micro.last
-        else:  # batches from elsewhere: every k-th ends a group
+        else:  # batches from other sources: every k-th ends a group
             self.position += 1
             running = get_running_loader()
             at_end = running is not None and self.groups_end_with_loader and running.end_of_dataloader
@@ -174,8 +174,8 @@ class Accumulation:
     def note_entered(self) -> None:
         """Note that a user-defined loop processes the current micro-batch.
 
-        The loop may skip others of the group with ``continue``, or leave the loader within a group. The gradient is
-        then the mean over the processed micro-batches, since skipped ones have no weight.
+        The loop may skip other micro-batches of the group with ``continue``, or leave the loader within a group. The
+        gradient is then the mean over the processed micro-batches, since skipped ones have no weight.
         """
         micro, before, number = self.cursor.micro, self._entered, self.cursor.number
         same = micro is before and number == self._entered_number
@@ -192,7 +192,8 @@ class Accumulation:
                     parameter.grad.mul_(self._correction)
 
     def _has_gradients(self) -> bool:
-        return any(p.grad is not None and bool(p.grad.any()) for p in self._iter_trained_parameters())  # rarely asked
+        # Rarely evaluated.
+        return any(p.grad is not None and bool(p.grad.any()) for p in self._iter_trained_parameters())
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which gradients are not reduced over the processes.
@@ -232,7 +233,7 @@ class Accumulation:
         self._latest_loss = ref(loss)
         micro = self.cursor.micro
         if weight is None and micro is not None and not self.groups_end_with_loader:
-            weight = micro.samples  # nobody knows ahead how many samples the whole group will hold
+            weight = micro.samples  # the number of samples in the whole group is not known in advance
         if weight is not None:
             if self._unweighted:
                 raise ValueError(
@@ -325,7 +326,7 @@ class Accumulation:
         on_cpu = self.world.device.type == "cpu"
         self.always_agree = self.world.size > 1 or not on_cpu
         self.guard = None
-        self.watches_gradients = finite and self.scaler is None  # the loss scaler looks at them itself
+        self.watches_gradients = finite and self.scaler is None  # the loss scaler checks them itself
         self.agreement.reset()
         self.agreement.watch_finite = finite
         self.agreement.immediate = at_once or on_cpu
@@ -358,5 +359,5 @@ class Accumulation:
 
 
 def _unwrap_compiled(model: nn.Module) -> nn.Module:
-    compiled = model._modules.get("_orig_mod")  # a prepared model that was compiled afterwards
+    compiled = model._modules.get("_orig_mod")  # a model that was compiled after it was prepared
     return model if compiled is None else compiled

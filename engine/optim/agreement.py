@@ -1,4 +1,4 @@
-"""Agreement of all processes at each optimizer step on values that only one of them knows."""
+"""Agreement of all processes, at each optimizer step, on values that only one of them has."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Agreement:
 
     Attributes:
         stop_vote: This process requests a stop; it may be set at any time.
-        stop: Some process requested a stop, and every process knows it now.
+        stop: Some process requested a stop, and all processes have agreed on it.
         finite: The step's losses, and its gradients if they are watched, were finite on every process.
         local_finite: The losses were finite on this process.
         bad_losses: The indices, in the step, of this process's micro-batches whose loss was not finite.
@@ -49,10 +49,10 @@ class Agreement:
         leave_vote: This process wants to leave the epoch without this step.
         leaves: The number of processes that wanted to leave.
         signal_vote: This process received a signal that requests the end of the run; see `signal`.
-        signaled: Some process received one, and every process knows it now.
+        signaled: Some process received such a signal, and all processes have agreed on it.
         has_voted: The votes of the current step were cast.
-        not_finite: 1.0 on the device if the step must be skipped there, since the host learns of it one step later;
-            None if the host knows in the same step, or if nothing is watched.
+        not_finite: 1.0 on the device if the step must be skipped there, because the host learns of it one step later;
+            None if the host learns of it in the same step, or if nothing is watched.
     """
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:
@@ -70,7 +70,7 @@ class Agreement:
         self.alone = world.size == 1
         self._world = world
         self._cursor = cursor
-        self._outlook: Outlook | None = None  # that the votes of the current step describe
+        self._outlook: Outlook | None = None  # the outlook that the votes of the current step describe
         self.immediate = world.device.type == "cpu"
         self.next_place: Any = None
         self._read_place: Any = None
@@ -83,8 +83,9 @@ class Agreement:
         self._gradients_finite = True  # as far as the host knows
         self._norms: list[Tensor] = []
         self._are_finite = HostCheck()
-        self._watched_optimizers: Sequence[PreparedOptimizer] = ()  # whose gradients were looked at last, on the host
-        self._watched: list[Tensor] = []  # the parameters whose gradients were looked at last, on a device
+        # The optimizers whose gradients were checked last, on the host.
+        self._watched_optimizers: Sequence[PreparedOptimizer] = ()
+        self._watched: list[Tensor] = []  # the parameters whose gradients were checked last, on a device
         self._bad_parameters: list[Tensor] | None = None
         self._pending: Ballots | None = None
 
@@ -120,7 +121,7 @@ class Agreement:
         if not self.watch_finite:
             return True
         if not self._on_host:
-            self._taints.append(loss.detach().float() * 0.0)  # no host read
+            self._taints.append(loss.detach().float() * 0.0)  # without a read on the host
             return True
         finite = math.isfinite(loss.item())
         if not finite:
@@ -155,7 +156,7 @@ class Agreement:
         self.has_voted = True
         if self.alone:
             return
-        votes = torch.zeros(BALLOT_SIZE, dtype=torch.float32, device=self._device)  # counts pass a bfloat16's 256
+        votes = torch.zeros(BALLOT_SIZE, dtype=torch.float32, device=self._device)  # counts may exceed a bfloat16's 256
         if weight is not None:
             votes[_WEIGHT] = weight
         if self.stop_vote:
@@ -200,7 +201,7 @@ class Agreement:
         finite = not math.isnan(taint.item())
         if not finite and not self._on_host:
             self._note_losses([taint.item() for taint in self._taints])
-            self._bad_parameters = None  # of the step that was read last
+            self._bad_parameters = None  # those of the step that was read last
         return finite
 
     def _note_losses(self, taints: list[float]) -> None:
@@ -277,7 +278,7 @@ class Agreement:
         """Discard the votes of the previous run."""
         self.forget_losses()
         self.stop_vote = self.stop = self.leave_vote = False
-        self.signaled = self.signal_vote and self.alone  # a signal that came before the first step counts
+        self.signaled = self.signal_vote and self.alone  # a signal that was received before the first step counts
         self.leaves = 0
         self._read_place = self.next_place = self._outlook = None
         self._pending = self.not_finite = None
@@ -324,7 +325,7 @@ class Ballots:
         if self._on_device.is_cuda:
             self._on_host = torch.empty_like(self._on_device, device="cpu", pin_memory=True)
             self._on_host.copy_(self._on_device, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)  # else each rank's wait keeps a core busy
+            self._event = torch.cuda.Event(blocking=True)  # otherwise each waiting rank keeps a core busy
             self._event.record()
         return self
 

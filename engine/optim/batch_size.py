@@ -14,19 +14,19 @@ from ...common.messages import announce
 from ...common.validation import check_int
 from ...strategies.distributed import DONE, RETRY, Attempts
 
-# Where memory runs out without a type of its own for it.
+# Messages of errors about memory that have no type of their own.
 _WORDS = (
     "out of memory",
     "can't allocate memory",
     "not enough memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's word for a workspace that it could not get, among others
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's message for a workspace that it could not allocate, among other causes
 )
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
 class NoBatchSizeFits(MemoryError, RuntimeError):
-    """Error: even the smallest batch does not fit into memory. A ``RuntimeError`` too, as in Accelerate."""
+    """Error for memory that is too small for the smallest batch. Also a ``RuntimeError``, as in Accelerate."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not any(words in str(error) for words in _WORDS):
         return False
-    # A subclass may be the user's own. Torch's are AcceleratorError, since torch 2.8, and DistBackendError, of NCCL.
+    # A subclass may be the user's own. Torch's are AcceleratorError (since torch 2.8) and NCCL's DistBackendError.
     kind = type(error)
     return kind is RuntimeError or (issubclass(kind, RuntimeError) and kind.__module__.startswith("torch"))
 
@@ -52,7 +52,7 @@ def find_executable_batch_size(
     """Decorate a function so that it runs again with a smaller batch size whenever memory runs out.
 
     All processes try the same sizes: if memory runs out on one, all start over. Prepare models and optimizers inside
-    ``function``, since each attempt has a new process group. An Accelerator created outside stays usable: call its
+    ``function``, because each attempt has a new process group. An Accelerator created outside stays usable: call its
     ``free_memory()`` first.
 
     If ``function`` has a parameter ``gradient_accumulation_steps``, it grows by the factor by which the batch shrinks,
@@ -160,12 +160,12 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
         Whether it fit into memory on all processes, and what it returned on this one.
 
     Raises:
-        BaseException: Any error but running out of memory.
+        BaseException: Any error other than running out of memory.
     """
     try:
         result = call()
     except BaseException as error:
-        # What breaks where another process has run out of memory is a consequence.
+        # An error on this process is a consequence if another process has run out of memory.
         if not is_out_of_memory(error) and not (attempts.size > 1 and attempts.someone_retries()):
             attempts.report(f"{type(error).__name__}: {error}")
             raise

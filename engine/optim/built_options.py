@@ -16,9 +16,9 @@ State = dict[str, Any]
 IMPLEMENTATION_OPTIONS = {"foreach", "fused", "capturable", "differentiable"}
 """Options of the implementation, not of the algorithm; torch chooses some of them itself."""
 _NOT_COMPARED = {"params", "param_names", *IMPLEMENTATION_OPTIONS}
-# Where a scheduler stands, and what follows from its other arguments or from the optimizer's options.
+# The position of a scheduler, and values that follow from its other arguments or from the optimizer's options.
 _POSITION = {"last_epoch", "T_cur", "T_i", "base_lrs", "optimizer", "best", "num_bad_epochs", "cooldown_counter"}
-_NESTED = {"_schedulers", "_milestones"}  # `SequentialLR` keeps its arguments under these names
+_NESTED = {"_schedulers", "_milestones"}  # `SequentialLR` stores its arguments under these names
 
 
 class BuiltSchedule:
@@ -26,7 +26,7 @@ class BuiltSchedule:
 
     Attributes:
         state: A copy of its ``state_dict``.
-        arguments: The script's arguments, as far as the state contains them, by dotted name.
+        arguments: The script's arguments that the state contains, by dotted name.
         effective_arguments: The arguments in effect; in a resumed run, those of the first run.
         options: The options of its optimizer's groups, including those that the scheduler has added.
     """

@@ -27,7 +27,7 @@ class HostCheck:
     """
 
     def __init__(self) -> None:
-        self._found = torch.zeros((), dtype=torch.float32, device="cpu")  # a new one for each call takes 1 us
+        self._found = torch.zeros((), dtype=torch.float32, device="cpu")  # creating one for each call takes 1 us
 
     def __call__(self, optimizers: Iterable[PreparedOptimizer], sharded: bool) -> bool:
         """Return whether all gradients of ``optimizers`` are finite.

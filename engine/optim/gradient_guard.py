@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class GradientGuard:
     """Check of the gradients that a prepared optimizer is about to apply; see `Accumulation.guard`.
 
-    Replicas have the same gradients after the reduction, so every rank decides alike without an exchange. With sharded
-    gradients, the ranks exchange one number per step.
+    Replicas have the same gradients after the reduction, so every rank makes the same decision without an exchange.
+    With sharded gradients, the ranks exchange one number per step.
 
     Args:
         policy: ``"raise"`` or ``"skip"``. On accelerators ``"raise"`` takes effect one step later, so that nothing
@@ -51,7 +51,7 @@ class GradientGuard:
             ValueError: On every rank, if a gradient is not finite and the policy is ``"raise"``.
         """
         accumulation = optimizer.accumulation
-        if accumulation.loss_scale is not None:  # it skips such steps automatically
+        if accumulation.loss_scale is not None:  # the loss scaler skips such steps
             return True
         strategy, world = accumulation.strategy, accumulation.world
         if not (self.immediate and self._on_host):
@@ -102,7 +102,7 @@ class GradientGuard:
             self._read(optimizer, ballots)
 
     def _refuse(self, optimizer: PreparedOptimizer, bad: list[Tensor], step: int) -> None:
-        """Raise, or discard the gradients of the step that is skipped."""
+        """Raise an error, or discard the gradients of the step that is skipped."""
         self._pending.clear()
         accumulation = optimizer.accumulation
         evidence = self._collect_evidence(accumulation, bad)

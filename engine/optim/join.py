@@ -1,4 +1,4 @@
-"""Loops over user-defined batches of which some ranks have more than others."""
+"""Loops over user-defined batches, if some ranks have more of them than others."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def join_uneven_inputs(
 def _catch_up(accelerator: Accelerator) -> None:
     """Copy the state of optimizers and schedulers from the rank that took the most steps to the others.
 
-    torch synchronizes only parameters and buffers: different moments would make the replicas diverge at the next step.
+    torch synchronizes only parameters and buffers: different optimizer moments would make the replicas diverge at the
+    next step.
     """
     optimizers, schedulers = accelerator.optimizers, accelerator.schedulers
     local_steps = [o.steps_taken for o in optimizers]

@@ -72,7 +72,7 @@ class LocalSGD:
         if self._apart is not None:
             self._apart.__exit__(kind, error, trace)
             self._apart = None
-            if error is None and self.num_steps % self.local_sgd_steps:  # the others would wait for one that failed
+            if error is None and self.num_steps % self.local_sgd_steps:  # the others would wait for a rank that failed
                 self._average()
 
     def _average(self) -> None:

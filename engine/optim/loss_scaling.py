@@ -90,7 +90,7 @@ def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size:
         weight: The sum of the weights over all processes.
         size: The world size.
     """
-    # Once each, even if two models share a parameter.
+    # Each gradient once, even if two models share a parameter.
     gradients = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]
     if gradients:
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)

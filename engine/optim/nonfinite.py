@@ -90,7 +90,7 @@ def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
     """
     keys = sorted(key for known in evidence.values() for key in known.gradients)
     names = list(dict.fromkeys(name for *_, name in keys))
-    if not names:  # a parameter of no prepared model
+    if not names:  # the parameter belongs to no prepared model
         return "a gradient", ""
     order = "first of {} in the order of backward" if keys[0][0] < math.inf else "last of {} in the model"
     return f"the gradient of {names[0]}", f", the {order.format(len(names))}," if len(names) > 1 else ""
@@ -115,7 +115,7 @@ def order_by_backward(
     NaN propagates from the loss to the inputs, so the first one is closest to its origin. The graph of a loss gives the
     order, even after backward has freed the saved tensors. A parameter that is used several times counts where its
     gradient is complete: at its first use. Parameters that the graph does not contain (of a part that is compiled or
-    recomputed in backward) follow, from the end of the model on.
+    recomputed in the backward pass) follow, from the end of the model on.
 
     Args:
         bad: The parameters.

@@ -72,7 +72,7 @@ def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> Opti
     Args:
         state: The state; its tensors may be this process's shards.
         optimizer: The optimizer.
-        names: The names of `name_parameters`.
+        names: The result of `name_parameters`.
     """
     others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     slots = state["state"]
@@ -92,12 +92,12 @@ def _is_index(key: Any, names: list[str]) -> bool:
 
 
 def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
-    """Return the differences between a state of `encode_by_name` and this optimizer, one line each.
+    """Return the differences between a state returned by `encode_by_name` and this optimizer, one line each.
 
     Args:
         saved: The state.
         optimizer: The optimizer.
-        names: The names of `name_parameters`.
+        names: The result of `name_parameters`.
     """
     lines = []
     if saved["class"] != name_class(optimizer):
@@ -131,16 +131,16 @@ def _find_counterpart(group: State, saved: list[State]) -> State:
 
 
 def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
-    """Return this process's shards of a state of `encode_by_name`, for ``optimizer.load_state_dict``.
+    """Return this process's shards of a state returned by `encode_by_name`, for ``optimizer.load_state_dict``.
 
     Implementation options, such as fused kernels, are those of the script. If the two differ, the result contains what
     fits: the slots of parameters with the same name and shape (the others start empty), and the options of the one
-    saved group that contained a group's parameters, since a schedule relies on its last learning rate.
+    saved group that contained a group's parameters, because a schedule relies on its last learning rate.
 
     Args:
         saved: The state.
         optimizer: The optimizer.
-        names: The names of `name_parameters`.
+        names: The result of `name_parameters`.
     """
     parameters = dict(zip(names, list_parameters(optimizer), strict=True))
     index = {name: i for i, name in enumerate(names)}
@@ -165,7 +165,7 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
 def keep_formats(optimizer: Optimizer, state: State) -> None:
     """Restore the dtype of each slot as it was saved; ``load_state_dict`` casts slots to the parameter's dtype.
 
-    torch 2.13 exempts only the step count: NAdam keeps a float32 product beside float64 parameters.
+    torch 2.13 exempts only the step count: NAdam keeps a float32 product for float64 parameters.
 
     Args:
         optimizer: The optimizer, after the load.

@@ -37,7 +37,7 @@ class PreparedOptimizer(Optimizer):
         steps_taken: Steps taken in this process.
         skipped: Steps that were skipped because of a float16 overflow or a value that was not finite.
         fused_by_choice: Whether fused kernels compute its steps, as `choose_fused` decided.
-        guarded: Whether the latest step had no effect if a gradient was not finite, though the host may not know of it
+        guarded: Whether the latest step had no effect if a gradient was not finite; the host may not have read this
             yet.
     """
 
@@ -154,7 +154,7 @@ class PreparedOptimizer(Optimizer):
         if has_own or not set_to_none or _profiler_enabled():
             optimizer.zero_grad(set_to_none=set_to_none)
             return
-        # What torch's method comes to, without the label for a profiler: 0.2 us in place of 6 for four parameters.
+        # Equivalent to torch's method, without the label for a profiler: 0.2 us instead of 6 us for four parameters.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -204,7 +204,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks, and attributes of a user-defined optimizer.
+        # The hooks and attributes of a user-defined optimizer.
         if name == "optimizer" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -243,7 +243,7 @@ class PreparedScheduler:
 
         Args:
             args: Arguments of the wrapped scheduler's ``step``: a metric or an epoch, which is passed once.
-            kwargs: Keyword arguments of the same.
+            kwargs: Keyword arguments of that ``step``.
         """
         if not self._accumulation.sync_gradients:
             return
@@ -252,7 +252,7 @@ class PreparedScheduler:
             return
         self._last_counts = self._count_steps()
         if args or kwargs:
-            # Told one value of a metric twice, ReduceLROnPlateau would count an epoch without improvement.
+            # If ReduceLROnPlateau got one value of a metric twice, it would count an epoch without improvement.
             self.scheduler.step(*args, **kwargs)
             return
         if steps > 1 and self.advances > 1:
@@ -269,7 +269,7 @@ class PreparedScheduler:
                 "step. Increase total_steps."
             )
         for _ in range(self.advances):
-            # OneCycleLR raises beyond its end, which the last, short batches of epochs can reach.
+            # OneCycleLR raises an error beyond its end, which the last, short batches of epochs can reach.
             if not self._has_ended():
                 self.scheduler.step()
 
@@ -310,13 +310,14 @@ class PreparedScheduler:
             since: The saved value of `since`.
             advances: The saved value of `advances`.
             batch_size_unchanged: Whether an optimizer step processes as many samples as in the saved run. With another
-                world size, each process then has a batch of another size, and the schedule's steps have another length.
+                world size, each process then has a batch of a different size, and the schedule's steps have a different
+                length.
         """
         self.scheduler.load_state_dict(state)
         steps, skipped = self._count_steps()
         self._last_counts = (steps - since[0], skipped - since[1])
         if batch_size_unchanged and advances != self.advances and not self._convert(advances):
-            self.advances = advances  # what the schedule's length is counted in was saved with it
+            self.advances = advances  # the unit of the schedule's length was saved with it
 
     def _convert(self, saved_advances: int) -> bool:
         """Convert the position to this script's steps, if the schedule is sized in them.

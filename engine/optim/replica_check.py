@@ -17,18 +17,18 @@ from .agreement import Agreement
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
 
-_PART = 1 << 20  # elements that are digested at a time, so that little memory is needed
+_PART = 1 << 20  # elements that are digested at a time, to limit the memory used
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDiffer(RuntimeError):
-    """Error: parameters that must be the same on all processes differ; lists the parameters and ranks."""
+    """Error for parameters that differ between processes but must be the same; it lists the parameters and ranks."""
 
 
 def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
     """Compare the models of all processes. Call it on all of them.
 
-    Tensors that a strategy shards are skipped, since every process holds another shard.
+    Tensors that a strategy shards are skipped, since every process holds a different shard.
 
     Args:
         models: The user's own modules.
@@ -47,7 +47,7 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
         for prefix, model in zip(prefixes, models, strict=True)
         for name, tensor in _list_replicated(model, buffers)
     }
-    # The form goes along as a number, so that the usual case is one exchange of little.
+    # The form is included as a number, so that one small exchange suffices in the usual case.
     forms = [f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items()]
     local_digests = zlib.crc32("\n".join(forms).encode()), _digest_tensors(tensors.values())
     parts = world.gather_objects(local_digests)
@@ -58,7 +58,7 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
     columns = zip(tensors, zip(*(digests for _, digests in parts), strict=True), strict=True)
     differing = {name: column for name, column in columns if len(set(column)) > 1}
     first, column = next(iter(differing.items()))
-    source = max(range(world.size), key=column.count)  # one of the majority; the lowest rank where there is none
+    source = max(range(world.size), key=column.count)  # one rank of the majority; the lowest rank if there is none
     distances = world.gather_objects(_measure_distance(tensors[first], world, source))
     odd = [rank for rank in range(world.size) if column[rank] != column[source]]
     apart = ", ".join(f"{distances[rank]:.3g} on rank {rank}" for rank in odd[:8])
@@ -86,7 +86,7 @@ def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
     def check_replicas(*_: Any) -> None:
         nonlocal step_count
         if type(accelerator.accumulation.agreement) is not Agreement:
-            return  # inside join_uneven_inputs, where a process may have no more steps to take
+            return  # within join_uneven_inputs, where a process may have no more steps to take
         if step_count % every == 0 and accelerator.strategy.replicas_equal:
             accelerator.check_replicas()
         step_count += 1
@@ -101,8 +101,9 @@ def _list_replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]
 
 def _digest_tensors(tensors: Iterable[Tensor]) -> list[int]:
     """Return a number for the bits of each tensor, all read from the device in one transfer."""
-    generator = torch.Generator().manual_seed(0)  # of its own: nobody else's draws may depend on a check
-    # Odd, as an even weight would lose the highest bit.
+    # A separate generator, because a check must not change other random numbers.
+    generator = torch.Generator().manual_seed(0)
+    # Odd, because an even weight would lose the highest bit.
     weights = torch.randint(-(2**62), 2**62, (_PART,), generator=generator) | 1
     by_device: dict[torch.device, Tensor] = {}
     digests = [_digest_tensor(t, by_device.setdefault(t.device, weights.to(t.device))) for t in tensors]
@@ -115,7 +116,7 @@ def _digest_tensor(tensor: Tensor, weights: Tensor) -> Tensor:
     bits = tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in bits.split(_PART):
-        # Weighed by place, modulo 2**64: neither an exchange of values nor changes that cancel out go unseen.
+        # Weighted by position, modulo 2**64, so that neither swapped values nor changes that cancel out go unnoticed.
         total = total * 6364136223846793005 + (part.long() * weights[: part.numel()]).sum()
     return total
 

@@ -50,7 +50,7 @@ def _to_numbers(value: Any) -> list[int | float]:
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
 
-# -- what differs --------------------------------------------------------------------------------------------------
+# -- differences ---------------------------------------------------------------------------------------------------
 
 
 def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
@@ -63,7 +63,7 @@ def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOpti
         state: The part of the checkpoint that contains the schedulers.
 
     Raises:
-        ValueError: If the saved schedule ends before the script's, so that torch would end the run there.
+        ValueError: If the saved schedule ends before the script's, so that torch would end the run early.
     """
     lines = _compare_options(accelerator, optimizers)
     schedules, rates = _compare_schedules(accelerator, state)
@@ -90,7 +90,7 @@ def _compare_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]
         if saved is None or len(saved) != len(groups):
             continue
         for number, (old, new) in enumerate(zip(saved, groups, strict=True)):
-            scheduled = "initial_lr" in old and "initial_lr" in new  # then ``lr`` is the schedule's first value
+            scheduled = "initial_lr" in old and "initial_lr" in new  # ``lr`` is then the schedule's first value
             label = f" group {number}" if len(groups) > 1 else ""
             lines += [
                 f"{type(optimizer).__name__}{label}: {'lr' if name == 'initial_lr' else name} {_format(old[name])} "
@@ -201,7 +201,7 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
         state: The part of the checkpoint that contains the schedulers; it is changed.
 
     Raises:
-        ValueError: If a schedule of the script can't be advanced to the position of the saved one.
+        ValueError: If a schedule of the script cannot be advanced to the position of the saved one.
     """
     pairs = list(_iter_schedulers(accelerator, state))
     for optimizer, saved, *_ in optimizers:
@@ -254,7 +254,7 @@ def _step_copy(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, op
     copied.load_state_dict(copy.deepcopy(built.state))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch expects a step of the optimizer before each
+            warnings.simplefilter("ignore")  # torch expects an optimizer step before each
             for _ in range(last - first):
                 copied.step()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Advice on what would make a plan fit, or faster; each suggestion has been planned itself."""
+"""Advice on how to make a plan fit or run faster; each suggestion has itself been planned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from .plan import Plan
 
-# Less is within what a plan can tell apart.
+# A plan cannot distinguish smaller differences.
 _WORTH = 0.02
 
 Again = Callable[..., Plan]
@@ -99,7 +99,7 @@ def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_half_gathering(plan: Plan, again: Again) -> list[str]:
-    """Suggest to gather parameters in the dtype of the computation."""
+    """Suggest gathering parameters in the dtype of the computation."""
     if plan.precision.compute is None or not plan.strategy.gathers_in_storage_dtype:
         return []
     other = again(gather=plan.precision.compute)

@@ -52,7 +52,7 @@ class Stream:
         self.device = None
 
     def wait_stream(self, other: Stream) -> None:
-        """Make following work wait for the work so far of another stream.
+        """Make subsequent work wait for all work so far of another stream.
 
         Args:
             other: The other stream.
@@ -60,7 +60,7 @@ class Stream:
         self.time = max(self.time, other.time)
 
     def wait_event(self, event: Event) -> None:
-        """Make following work wait for an event.
+        """Make subsequent work wait for an event.
 
         Args:
             event: The event.

@@ -6,15 +6,15 @@ import math
 
 from .gpus import GPU
 
-# Microseconds: of a call, of a hop within a machine, of a hop between machines. NCCL's tuning.cc, ring, its protocols
-# Simple and LL128 (the latter within one machine only, as NCCL does not use it on InfiniBand).
+# Microseconds of a call, of a hop within a machine, and of a hop between machines. Source: NCCL's tuning.cc, ring, its
+# protocols Simple and LL128 (the latter within one machine only, because NCCL does not use it on InfiniBand).
 _SIMPLE, _LL128 = (8.4, 3.4, 14.0), (14.0, 1.9, 4.0)
 _LL128_SHARE = 120 / 128  # 8 of 128 bytes are flags
-_TREE_SHARE = 0.92  # of a ring's bandwidth, by the same file
-# A ring between machines does not fill all ports at the same time. What torch's inductor measured on H100 machines with
-# RoCE, for 50 MB: the bandwidth of one port, more with the message's size (torch 2.13, _inductor/comm_analysis.py).
+_TREE_SHARE = 0.92  # share of a ring's bandwidth, from the same file
+# A ring between machines does not use all ports at the same time. torch's inductor measured on H100 machines with RoCE,
+# for 50 MB, the bandwidth of one port, and more for larger messages (torch 2.13, _inductor/comm_analysis.py).
 _PORTS_AT, _PORTS_POWER = 50e6, 0.17
-_FEW_MACHINES = 0.77  # share of it between two machines, rising to all of it between eight
+_FEW_MACHINES = 0.77  # share of it between two machines; it rises to the whole between eight
 
 STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1}
 """How many times each byte goes around the ring."""
@@ -41,7 +41,7 @@ def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gp
     else:
         rate = min(gpu.link, _compute_network_bandwidth(size, machines, count, gpu))
         forms = [(_SIMPLE, hops - crossing, crossing, rate)]
-        if kind == "all_reduce":  # up a tree and down again: few hops, where a ring of many waits for its latency
+        if kind == "all_reduce":  # up a tree and down again: few hops, whereas in a large ring the latency dominates
             within, between = 2 * (math.ceil(count / machines) - 1), 2 * math.ceil(math.log2(machines))
             forms.append((_SIMPLE, within, between, rate * _TREE_SHARE))
     moved = around * (count - 1) / count * size

@@ -51,7 +51,7 @@ def sizes_of(name: str) -> Sizes:
         name: The name.
 
     Raises:
-        ValueError: If the name is unknown. The error names the nearest one.
+        ValueError: If the name is unknown. The error names the closest one.
     """
     short = {full.partition("-")[2]: full for full in MODELS}
     chosen = choose("model", name.lower(), [*MODELS, *short])

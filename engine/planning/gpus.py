@@ -37,8 +37,8 @@ class GPU:
     per_machine: int = 8
 
 
-# Peaks and memory: NVIDIA's data sheets. Links: what NCCL's topo.h counts per GPU. Network: one port per GPU, as in
-# the usual machines (DGX, HGX): 200 Gb/s beside A100, 400 Gb/s since.
+# Peaks and memory: NVIDIA's data sheets. Links: the values per GPU in NCCL's topo.h. Network: one port per GPU, as in
+# the usual machines (DGX, HGX): 200 Gb/s with the A100, 400 Gb/s since then.
 _TABLE: dict[str, tuple[float, ...]] = {
     # in 1e12 operations: half, TF32, float32; TB/s and GiB of memory; GB/s of the link and of the network
     "v100": (125, 15.7, 15.7, 0.9, 32, 120, 12.5),
@@ -48,7 +48,7 @@ _TABLE: dict[str, tuple[float, ...]] = {
     "a10g": (70, 35, 31.5, 0.6, 24, 12, 6.25),
     "rtx4090": (165, 82.6, 82.6, 1.008, 24, 12, 3),
     "h100": (989, 494, 66.9, 3.35, 80, 370, 50),
-    "h100-96gb": (989, 494, 66.9, 2.4, 96, 370, 50),  # of torchtitan's published runs: HBM2e, 500 W
+    "h100-96gb": (989, 494, 66.9, 2.4, 96, 370, 50),  # from torchtitan's published runs: HBM2e, 500 W
     "h200": (989, 494, 66.9, 4.8, 131.3, 370, 50),
     "b200": (2250, 1125, 75, 8, 167.6, 720, 50),
 }
@@ -70,7 +70,7 @@ def _make_gpu(
 
 
 GPUS = {name: _make_gpu(name, *numbers) for name, numbers in _TABLE.items()}
-# Words in a driver's name that make another device of the same chip.
+# Words in a driver's name that denote another device with the same chip.
 _OTHERS = {"laptop", "mig", "nvl", "pcie"}
 
 
@@ -78,10 +78,10 @@ def find_gpu(name: str | GPU) -> GPU:
     """Return a GPU by name.
 
     Args:
-        name: The name; a `GPU` is returned as it is.
+        name: The name; a `GPU` is returned unchanged.
 
     Raises:
-        ValueError: If the name is unknown. The error names the nearest one.
+        ValueError: If the name is unknown. The error names the closest one.
     """
     if isinstance(name, GPU):
         return name
@@ -89,7 +89,7 @@ def find_gpu(name: str | GPU) -> GPU:
 
 
 def detect_gpu() -> GPU | None:
-    """Return the GPU of this machine, with its memory as the driver reports it; None without a known one."""
+    """Return the GPU of this machine, with its memory as the driver reports it; None if it is unknown."""
     if not torch.cuda.is_available():
         return None
     gpu = match_driver_name(torch.cuda.get_device_name())

@@ -21,7 +21,7 @@ PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, GATHERED, BATCH = "activations", "gathered", "batch"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, GATHERED, BATCH)
 
-# Operations of torch.ops.c10d and torch.ops._c10d_functional: what they are, and which argument or result is the whole.
+# Operations of torch.ops.c10d and torch.ops._c10d_functional: their kind, and which argument or result is the whole.
 _KINDS = {
     "_allgather_base_": ("all_gather", 0),
     "allgather_": ("all_gather", 0),
@@ -51,7 +51,7 @@ class Memory:
     """Bytes in use, by category.
 
     Attributes:
-        live: Bytes now.
+        live: Bytes currently in use.
         peak: Bytes at the peak.
         most: Total bytes at the peak.
     """
@@ -189,7 +189,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record one operation; see `TorchDispatchMode`."""
         if not self._plain.issuperset(types):
-            return NotImplemented  # a tensor of several; its parts come separately
+            return NotImplemented  # a subclass that consists of several tensors, which are counted separately
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         space = func.namespace

@@ -20,20 +20,20 @@ ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Corrections of data sheets. Fitted by ``benchmarks/plan.py`` on two published runs on 8 H100.
+    """Corrections of data sheets. Fitted by ``benchmarks/plan.py`` on two published runs on 8 H100 GPUs.
 
     Args:
         arithmetic: Share of the peak that matrix products reach (fitted without compilation).
         fused: Share of the memory traffic that remains when a model is compiled (fitted with compilation).
         launch: Least time that a GPU takes for an operation, in seconds.
-        host: Seconds that the host takes to send an operation: at best, most likely, at worst. A guess, since nothing
+        host: Seconds that the host takes to send an operation: at best, most likely, at worst. A guess, because no part
             of Treadle was timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a launch
             adds some.
         host_compiled: Share of these operations that remains when a model is compiled: at best, most likely, at worst.
             A guess too.
-        straggler: What each doubling past ``straggler_from`` processes adds to a step, as a share. In MosaicML's
-            published runs on 128, 256 and 512 H100, each doubling cost 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B), 3.6 to
-            6.4 % (1B).
+        straggler: Share of a step that each doubling past ``straggler_from`` processes adds. In MosaicML's published
+            runs on 128, 256 and 512 H100 GPUs, each doubling cost 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B), 3.6 to 6.4 %
+            (1B).
         straggler_from: Number of processes up to which nothing is added.
         spread: Possible error of a prediction in cases that were checked; those were off by up to 2.6 %.
         spread_unchecked: The same in cases that were not checked: another kind of GPU, or a step that is not dominated
@@ -54,7 +54,7 @@ class Calibration:
     reserved: float = 1.25
 
 
-# No work. What only looks at a tensor is known by its schema.
+# Operations without work. An operation that only reads a tensor's form is recognized by its schema.
 _FREE = {
     aten.empty,
     aten.empty_like,
@@ -65,10 +65,10 @@ _FREE = {
     aten.set_,
     aten.resize_,
     aten.lift_fresh,
-    aten._unsafe_view,  # a view by its kernel, if not by its schema
+    aten._unsafe_view,  # a view by its kernel, though not by its schema
 }
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
-# They touch a few rows of a table, not all of it; or a piece of a buffer.
+# They access a few rows of a table, or a part of a buffer, not all of it.
 _SPARSE = {aten.embedding, aten.gather, aten.index_select, aten.nll_loss_forward}
 
 
@@ -82,10 +82,11 @@ def _count_cpu_forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> 
 
 
 def _count_cpu_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
-    return _count_attention_flops(query, key, value, 5)  # the scores again, and two products for each of the two
+    # The scores again, and two products for each of the two forward products.
+    return _count_attention_flops(query, key, value, 5)
 
 
-# The attention that torch has for the host. Its form is that of a GPU's, of which alone torch counts the arithmetic.
+# torch's attention for the CPU. It has the arguments of the GPU's, the only one whose operations torch counts.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _count_cpu_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_cpu_backward,
@@ -170,7 +171,7 @@ class Prices:
     def _count_moved_bytes(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
         name = str(packet)
         if name == "fsdp.all_gather_copy_in":
-            return 2 * _count_bytes(args[0])  # its result is all of the buffer that it writes a part of
+            return 2 * _count_bytes(args[0])  # the result is the whole buffer, of which only a part is written
         if packet in _SPARSE:
             return 2 * _count_bytes(out)
         if packet is aten.embedding_dense_backward:
@@ -194,5 +195,5 @@ def _is_free(func: Any) -> bool:
     if func._overloadpacket in _FREE or func.namespace == "prim":  # the latter ask for a device or a layout
         return True
     returns = func._schema.returns
-    # A view: what it returns is what it was given, and it writes nothing.
+    # A view returns its input and writes nothing.
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

@@ -20,7 +20,7 @@ class Conditions:
 
     Args:
         world_size: Number of processes.
-        strategy: The layout of the model over them. A plan uses it up.
+        strategy: The layout of the model over them. A plan consumes it.
         gpu: The GPU of each process; see `gpus.GPUS`.
         micro_batch: Samples of one forward pass.
         accumulate: Forward passes per optimizer step.
@@ -137,7 +137,8 @@ class Plan(Conditions):
     def band(self) -> tuple[float, float, float]:
         """Seconds of a step: at best, most likely, at worst.
 
-        The slower of the device and the host. Beyond the checked world sizes the band widens with every doubling.
+        The slower of the device and the host determines it. Beyond the checked world sizes the band widens with every
+        doubling.
         """
         spread = self.calibration.spread if self.checked else self.calibration.spread_unchecked
         late = (1 + self.calibration.straggler) ** max(0.0, log2(self.world_size / self.calibration.straggler_from))

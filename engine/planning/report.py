@@ -30,7 +30,7 @@ class Schedule:
         steps: Optimizer steps of the run, or None if unknown.
         samples: Samples of an epoch, or None if unknown.
         per_epoch: Optimizer steps of an epoch, including a shorter last one.
-        rates: Learning rates, evenly spaced over the run; empty if they can't be drawn.
+        rates: Learning rates, evenly spaced over the run; empty if they cannot be drawn.
         words: Text to show in place of the curve.
     """
 
@@ -170,7 +170,7 @@ def _describe_time(plan: Plan) -> str:
 
 
 def _describe_bound(plan: Plan) -> str:
-    """Describe what takes the time of a step."""
+    """Describe what dominates the time of a step."""
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (
@@ -198,7 +198,7 @@ def format_duration(seconds: float) -> str:
     Args:
         seconds: The duration.
     """
-    # Each up to what is rounded to the first of the next unit.
+    # Each unit is used up to the value that would round to the first of the next one.
     for limit, unit, unit_seconds in (
         (0.9995e-3, "us", 1e-6),
         (0.9995, "ms", 1e-3),

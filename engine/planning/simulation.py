@@ -43,7 +43,7 @@ def simulate(
         The plan.
 
     Raises:
-        ValueError: If the processes cannot be laid out like this, or if the step reads a value.
+        ValueError: If the processes cannot be laid out in this way, or if the step reads a value.
     """
     on = Conditions(**conditions)
     clocks, memory = Clocks(), Memory()
@@ -123,7 +123,7 @@ class _Step:
                 raise _make_value_error(error, "numpy()") from error
 
     def _note_gradients(self) -> list[tuple[Tensor, float]]:
-        """Record when each gradient of a replicated model is ready in backward."""
+        """Record when each gradient of a replicated model is ready in the backward pass."""
         order: list[tuple[Tensor, float]] = []
 
         def note(parameter: Tensor) -> None:
@@ -148,7 +148,7 @@ class _Step:
             )
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # what torch chooses on a GPU
+                group["foreach"] = True  # torch's choice on a GPU
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         self.meter.category = OPTIMIZER
@@ -198,7 +198,7 @@ class _Step:
         buckets = self.on.strategy.reduction_buckets([p for p, _ in order], ballot=self.on.step is not None)
         if buckets is None:
             if self.on.step is not None and self.on.strategy.sharded and self.on.world_size > 1:
-                self._note_collective("all_reduce", simulation.VOTES_BYTES)  # while the last backward runs
+                self._note_collective("all_reduce", simulation.VOTES_BYTES)  # during the last backward pass
             return
         done = 0.0
         for bucket in buckets:
@@ -227,7 +227,7 @@ def _give_sizes(called: nn.Module) -> None:
         part._parameters[name] = first.setdefault(before, part._parameters[name])
     for part in called.modules():
         for name, value in vars(part).items():
-            if isinstance(value, Tensor) and value.is_meta:  # remembered in a plain attribute
+            if isinstance(value, Tensor) and value.is_meta:  # stored in a plain attribute
                 part.__dict__[name] = torch.empty_like(value, device="cpu")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from ...strategies.processes import end_at_once
 
-_OVER, _HEARD = 0, 255  # no signals
+_OVER, _HEARD = 0, 255  # values that are not signals
 _forks_watched: list[bool] = []
 
 
@@ -29,7 +29,7 @@ class Deadline:
         self._seconds, self._signals = seconds, signals
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
-        if not _forks_watched:  # else a data worker's signals would count as this process's
+        if not _forks_watched:  # otherwise a data worker's signals would count as this process's
             os.register_at_fork(after_in_child=_stop_waking)
             _forks_watched.append(True)
         self._others = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -39,11 +39,11 @@ class Deadline:
 
     def hear(self) -> None:
         """Start the time limit, since another rank has received a signal."""
-        with contextlib.suppress(OSError):  # it is over
+        with contextlib.suppress(OSError):  # it has ended
             os.write(self._writing, bytes([_HEARD]))
 
     def cancel(self) -> None:
-        """Cancel the time limit, since the run has ended in time. Call it in the main thread."""
+        """Cancel the time limit, because the run has ended in time. Call it in the main thread."""
         signal.set_wakeup_fd(self._others)
         self._over.set()
         os.write(self._writing, bytes([_OVER]))
@@ -85,5 +85,5 @@ class Deadline:
 
 def _stop_waking() -> None:
     """Disable the pipe in a child that was just forked, whose signals do not concern its parent."""
-    with contextlib.suppress(ValueError):  # forked by another thread than the main one
+    with contextlib.suppress(ValueError):  # forked by a thread other than the main thread
         signal.set_wakeup_fd(-1)

@@ -5,7 +5,7 @@ ahead may need the others in a collective of its current batch. Therefore
 
 1. the rank that wants to leave writes a request to the store;
 2. each rank that reads it pledges not to begin the batch after its current one without a decision. A thread does this,
-since the rank itself may be waiting for others;
+because the rank itself may be waiting for others;
 3. rank zero decides on the furthest batch that was pledged, which no rank has begun. All ranks leave there.
 """
 
@@ -49,7 +49,7 @@ class _Round:
         while True:
             loop, batch = self.position
             self.limit = (loop, batch + 1) if batch < _FAR else (loop + 1, 0)
-            if self.position < self.limit:  # else it has moved on before it could see the limit
+            if self.position < self.limit:  # otherwise it has continued before it could see the limit
                 return self.limit
 
 

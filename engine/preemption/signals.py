@@ -27,11 +27,12 @@ from .departure import Departure
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
 
-# SIGHUP: the terminal has closed. Where processes get different signals, the one that stands last here counts.
+# SIGHUP means that the terminal was closed. If processes get different signals, the last one in this list counts.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _FINALIZERS = {multiprocessing.util.Finalize.__call__.__code__, weakref.finalize.__call__.__code__}
 _REQUEUE_LIMIT = 30  # seconds; the scheduler's own limit for an answer is 10 by default
-# Seconds in which a rank may get one Ctrl-C twice: from the user's `pkill` or its terminal, and from the launcher.
+# Seconds within which a rank may get the same Ctrl-C twice: from the user's `pkill` or its terminal, and from the
+# launcher.
 _ECHO = 1.0
 
 
@@ -71,9 +72,9 @@ class Preemption:
             no limit.
 
     Attributes:
-        caught: The signal that this process received; None if none came.
+        caught: The signal that this process received; None if it received none.
         interrupts: Whether Ctrl-C is handled like the other signals.
-        abandoned: Whether a second Ctrl-C came, so that nothing more is saved.
+        abandoned: Whether a second Ctrl-C arrived, so that nothing more is saved.
         departure: Lets loops without votes, in evaluations, end together.
 
     Example:
@@ -95,18 +96,18 @@ class Preemption:
         self.departure = Departure(accelerator.process_index, accelerator.num_processes)
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._pid = os.getpid()
-        self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised immediately
+        self._interrupted_at: float | None = None  # time of the first Ctrl-C that did not raise immediately
         self._held = self._at_once = self._failing = False
-        self._steps = 0  # asked for by a loop of the user's own
+        self._steps = 0  # number of times that a user-defined loop has asked
         self._speaks = accelerator.is_main_process
 
     @contextmanager
     def watching(self) -> Iterator[Preemption]:
         """Handle the signals inside the context.
 
-        A handler of the script is called too. Ignored signals stay ignored. Outside the main thread, where Python can't
-        set handlers, no signal is handled. A signal after the last step raises `Preempted` at the end of the block,
-        after all cleanup, unless the script has its own handler.
+        A handler of the script is called too. Ignored signals stay ignored. Outside the main thread, where Python
+        cannot set handlers, no signal is handled. A signal after the last step raises `Preempted` at the end of the
+        block, after all cleanup, unless the script has its own handler.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
@@ -117,7 +118,7 @@ class Preemption:
             return
         for number in _SIGNALS:
             handler = signal.getsignal(number)
-            if handler is not None and handler is not signal.SIG_IGN:  # None: set by something that is not Python
+            if handler is not None and handler is not signal.SIG_IGN:  # None: set by code other than Python's
                 self._replaced[number] = handler
                 signal.signal(number, self._interrupt if number is signal.SIGINT else self._note)
         if self._grace is not None:
@@ -153,12 +154,12 @@ class Preemption:
 
     @contextmanager
     def leaving_at_once(self) -> Iterator[None]:
-        """Raise `Preempted` inside the context as soon as a signal comes, since nothing is lost."""
+        """Raise `Preempted` inside the context as soon as a signal arrives, because nothing is lost."""
         self._at_once = True
         try:
             self._leave_if_caught()
             yield
-            self._leave_if_caught()  # of a signal that came in a finalizer
+            self._leave_if_caught()  # of a signal that was received in a finalizer
         finally:
             self._at_once = False
 
@@ -176,7 +177,7 @@ class Preemption:
             self._raise_interrupt(None)
 
     def note_failure(self) -> None:
-        """Note that an exception ends the run, which a signal must not replace by another one."""
+        """Note that an exception ends the run, which a signal must not replace with another one."""
         self._failing = True
 
     def _hear(self) -> None:
@@ -188,24 +189,25 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         caught = signal.Signals(number)
-        if os.getpid() != self._pid:  # a child that was forked within the block
-            if caught is signal.SIGTERM:  # from the parent process, such as `Process.terminate`
+        if os.getpid() != self._pid:  # a child process that was forked within the block
+            if caught is signal.SIGTERM:  # sent by the parent process, for example by `Process.terminate`
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
-            return  # to the whole process group; data workers are needed for the step in progress
+            return  # sent to the whole process group; data workers are needed for the step in progress
         if self._interruption() is None:
             self._set(caught)
             handler = self._replaced.get(caught)
-            if callable(handler) and handler is not end_by_signal:  # that is ours, of a stage that has failed before
+            # Not a handler of Treadle's, left by an earlier stage that failed.
+            if callable(handler) and handler is not end_by_signal:
                 handler(number, frame)
-        if not _is_in_finalizer(frame):  # else the block's end, or the watchdog's next signal, comes soon
+        if not _is_in_finalizer(frame):  # otherwise the block's end, or the watchdog's next signal, follows soon
             self._leave_if_caught()
             self._raise_interruption()
 
     def _set(self, caught: signal.Signals) -> None:
         if self.caught is None:
             self.caught = caught
-            if not self._at_once:  # else the others would wait for this rank's answers
+            if not self._at_once:  # otherwise the others would wait for this rank's answers
                 self._agreement.signal()
                 self.departure.ask()
                 self._set_interruptible(True)
@@ -223,7 +225,7 @@ class Preemption:
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 
     def _raise_interruption(self) -> None:
-        """Leave the step, in which nothing can be saved any more; a save in progress is completed first."""
+        """Leave the step, in which nothing can be saved any longer; a save in progress is completed first."""
         rank, watchdog = self._interruption(), self._accelerator.watchdog
         if rank is None or watchdog is None:
             return
@@ -241,7 +243,8 @@ class Preemption:
         self._at_once = False  # another signal must not interrupt the cleanup
         if self._accelerator.watchdog is not None:
             self._accelerator.watchdog.awaits_others = False
-        self._speaks = self._accelerator.world.claim("leaves before the first step")  # others may not get the signal
+        # Other ranks may not get the signal.
+        self._speaks = self._accelerator.world.claim("leaves before the first step")
         if self._speaks:
             _say(f"{self.caught.name} ends the run before its first step, so there is nothing to save")
         self._agreed = self.caught
@@ -249,7 +252,7 @@ class Preemption:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            if not multiprocessing.current_process().daemon:  # data workers are: the rank ends them
+            if not multiprocessing.current_process().daemon:  # data workers are daemonic: the rank ends them
                 self._raise_interrupt(frame)
             return
         if not (self.interrupts or self._held):
@@ -273,23 +276,23 @@ class Preemption:
         handler = self._replaced.get(signal.SIGINT, signal.default_int_handler)
         if callable(handler):
             handler(signal.SIGINT, frame)
-        else:  # the system's own: the process ends
+        else:  # the system's default: the process ends
             signal.signal(signal.SIGINT, handler)
             signal.raise_signal(signal.SIGINT)
 
-    # -- in a loop of your own -----------------------------------------------------------------------------------
+    # -- in user-defined loops -----------------------------------------------------------------------------------
 
     def should_stop(self) -> bool:
         """Return whether to save and leave now; the result is the same on every rank.
 
-        Every rank must call it equally often, best once per batch. Inside an accumulation group the result is always
-        False, since nothing could be saved there. It needs no exchange.
+        Every rank must call it equally often, ideally once per batch. Inside an accumulation group the result is always
+        False, because nothing could be saved there. It needs no exchange.
         """
         if not self._accelerator.sync_gradients:
             return False
         self._steps += 1
         leaves = self.departure.must_leave(self._steps)
-        if leaves:  # what is done now, all do, and some may end first
+        if leaves:  # all ranks complete the current work, and some may end first
             self._set_interruptible(False)
         return leaves
 
@@ -304,7 +307,7 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the job if its time is up, and end the process. Save before; all ranks must call it.
+        """Requeue the job if its time is up, and end the process. Save first; all ranks must call it.
 
         Raises:
             Preempted: For every signal but Ctrl-C.
@@ -341,7 +344,7 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
         interrupts: Handle Ctrl-C like the other signals.
 
     Raises:
-        ValueError: If several processes can't agree, with a torch older than 2.8.
+        ValueError: If several processes cannot agree, with a torch older than 2.8.
         TypeError, ValueError: See `parse_duration`.
     """
     if accelerator.num_processes > 1 and accelerator.watchdog is None:
@@ -380,5 +383,5 @@ def requeue_job() -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # not by sys.stderr, which the signal may have interrupted
+    with contextlib.suppress(OSError):  # not with sys.stderr, which the signal may have interrupted
         os.write(2, f"treadle: {text}\n".encode())

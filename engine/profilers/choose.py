@@ -15,8 +15,8 @@ def choose_profiler(profiler: Any) -> Profiler:
         profiler: None, ``"simple"``, ``"advanced"``, ``"pytorch"``, or a `Profiler`.
 
     Raises:
-        ValueError: If the name is unknown. The error names the nearest one.
-        TypeError: If it is another object.
+        ValueError: If the name is unknown. The error names the closest one.
+        TypeError: If ``profiler`` is any other object.
     """
     if profiler is None:
         return PassThroughProfiler()
@@ -25,7 +25,7 @@ def choose_profiler(profiler: Any) -> Profiler:
     if not isinstance(profiler, str):
         hint = " Pass an instance." if isinstance(profiler, type) and issubclass(profiler, Profiler) else ""
         raise TypeError(f"profiler={profiler!r} must be a name, a treadle.profilers.Profiler or None.{hint}")
-    # Each is imported only when it is asked for: torch.profiler and cProfile take time that most runs need not spend.
+    # Each is imported only when it is requested, because torch.profiler and cProfile take time to import.
     if profiler == "simple":
         from .simple import SimpleProfiler
 

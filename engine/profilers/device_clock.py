@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_PENDING = 4096  # marks waiting to be read; far more than a device can be behind
+_PENDING = 4096  # marks waiting to be read; far more than a device can lag behind
 
 
 class Span:
@@ -47,7 +47,7 @@ class DeviceClock:
         new_mark: Creates a mark with ``record()``, ``query()``, ``synchronize()`` and ``elapsed_time(other)`` in
             milliseconds, such as ``torch.cuda.Event(enable_timing=True)``.
         take: Called in the order in which spans ended, with a span's name, its seconds (0 within another span of its
-            name, which includes them), and those of them that were in no span within it.
+            name, which includes them), and the seconds that no inner span covers.
     """
 
     def __init__(self, new_mark: Callable[[], Any], take: Callable[[str, float, float], None]) -> None:

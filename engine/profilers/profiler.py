@@ -58,7 +58,7 @@ class Profiler:
         self.filename = filename
         self.advice: dict[str, str] = {}
 
-    # -- what you write ------------------------------------------------------------------------------------------
+    # -- methods to define ---------------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
         """Start an action.
@@ -75,13 +75,13 @@ class Profiler:
         """
 
     def step(self) -> None:
-        """Mark the end of an optimizer step with all that belongs to it; in an evaluation, of a batch."""
+        """Mark the end of an optimizer step with all that belongs to it; in an evaluation, the end of a batch."""
 
     def summary(self) -> str:
         """Return the report as text."""
         return ""
 
-    # -- what you call -------------------------------------------------------------------------------------------
+    # -- methods to call -----------------------------------------------------------------------------------------
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
         """Return a context that measures a block: ``with profiler.profile("augment"): ...``.
@@ -132,7 +132,7 @@ class Profiler:
         with path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
-    # -- what the Trainer calls ----------------------------------------------------------------------------------
+    # -- called by the Trainer -----------------------------------------------------------------------------------
 
     @property
     def needs_directory(self) -> bool:
@@ -208,5 +208,5 @@ class PassThroughProfiler(Profiler):
 
     @property
     def needs_directory(self) -> bool:
-        """False: it writes no files."""
+        """Always False, because it writes no files."""
         return False

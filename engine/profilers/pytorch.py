@@ -39,7 +39,7 @@ class PyTorchProfiler(Profiler):
             ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops``, ``with_modules``.
 
     Raises:
-        ValueError: If a key or an argument does not exist. The error names the nearest one.
+        ValueError: If a key or an argument does not exist. The error names the closest one.
         TypeError: If ``schedule`` is not a schedule.
 
     Example:
@@ -149,7 +149,7 @@ class PyTorchProfiler(Profiler):
             action_name: Its name.
 
         Raises:
-            ValueError: If it is not running.
+            ValueError: If the action is not running.
         """
         for place in range(len(self._running) - 1, -1, -1):
             if self._running[place][0] == action_name:
@@ -188,7 +188,7 @@ class PyTorchProfiler(Profiler):
         profiler, self.profiler = self.profiler, None
         if profiler is None:
             return
-        while self._running:  # what an error has left open
+        while self._running:  # actions that an error left open
             self._running.pop()[1].__exit__(None, None, None)
         profiler.__exit__(None, None, None)
         if not self.emit_nvtx and not self._table:
@@ -256,5 +256,5 @@ def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: t
 
 
 def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that ``emit_nvtx`` has too."""
+    """Return the arguments that ``emit_nvtx`` also has."""
     return {name: value for name, value in options.items() if name == "record_shapes"}

@@ -14,7 +14,7 @@ from .verdict import Action, verdict
 class SimpleProfiler(Profiler):
     """Profiler that measures how often each action runs and how long it takes, and reports what the run waits for.
 
-    An action's share is of its own time, without that of the actions within it, so the shares add up to the total. On
+    An action's share counts its own time only, without the actions within it, so the shares add up to the total. On
     CUDA devices, where a process runs ahead of the work it launches, the device's own clock is read too (from marks in
     its queue, without waiting), and the shares are of device time. On other accelerators they are of the process's
     time.
@@ -45,7 +45,7 @@ class SimpleProfiler(Profiler):
     def _forget(self) -> None:
         self.actions: dict[str, Action] = {}
         self._running: list[tuple[str, float, Span | None]] = []
-        self._inner: list[float] = []  # seconds in actions within the running ones
+        self._inner: list[float] = []  # seconds spent in actions inside the running ones
         self._clock = device_clock(self.device, self._take)
         self._started = time.perf_counter()
 
@@ -84,7 +84,7 @@ class SimpleProfiler(Profiler):
             action_name: Its name.
 
         Raises:
-            ValueError: If it is not running.
+            ValueError: If the action is not running.
         """
         end = time.perf_counter()
         running = self._running

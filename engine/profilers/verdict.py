@@ -56,8 +56,8 @@ def kind_of(name: str, alone: bool = False) -> str:
 def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device: bool) -> str:
     """Describe what takes most of the time besides the computation, and what would help.
 
-    The first run of every action is excluded if there are others, since it takes longer. Time before and after the loop
-    is excluded too.
+    The first run of every action is excluded if there are others, because it takes longer. Time before and after the
+    loop is excluded too.
 
     Args:
         actions: The measurements, by action.

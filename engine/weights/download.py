@@ -31,7 +31,7 @@ def is_url(source: object) -> bool:
 def find_in_store(source: object) -> RemotePath | None:
     """Return the location in an object store; None if the source is a path, or on the web.
 
-    The store knows who can write there, so no digest is needed, as for a path.
+    The store controls who can write to it, so no digest is needed, as for a path.
 
     Args:
         source: The source.
@@ -74,7 +74,7 @@ def check_digest(path: Path, sha256: str) -> None:
         sha256: The expected digest.
 
     Raises:
-        ValueError: If it differs, or if ``sha256`` is not a digest.
+        ValueError: If the digest differs, or if ``sha256`` is not a digest.
     """
     expected = _parse_digest(sha256)
     with path.open("rb") as file:

@@ -19,13 +19,13 @@ from .sources import Opened, Source, open_source
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 
-_WRAPPERS = ("module.", "_forward_module.")  # what DistributedDataParallel and Fabric put before every name
-_INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # what FSDP1 puts anywhere
+_WRAPPERS = ("module.", "_forward_module.")  # DistributedDataParallel and Fabric put these before every name
+_INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 puts these at any place
 
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """Weight that the source omits, since it was not trained."""
+    """Weight that the source omits, because it was not trained."""
 
     digest: str
 
@@ -76,8 +76,8 @@ def load_weights(
 
     Raises:
         ValueError: If the source is damaged, harmful or of another kind, or if its names or shapes differ from the
-            model's: the error lists them, and names a prefix that would fit. The model is not changed then.
-        OSError: If it can't be downloaded.
+            model's: the error lists them, and names a prefix that would fit. In that case, the model is not changed.
+        OSError: If the source cannot be downloaded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r:.100} must be a torch.nn.Module, not a {type(model).__name__}.")
@@ -121,7 +121,7 @@ def load_opened(
     for name in fitting:
         value = read_tensor(weights[name]) if hasattr(weights[name], "fill") else weights[name]
         key = targets.get(name, name)
-        # A hook may have put the sharded model's own parameters there, which are cut already.
+        # A hook may have inserted the sharded model's own parameters, which are already shards.
         cuts = isinstance(value, Tensor) and not hasattr(value, "device_mesh") and key in state
         values[key] = cut_like(value, state[key]) if cuts else value
     try:
@@ -172,12 +172,12 @@ def _compare(
     targets: Mapping[str, str],
     differences: tuple[tuple[str, ...], ...],
 ) -> None:
-    """Raise if weights are not exactly those of the model."""
+    """Raise an error if weights are not exactly those of the model."""
     missing, unexpected, reshaped = differences
     if not any(differences):
         return
     if not reshaped and _may_know_other_names(module):
-        return  # then torch itself compares, once they have renamed
+        return  # torch compares the names itself after the hooks have renamed them
     lines = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
     lines += [
         f"{name}: {tuple(getattr(weights[name], 'shape', ()))} in the source, "

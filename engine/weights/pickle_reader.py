@@ -1,9 +1,9 @@
 """Pickle reader without code execution: a stack machine that creates lists and dicts, and cannot import or call.
 
-Python's unpickler does what the file says. This one records it: the name of a class or function stays a `Name`, and the
-result of calling it stays an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which names
-they know, and what data they stand for. It therefore does not matter which names a process has told torch to trust, nor
-whether a name's code is harmless: none of it ever runs.
+Python's unpickler executes what the file contains. This one records it: the name of a class or function stays a `Name`,
+and the result of calling it stays an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which
+names they accept, and what data these stand for. It therefore does not matter which names a process has told torch to
+trust, nor whether a name's code is harmless: none of it ever runs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_OPCODES = 3_000_000  # 30,000 tensors with their optimizer's state take about 2.5 million; read in 5 s at most
+# 30,000 tensors with their optimizer's state take about 2.5 million, which are read in at most 5 s.
+MAX_OPCODES = 3_000_000
 MAX_BYTES = 512 * 2**20
 _MARK = object()
 
-# What only somebody with plans for this machine puts into a file of weights. It would do nothing here, but a person who
-# loads such a file should hear of it. Names that are not here do nothing either.
+# Names that only a malicious file of weights contains. They would have no effect here, but a person who loads such a
+# file should be informed. Names that are not listed have no effect either.
 _HARMFUL = {
     *("os", "posix", "nt", "subprocess", "sys", "importlib", "runpy", "ctypes", "_ctypes", "socket", "_socket"),
     *("shutil", "pty", "codeop", "webbrowser", "pickle", "_pickle", "marshal", "pip", "pydoc", "pdb", "bdb", "timeit"),
@@ -75,7 +76,7 @@ def read(stream: Any) -> Any:
         Lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and `UnbuiltCall`. They may contain themselves.
 
     Raises:
-        ValueError: If it is damaged, too large, or has names that only an attack would use.
+        ValueError: If the pickle is damaged, too large, or has names that only an attack would use.
     """
     machine = _Machine()
     count = 0
@@ -191,7 +192,7 @@ def _make_named_call(m: _Machine, _: Any) -> None:
 def _build(m: _Machine, _: Any) -> None:
     (state,) = m.pop_top(1)
     if isinstance(m.get_last(), UnbuiltCall):
-        m.get_last().state = state  # of anything else it is a note, such as a state_dict's `_metadata`
+        m.get_last().state = state  # for any other object it is a note, such as a state_dict's `_metadata`
 
 
 def _build_from_mark(kind: Callable[[list[Any]], Any]) -> Callable[[_Machine, Any], object]:

@@ -22,7 +22,7 @@ _NUMPY_DTYPE = re.compile(r"(\?|b1|[iufc](1|2|4|8|16)|U\d{1,6}|S\d{1,6})")
 
 
 class Unknown(Exception):
-    """Error: a name is not in the table, or does not stand for data; contains the name."""
+    """Error for a name that is not in the table, or does not stand for data; it contains the name."""
 
 
 class Reader:
@@ -68,14 +68,14 @@ class Reader:
         return entries
 
     def container(self, value: Any) -> Any:
-        """Return a dict of any class in the file as a plain one, its items unread; any other value as it is.
+        """Return a dict of any class in the file as a plain dict, with its items unread; any other value unchanged.
 
         Args:
             value: The value.
         """
         if isinstance(value, UnbuiltCall):
             name = value.name
-            if name == "collections.OrderedDict" and value.args:  # as Python 2 wrote it
+            if name == "collections.OrderedDict" and value.args:  # in the form that Python 2 wrote
                 return _build_ordered_dict(self, value.args[0]) | value.pairs
             if name.rpartition(".")[2] in ("OrderedDict", "AttributeDict", "defaultdict"):
                 return value.pairs
@@ -95,8 +95,8 @@ class Reader:
             depth: Its nesting level.
 
         Raises:
-            Unknown: If it, or something in it, is not data.
-            ValueError: If it contains itself, is nested too deep, or requests more memory than the file has.
+            Unknown: If the value, or a part of it, is not data.
+            ValueError: If the value contains itself, is nested too deep, or requests more memory than the file has.
         """
         if isinstance(value, Name):
             return self._resolve_name(value)
@@ -111,7 +111,7 @@ class Reader:
             built = self._build(value, depth + 1)
         finally:
             self._open.discard(id(value))
-        self._built[id(value)] = (value, built)  # kept alive, so that its id stays its own
+        self._built[id(value)] = (value, built)  # kept alive, so that its id is not reused
         return built
 
     def charge(self, size: int) -> None:
@@ -170,8 +170,8 @@ def check_extent(value: Any, limit: int = 1_000_000) -> None:
         limit: The maximum number of items in a traversal.
 
     Raises:
-        ValueError: If it has more.
-        RecursionError: If it contains itself.
+        ValueError: If the traversal has more items.
+        RecursionError: If the data contains itself.
     """
     extents: dict[int, int] = {}
 
@@ -222,7 +222,7 @@ def _build_bytes(reader: Reader, data: bytes | str = b"", encoding: str = "latin
     if isinstance(data, str):
         return _encode_text(reader, data, encoding.replace("latin-1", "latin1"))
     if not isinstance(data, bytes | bytearray):
-        raise Unknown("builtins.bytes")  # bytes(10**11) is that many zeros
+        raise Unknown("builtins.bytes")  # bytes(10**11) would allocate that many zeros
     reader.charge(len(data))
     return bytes(data)
 

@@ -40,7 +40,7 @@ def parse_byte_size(size: int | str) -> int:
         size: The size.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If it is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).upper().strip())
     if isinstance(size, bool) or match is None or match[2] not in _UNITS or not float(match[1]):
@@ -54,7 +54,8 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     Args:
         obj: The data.
         f: The path, URL or file.
-        safe: Write safetensors; of tied tensors the first is written, and the header lists the names of the others.
+        safe: Write safetensors; the first of several tied tensors is written, and the header lists the names of the
+            others.
 
     Raises:
         TypeError: If it is not data, if ``torch.load(weights_only=True)`` refuses it, or, for safetensors, if it is not
@@ -91,7 +92,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
 
 
 def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
-    """Write a file beside ``path`` and put it in place once it is complete, durably.
+    """Write a file next to ``path`` and put it in place once it is complete, durably.
 
     For an object store the file is written to the folder for temporary files and uploaded from there.
 
@@ -128,7 +129,7 @@ def make_parent(path: AnyPath) -> None:
 
 
 def _clear(paths: Iterable[AnyPath]) -> None:
-    """Delete what a failure left, if the disk permits; errors are ignored, since the failure itself is raised."""
+    """Delete what a failure left, if the disk permits; errors are ignored, because the failure itself is raised."""
     for path in paths:
         with suppress(OSError):
             _delete(path)
@@ -148,7 +149,8 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
     in them if the usual ones exist), the index replaces the old one in one rename, and then the old files are deleted.
 
     Args:
-        weights: Tensors by name. Of tied ones the first is written; the file's header lists the names of the others.
+        weights: Tensors by name. The first of several tied ones is written; the file's header lists the names of the
+            others.
         directory: A folder or a URL.
         limit: The largest size of a file in bytes, unless one tensor alone is larger.
         safe: Write safetensors, else torch's format.
@@ -176,7 +178,7 @@ def write_weights(
         safe: Write safetensors, else torch's format, in which a tensor also has its other names.
 
     Raises:
-        ValueError: If the directory is a checkpoint, whose files these would replace. No file is written then.
+        ValueError: If the directory is a checkpoint, whose files these would replace. In that case, no file is written.
     """
     directory = absolute(directory)
     refuse_checkpoint(directory)
@@ -197,10 +199,11 @@ def write_weights(
         if len(files) > 1:
             write_atomically(index, lambda beside: filesystem.write_bytes(Path(beside), text))
     except BaseException:
-        if len(files) > 1 and not (index.is_file() and index.read_bytes() == text):  # which would name them
+        if len(files) > 1 and not (index.is_file() and index.read_bytes() == text):  # the index would name them
             _clear(directory / file for file in files)
         raise
-    # In this order: the other kind's files may be what loaders took until now, and must not give way to older ones.
+    # In this order, because files of the other kind may be the ones that loaders used until now, and must not be
+    # replaced by older ones.
     for naming in (kind, other):
         _drop_others(directory, *naming, {*files, index.name} if len(files) > 1 else {*files})
 
@@ -212,7 +215,7 @@ def refuse_checkpoint(directory: AnyPath) -> None:
         directory: A folder or a URL.
 
     Raises:
-        ValueError: If it is one.
+        ValueError: If it is a checkpoint.
     """
     if (directory / MANIFEST).is_file():
         raise ValueError(
@@ -222,7 +225,7 @@ def refuse_checkpoint(directory: AnyPath) -> None:
 
 
 def _check(tensors: Mapping[str, Tensor], any_dtype: bool) -> None:
-    """Check that all tensors can be written, before the first is."""
+    """Check that all tensors can be written, before the first one is written."""
     for name, tensor in tensors.items():
         if is_sharded(tensor):
             raise TypeError(f"{name} is one process's shard of a tensor. Save accelerator.get_state_dict(model).")
@@ -251,7 +254,7 @@ def _split_shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
 
 
 def _choose_free_names(directory: AnyPath, stem: str, ending: str, number: int) -> list[str]:
-    """Return the names of the files; of several, unused names. A single file replaces another in one rename."""
+    """Return the names of the files. Several files get unused names; a single one replaces another in one rename."""
     if number == 1:
         return [f"{stem}.{ending}"]
     for version in count():
@@ -266,7 +269,7 @@ def _write(path: str, tensors: Mapping[str, Whole], aliases: Mapping[str, str], 
     if safe:
         write_file(Path(path), tensors, aliases)
     else:
-        # Of a view, only what is seen.
+        # Of a view, only the visible part is copied.
         copies = {name: tensor[...].detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         torch.save(copies | {alias: copies[name] for alias, name in aliases.items() if name in copies}, path)
 
@@ -279,7 +282,7 @@ def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, s
         tensors: Tensors by name.
         aliases: Other names of some of them.
     """
-    # Header entries as safetensors' own `save_model` writes them, which its `load_model` reads.
+    # Header entries in the form that safetensors' `save_model` writes and its `load_model` reads.
     notes = {alias: name for alias, name in aliases.items() if name in tensors}
     filesystem.write_tensors(path, tensors, {"format": "pt", **notes})
 
@@ -289,7 +292,7 @@ def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
     entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
     existing = filesystem.list_names(directory)
-    for name in entries.intersection(existing):  # loaders would take it for the weights, so it may not stay
+    for name in entries.intersection(existing):  # loaders would take it for the weights, so it is removed
         _delete(directory / name)
         if isinstance(directory, Path):
             filesystem.fsync(directory)
@@ -323,7 +326,7 @@ def make_readable(value: Any, place: str) -> Any:
         place: Its place, for the error.
 
     Raises:
-        TypeError: If it is refused. The text names the place, the type and the fix.
+        TypeError: If a value is not supported. The text names the place, the type and the fix.
     """
     kind = type(value)
     if isinstance(value, np.generic):

@@ -1,7 +1,7 @@
 """Sources of weights of every kind, recognized by their content, and opened with every tensor unread.
 
-Safetensors are mapped; files of ``torch.save``, including Lightning's, are read by `torch_files`. There is no unpickler
-and no ``torch.load`` here, so no setting can make one trust a file.
+Safetensors are mapped; files of ``torch.save``, including Lightning's, are read by `torch_files`. This package uses
+neither an unpickler nor ``torch.load``, so no setting can make it trust a file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Source = str | os.PathLike[str]
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
 _USUAL = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 _OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "numpy", b"\x1f\x8b": "gzip"}
-_MAX_INDEX_BYTES = 32 * 2**20  # some 300,000 tensors
+_MAX_INDEX_BYTES = 32 * 2**20  # about 300,000 tensors
 _ACCEPTED_SOURCES = (
     "Pass a checkpoint of Treadle (a folder with a manifest.json), a safetensors file, a file written by torch.save, "
     "or a folder with these"
@@ -54,7 +54,7 @@ class Opened:
         others: Other values in the state: data, or a description.
         file: The file of ``torch.save`` with the weights, if it is one.
         checkpoint: The verified checkpoint of Treadle with the weights, if it is one.
-        frozen: The digests of weights that it omits, since they were not trained, by name.
+        frozen: The digests of weights that it omits, because they were not trained, by name.
     """
 
     place: str
@@ -78,7 +78,7 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 
     Raises:
         ValueError: If it is not a source of weights, or has another digest.
-        OSError: If it can't be downloaded.
+        OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"the source of weights is a {type(source).__name__}, but must be a path or a URL.")
@@ -99,9 +99,9 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
-    """Open the weights of a checkpoint on disk, every tensor unread, for as long as the tensors are needed.
+    """Open the weights of a checkpoint on disk, with every tensor unread, for as long as the tensors are needed.
 
-    Of a checkpoint of Treadle only the sizes of its files are checked, not their digests: a model that needs this
+    For a checkpoint of Treadle, only the sizes of its files are checked, not their digests: a model that needs this
     function may be larger than memory.
 
     Args:
@@ -184,7 +184,7 @@ def _open_folder(path: AnyPath, digests: bool) -> Opened:
 
 
 def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    # Hugging Face's cache holds links only. What must not lead elsewhere is the content, see below.
+    # Hugging Face's cache contains only links. The content must not lead elsewhere, see below.
     document = filesystem.read_json(path.resolve(), _MAX_INDEX_BYTES)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -211,7 +211,8 @@ def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | None]:
     with path.open("rb") as stream:
         head = stream.read(512)
-    # First of all: the length of a safetensors header may well begin with the byte that a pickle begins with.
+    # This check comes first, because the length of a safetensors header may begin with the byte that a pickle begins
+    # with.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size:
         return read_whole_model(path), {}, None
     if head[:4] == b"PK\x03\x04" or head[:1] == b"\x80":

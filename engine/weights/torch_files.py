@@ -23,9 +23,9 @@ from ..checkpoint import FilePiece, MemoryPiece, Piece, read_mark
 from . import pickle_reader
 from .pickle_types import Reader, Unknown
 
-_MAX_DIRECTORY_BYTES = 32 * 2**20  # a zip's list of entries, some 100 bytes each
+_MAX_DIRECTORY_BYTES = 32 * 2**20  # a zip file's list of entries, about 100 bytes each
 _COPIED_AT_LEAST = 2**26
-_MAGIC = 0x1950A86A20F9469CFC6C  # torch.save before 1.6, and with _use_new_zipfile_serialization=False
+_MAGIC = 0x1950A86A20F9469CFC6C  # files of torch.save before 1.6, or with _use_new_zipfile_serialization=False
 _LEGACY_VERSION = 1001
 _KINDS = {
     **{"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16},
@@ -175,7 +175,7 @@ class TorchFile:
         return file.read(nbytes)
 
     def _read_legacy(self, file: Any, size: int) -> Any:
-        # Mapped, so that only what the pickles take up is read; they come first.
+        # Mapped, so that only the pickles, which come first, are read.
         with mmap.mmap(file.fileno(), min(size, pickle_reader.MAX_BYTES), access=mmap.ACCESS_READ) as stream:
             if pickle_reader.read(stream) != _MAGIC or pickle_reader.read(stream) != _LEGACY_VERSION:
                 raise ValueError("it is a pickle that torch.save did not write. Save the weights as safetensors")

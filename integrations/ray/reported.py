@@ -16,7 +16,7 @@ class ReportedCheckpoint(Checkpoint):
     """Base class of callbacks that pass checkpoints to Ray and resume from the one that Ray returns.
 
     Args:
-        filename: Name of Treadle's checkpoint inside of Ray's.
+        filename: Name of Treadle's checkpoint inside Ray's.
     """
 
     after_task = 2

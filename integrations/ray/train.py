@@ -29,15 +29,15 @@ class RayTrainReportCallback(ReportedCheckpoint):
     ckpt_path="auto")`` then resumes from the last reported checkpoint. Ray's ``CheckpointConfig`` decides which
     checkpoints are kept. ``checkpoint.ckpt`` in Ray's checkpoint is Treadle's.
 
-    All ranks write their shards to Ray's storage, so nothing is copied: a disk that the machines share; S3 with the
-    extra ``s3``; Google Cloud Storage with ``gs``. A checkpoint is reported once it is committed, so a killed worker
-    leaves no partial one.
+    All ranks write their shards to Ray's storage, so nothing is copied. The storage is a disk that the machines share,
+    S3 with the extra ``s3``, or Google Cloud Storage with ``gs``. A checkpoint is reported once it is committed, so a
+    killed worker leaves no partial one.
 
     Args:
-        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, from
-            which Ray copies, with workers on one machine only. Default: as described above, and SYNC for other storage.
+        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, which
+            Ray copies; all workers must be on one machine. Default: as described above, and SYNC for other storage.
         validation: Whether Ray validates each checkpoint, see ``ray.train.report``. Default: False.
-        every_n_train_steps: Also report every this many optimizer steps. Default: None.
+        every_n_train_steps: Optimizer steps between additional reports within an epoch. Default: None.
 
     Raises:
         ModuleNotFoundError: If Ray is not installed.
@@ -128,7 +128,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
             self._hand_over(metrics, (folder, LocalFileSystem()) if is_main else None, name, mode)
         finally:
-            if is_main and mode is not CheckpointUploadMode.ASYNC:  # in which case Ray removes it
+            if is_main and mode is not CheckpointUploadMode.ASYNC:  # in that mode Ray removes it
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _hand_over(
@@ -163,7 +163,7 @@ def _get_storage() -> Any:
     """Return Ray's description of the storage of the run's checkpoints.
 
     Raises:
-        RuntimeError: This is not a Ray Train worker.
+        RuntimeError: If this is not a Ray Train worker.
     """
     import ray.train
 

@@ -25,15 +25,15 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
     """Callback that reports metrics and a checkpoint to Ray Tune after each validation.
 
     Use it in a function that ``ray.tune.Tuner`` runs as a trial. The scheduler of the search gets each report and may
-    stop the trial. If it continues a trial from a checkpoint, like population-based training from another trial's,
-    ``trainer.fit(..., ckpt_path="auto", schedule="script")`` resumes from that checkpoint with the learning rate of the
-    new configuration.
+    stop the trial. If it continues a trial from a checkpoint, as population-based training does with that of another
+    trial, ``trainer.fit(..., ckpt_path="auto", schedule="script")`` resumes from that checkpoint with the learning rate
+    of the new configuration.
 
     A report waits for the end of the current optimizer step, so its checkpoint is exact.
 
     Args:
         metrics: Names of the logged values to report, or a dict of logged names by reported name. Default: all.
-        filename: Name of Treadle's checkpoint inside of Ray's. Default: ``"checkpoint"``.
+        filename: Name of Treadle's checkpoint inside Ray's. Default: ``"checkpoint"``.
         save_checkpoints: Whether each report includes a checkpoint. Default: True.
         on: ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step) or ``"train_end"``;
             one or several. Default: ``"validation_end"``.
@@ -82,7 +82,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         """Check that the process runs a trial.
 
         Raises:
-            RuntimeError: If it does not.
+            RuntimeError: If it does not run a trial.
         """
         from ray.tune import get_context
 

@@ -1,4 +1,4 @@
-"""Helpers of the loggers of tracking services: their base, their arguments, and what they have yet to upload."""
+"""Helpers for the loggers of tracking services: a base class, argument checks, and pending uploads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of tracking services' loggers, while nothing runs yet."""
+"""Argument checks for the loggers of tracking services, before a run begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .undisturbed import undisturbed
 
 
 def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for arguments that tracking services share."""
+    """Raise a TypeError or ValueError if an argument that all tracking services share is invalid."""
     for argument, value in texts.items():
         if value is not None:
             check_text(argument, value)
@@ -21,12 +21,12 @@ def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
 
 
 def check_options(function: str, options: Mapping[str, Any], also: Iterable[str] = ()) -> None:
-    """Raise TypeError for what a service's function does not take, while nothing runs yet.
+    """Raise a TypeError for options that a service's function does not accept, before a run begins.
 
     Args:
         function: Its full name, such as ``"trackio.init"``. The package is imported only if there are options.
-        options: What it will be called with, by name.
-        also: Names that it takes and its signature does not show.
+        options: Its keyword arguments, by name.
+        also: Names that it accepts although its signature does not list them.
     """
     if not options:
         return

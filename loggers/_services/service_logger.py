@@ -20,18 +20,20 @@ _open_runs: WeakValueDictionary[tuple[type, str | None, Any], Any] = WeakValueDi
 
 
 class ServiceLogger(Logger):
-    """A run of a tracking service. It is opened at the first use on rank 0, and by its id again after it was closed.
+    """Base class of loggers that write to one run of a tracking service, opened on first use and reopened by its ID.
 
-    A subclass writes the six methods below whose names begin with an underscore, and keeps no object of the service.
+    A subclass implements the six methods from `_open` to `_close`, and stores no object of the service. Only rank zero
+    opens the run.
 
     Args:
-        name: The experiment or project.
-        version: Id of a run to continue. Default: a new run, whose id is ``version`` from then on.
-        prefix: Put before every metric's name. Default: nothing.
-        separator: Between the prefix and the name.
-        log_model: Upload checkpoints: True those that are kept, when a fit ends; ``"all"`` each as it is saved.
-        strict: Let a failure end the run.
-        texts: More arguments that are strings or None, by name, to be checked.
+        name: Name of the experiment or project.
+        version: ID of the run to continue. Default: a new run, whose ID then becomes the ``version``.
+        prefix: Text before every metric's name; None for none.
+        separator: Text between the prefix and the name. Default: ``"-"``.
+        log_model: Upload checkpoints: True uploads the kept ones at the end of a fit; ``"all"`` uploads each as it is
+            saved.
+        strict: Raise the logger's errors, which end the run.
+        texts: Further arguments to check, each a string or None, by name.
     """
 
     _version: Any = None
@@ -59,12 +61,12 @@ class ServiceLogger(Logger):
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what belongs to this object alone, and not to a copy of it."""
-        self._run: Any = None  # which holds the run in `_open_runs`
+        """Drop the state that belongs to this object only, and not to its copies."""
+        self._run: Any = None  # keeps the run in `_open_runs`
         self._uploads = Uploads(self._log_model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, which continues the run by its id."""
+        """Return the state for a copy, which continues the run by its ID."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_run", "_uploads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,7 +79,7 @@ class ServiceLogger(Logger):
 
     @abstractmethod
     def _is_closed(self, run: Any) -> bool:
-        """Return whether a run takes nothing more, as it was closed here, by the user or by another run."""
+        """Return whether a run was closed: by a logger, by the user or by another run."""
 
     @abstractmethod
     def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
@@ -103,7 +105,7 @@ class ServiceLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The service's own object. The first read opens the run, or the one to continue."""
+        """Object of the service. The first access opens a run, or the one to continue."""
         run = self._find_open_run()
         if run is None:
             with undisturbed():
@@ -112,11 +114,11 @@ class ServiceLogger(Logger):
         return run
 
     def _adopt(self, run: Any) -> None:
-        """Hold an open run, whose id is ``self._version``, for this logger and its copies."""
+        """Use an open run, whose ID is ``self._version``, for this logger and its copies."""
         _open_runs[type(self), self.name, self._version] = self._run = run
 
     def _is_of_a_logger(self, run: Any) -> bool:
-        """Return whether a run was begun by a logger, and not by the user, who means it for what is logged next."""
+        """Return whether a logger began the run; a run that the user began is used for the values logged next."""
         return any(run is opened for opened in _open_runs.values())
 
     def _find_open_run(self) -> Any:
@@ -127,12 +129,12 @@ class ServiceLogger(Logger):
         """Record numbers.
 
         Args:
-            metrics: Value by name: a number, a tensor of one element, or a dict of them, recorded as ``name/key``.
-            step: Optimizer step the values belong to. Default: one more than the highest so far.
+            metrics: Values by name: a number, a tensor with one element, or a dict of them, recorded as ``name/key``.
+            step: Optimizer step of the values. Default: one more than the highest so far.
 
         Raises:
-            TypeError: A value is not a number, or the step is not an integer.
-            ValueError: A value is more than one number, or the step is negative.
+            TypeError: If a value is not a number, or the step is not an integer.
+            ValueError: If a value is more than one number, or the step is negative.
         """
         row = dict(flatten(as_metrics(metrics, self._prefix)))
         step = check_step(self._last_step + 1 if step is None else step)
@@ -141,7 +143,7 @@ class ServiceLogger(Logger):
             self._write_row(self.experiment, row, step)
 
     def _pop_epoch(self, row: dict[str, float]) -> int | None:
-        """Take the epoch out of a row, for a service that keeps it with each value."""
+        """Remove the epoch from a row and return it, for a service that stores it with each value."""
         epoch = row.pop(f"{self._prefix}epoch", None)
         return None if epoch is None else int(epoch)
 
@@ -149,11 +151,11 @@ class ServiceLogger(Logger):
         """Record hyperparameters, and metrics, if any, at step 0.
 
         Args:
-            params: Settings by name, nested or not. What has no plain type is recorded as its ``str``.
-            metrics: Starting values of the metrics by which runs are compared. Default: none.
+            params: Settings by name, nested or not. A value without a plain type is recorded as its ``str``.
+            metrics: Initial values of the metrics that compare runs. Default: none.
 
         Raises:
-            TypeError: ``params`` has no names, or a metric is not a number.
+            TypeError: If ``params`` has no names, or a metric is not a number.
         """
         values = plain(as_mapping(params))
         if process_rank() == 0 and values:
@@ -162,7 +164,7 @@ class ServiceLogger(Logger):
             self.log_metrics(metrics, step=0)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload what the callback keeps, now or when the fit ends, as ``log_model`` says."""
+        """Upload the kept checkpoints, now or at the end of the fit, depending on ``log_model``."""
         self._upload(self._uploads.collect_after_save(checkpoint_callback))
 
     def _upload(self, checkpoints: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
@@ -177,7 +179,7 @@ class ServiceLogger(Logger):
         self._upload(self._uploads.collect_at_end())
 
     def finalize(self, status: str = "success") -> None:
-        """Upload the checkpoints that wait, and note how it ended. What is logged later continues the run.
+        """Upload the waiting checkpoints, and set the run's status. Later logs continue the run.
 
         Args:
             status: ``"success"`` or ``"failed"``.
@@ -191,7 +193,7 @@ class ServiceLogger(Logger):
                 self.save()
 
     def finish(self) -> None:
-        """Close the run, once all of it is sent or written. What is logged later continues it by its id."""
+        """Close the run once everything is sent or written. Later logs continue it by its ID."""
         self._end(failed=False)
 
     def _end(self, failed: bool) -> None:

@@ -1,4 +1,4 @@
-"""A block in which a service may do what it likes to the process: random states and signal handlers come back."""
+"""Context that restores the RNG states and the signal handlers that a tracking service changes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore the states of the random generators and the signal handlers when the block ends.
+    """Restore the states of the RNGs and the signal handlers when the block ends.
 
-    Importing comet_ml or trackio, and opening a run of most services, draws from Python's generator, with which a run
-    would no longer repeat. ClearML and SwanLab install signal handlers that end their run, instead of those that
-    save a checkpoint first.
+    Importing comet_ml or trackio, and opening a run of most services, draws from Python's RNG, so that training would
+    no longer be reproducible. ClearML and SwanLab install signal handlers that end their run, and would replace those
+    that save a checkpoint first.
 
-    Within the block Python's generator is seeded by the system: with one seed, two runs would draw the same names, and
-    the second archive of Comet would replace the first.
+    Within the block, Python's RNG is seeded by the system. With a common seed, two runs would draw the same names, and
+    Comet's second archive would replace the first.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     python_state = random.getstate()

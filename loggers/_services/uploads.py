@@ -15,7 +15,7 @@ class Uploads:
     """Checkpoints that are still to be uploaded to a tracking service.
 
     Args:
-        mode: True for those that are kept when a fit ends, ``"all"`` for each as it is saved, False for none.
+        mode: True uploads the kept ones at the end of a fit; ``"all"`` uploads each as it is saved; False uploads none.
     """
 
     def __init__(self, mode: bool | str) -> None:
@@ -25,7 +25,7 @@ class Uploads:
         self._uploaded_times: dict[str, int] = {}
 
     def collect_after_save(self, callback: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Give path, callback and facts of each checkpoint that is due now that one was saved."""
+        """Yield path, callback and metadata of each checkpoint to upload after a save."""
         self._was_notified = True
         if self._mode == "all" or (self._mode and callback.save_top_k == -1):
             yield from self._iterate_new(callback)
@@ -33,7 +33,7 @@ class Uploads:
             self._callbacks[id(callback)] = callback
 
     def collect_at_end(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Give path, callback and facts of each checkpoint that is due now that a fit is over."""
+        """Yield path, callback and metadata of each checkpoint to upload at the end of a fit."""
         if self._mode and not self._was_notified:
             warnings.warn(
                 f"log_model={self._mode!r}, but this logger was told of no checkpoint: nothing is uploaded. "

@@ -27,7 +27,7 @@ class TorchSyncBatchNorm:
 
 
 def synchronise(module: nn.Module, world: World) -> None:
-    """Replace every BatchNorm layer within ``module`` by a synchronized one.
+    """Replace every BatchNorm layer within ``module`` with a synchronized one.
 
     The new layers have the same parameters, buffers and hooks, under the same names.
 
@@ -38,7 +38,7 @@ def synchronise(module: nn.Module, world: World) -> None:
     Raises:
         ValueError: If ``module`` itself is such a layer, or if one has a custom class.
     """
-    # torch's SyncBatchNorm refuses the CPU, up to 2.13 at least.
+    # torch's SyncBatchNorm does not support the CPU, at least up to 2.13.
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
     if isinstance(module, _BatchNorm):
         raise ValueError("sync_batchnorm=True, but the model itself is a BatchNorm layer. Put it inside a module.")
@@ -97,7 +97,7 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function with one exchange in forward (mean, squared deviations and count), one in backward."""
+    """Autograd function with one exchange in each pass; in the forward pass, of mean, squared deviations and count."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:
@@ -119,7 +119,8 @@ class _Normalise(torch.autograd.Function):
                 "batch normalization can't train on a single value per channel over all processes. Use a larger batch."
             )
         mean = (means * counts).sum(0) / total
-        # From each process's own mean: the difference of two sums of squares would lose half of the digits.
+        # Computed from each process's own mean, because the difference of two sums of squares would lose half of the
+        # digits.
         var = (deviations + counts * (means - mean).square()).sum(0) / total
         inverse = (var + eps).rsqrt()
         normal = (wide - mean.view(shape)) * inverse.view(shape)

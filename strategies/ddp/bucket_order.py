@@ -1,9 +1,9 @@
 """Order in which a replica's gradients become ready, which determines how they are added up.
 
 After the first backward, torch regroups the gradients that it reduces together, in the order in which they became
-ready. From three processes on, the position of a number there determines the order in which the processes' gradients
-are added, and so its last bit. A run that resumes from a checkpoint would begin with the first grouping again, so it
-rehearses that backward: zeros, in the order in the checkpoint.
+ready. From three processes on, the position of a number in its group determines the order in which the processes'
+gradients are added, and thereby the last bit of the sum. A run that resumes from a checkpoint would begin with the
+first grouping again, so it rehearses that backward with zeros, in the order stored in the checkpoint.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReadyOrder:
             self._handles = []
 
     def rehearse(self, order: Iterable[int]) -> None:
-        """Make the next backward be reduced like one after a first backward in this order. All processes must call it.
+        """Reduce the next backward as if a first backward in this order had preceded it. All processes must call it.
 
         The order of another model is ignored.
 
@@ -66,7 +66,7 @@ class ReadyOrder:
         if replica is None or not order or sorted(order) != list(range(len(self._parameters))):
             return
         replica.reducer.prepare_for_forward()
-        replica.reducer.prepare_for_backward([])  # what torch's own forward does
+        replica.reducer.prepare_for_backward([])  # as torch's own forward does
         with torch.enable_grad():
             for number in order:
                 (self._parameters[number].sum() * 0).backward()

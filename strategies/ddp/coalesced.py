@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..distributed import World
 
-BUCKET_BYTES = 25 * 2**20  # torch's own choice for DDP; larger buckets only take more memory
+BUCKET_BYTES = 25 * 2**20  # torch's default for DDP; larger buckets only need more memory
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
@@ -33,7 +33,7 @@ def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[li
 
 
 def average(tensors: Iterable[Tensor], world: World) -> None:
-    """Replace each tensor by its mean over the ranks, in place. All ranks must pass the same shapes in one order.
+    """Replace each tensor with its mean over the ranks, in place. All ranks must pass tensors of the same shapes.
 
     Args:
         tensors: The tensors.
@@ -56,7 +56,7 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
 
 
 def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
-    """Replace each gradient by its mean over all ranks; a missing gradient counts as zero.
+    """Replace each gradient with its mean over all ranks; a missing gradient counts as zero.
 
     Gradients that are equal on all ranks stay equal, so they may be averaged again after more was added to them. A
     gradient that no rank has stays None. All ranks must call it with the same parameters.
@@ -95,7 +95,7 @@ def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor |
             work.wait()
     for bucket, flat in packed:
         _scatter(flat.div_(world.size), bucket)
-    if any(parameter.grad is None for parameter in parameters):  # else nothing has to be read from the device
+    if any(parameter.grad is None for parameter in parameters):  # otherwise nothing has to be read from the device
         for parameter, gradient, count in zip(parameters, gradients, holders[:-1].tolist(), strict=True):
             if parameter.grad is None and count:
                 parameter.grad = gradient

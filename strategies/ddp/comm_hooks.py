@@ -36,7 +36,8 @@ class CommHook:
         self.hook = None if self.hook == "no" else self.hook
         self.wrapper = None if self.wrapper == "no" else self.wrapper
         if self.hook == "batched_power_sgd" or getattr(self.hook, "__name__", "") == "batched_powerSGD_hook":
-            # Since pytorch/pytorch#75157, seen in 2.6 and 2.13: it hands 2-d matrices to a function for 3-d ones.
+            # Since pytorch/pytorch#75157, observed in 2.6 and 2.13: torch passes 2-d matrices to a function for 3-d
+            # ones.
             raise ValueError(
                 "comm_hook='batched_power_sgd' is broken in torch: it raises an AssertionError in its first compressed "
                 "step. Use comm_hook='power_sgd'."
@@ -87,7 +88,7 @@ class CommHook:
         announce("PowerSGD's error memory is not saved in checkpoints, so a resumed run starts with an empty one")
         if self.state is not None and not isinstance(self.state, dict):
             return powerSGD_hook.powerSGD_hook, self.state
-        # torch's epsilon is 0, with which a gradient that is all zero becomes NaN.
+        # torch's default epsilon is 0, with which a gradient of zeros becomes NaN.
         options = {"process_group": world.group, "orthogonalization_epsilon": 1e-8, **(self.state or {})}
         return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(**options)
 
@@ -112,7 +113,7 @@ def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     small = buffer.div(scale).div_(dist.get_world_size(group)).half()
 
     def grow(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        if scale.is_cuda:  # this runs on another stream, and the scale is freed before it has run
+        if scale.is_cuda:  # this runs on another stream, and the scale would be freed before it has run
             scale.record_stream(torch.cuda.current_stream())
         return buffer.copy_(future.value()[0]).mul_(scale)
 

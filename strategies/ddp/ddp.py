@@ -29,7 +29,7 @@ from .join import joined
 from .local_sgd import parse_local_steps
 from .zero import Shards
 
-_ALIASES = {  # Lightning's and Accelerate's
+_ALIASES = {  # Lightning's and Accelerate's names
     "ddp_comm_hook": "comm_hook",
     "ddp_comm_state": "comm_state",
     "comm_state_option": "comm_state",
@@ -73,7 +73,7 @@ class _Replica(DistributedDataParallel):
         local: AbstractContextManager[Any] = nullcontext()
         if torch.is_grad_enabled():  # a rank may evaluate on its own
             self._advance()
-        elif self._join_config.enable:  # else ranks that have left the loop wait for this forward's backward
+        elif self._join_config.enable:  # otherwise ranks that have left the loop wait for this forward's backward pass
             local = self.no_sync()
         try:
             with local:
@@ -85,15 +85,15 @@ class _Replica(DistributedDataParallel):
             raise better from error
 
     def check(self) -> None:
-        """Check that no reduction is still in progress: torch itself would raise only in the next forward, if any.
+        """Check that no reduction is still in progress: torch itself would raise an error only in the next forward.
 
         Raises:
-            ValueError: If parameters got no gradient. The error lists them.
+            ValueError: If parameters received no gradient. The error lists them.
         """
         if self.ready is not None and self.ready.watching:
             self.ready.settle()
         try:
-            self.reducer._check_reducer_finalized()  # 0.1 us
+            self.reducer._check_reducer_finalized()  # takes 0.1 us
         except RuntimeError as error:
             raise (self.explain(error) or error) from error
 
@@ -113,7 +113,7 @@ class _Replica(DistributedDataParallel):
 
 
 class DDP(Strategy):
-    """Strategy with a full copy of the model on every process; gradients are averaged during backward.
+    """Strategy with a full copy of the model on every process; gradients are averaged during the backward pass.
 
     Args:
         find_unused_parameters: Permit parameters that take no part in a step, at the cost of a traversal of the graph.
@@ -126,15 +126,15 @@ class DDP(Strategy):
             ``register_comm_hook``. The votes of the processes are never compressed.
         comm_state: For a function its first argument; for PowerSGD torch's ``PowerSGDState``, or a dict of its
             arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
-        comm_wrapper: ``"fp16"`` or ``"bf16"``: cast what ``comm_hook`` sends too.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``: also cast what ``comm_hook`` sends.
         sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, on the CPU too.
         zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). Training is bit-equal.
         local_sgd_steps: After ``local_sgd_start`` steps, do not reduce gradients: each process steps on its own, and
             parameters are averaged after this number of optimizer steps, and before an evaluation or a checkpoint.
-        local_sgd_start: Optimizer steps before that.
+        local_sgd_start: Optimizer steps before local steps begin.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
             torch's, 30 minutes; on CUDA, 10 minutes.
-        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one of the device.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: that of the device.
         other: Lightning's and Accelerate's names of these: ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``,
             ``comm_state_option``, ``model_averaging_period``.
 
@@ -244,7 +244,7 @@ class DDP(Strategy):
         replica = _Replica(
             router,
             self.world.advance,
-            # With device_ids torch would rebuild every batch, and move what the user has left on the host.
+            # With device_ids, torch would rebuild every batch, and move tensors that the user has left on the host.
             device_ids=None,
             process_group=self.world.group,
             **_translate_options(self.options),
@@ -256,7 +256,7 @@ class DDP(Strategy):
         if ballot is not None:
             self._ballot_replica = replica
         self._replicas.add(replica)
-        self._latest_replicas[id(module)] = replica  # a model is wrapped anew when other parameters are trained
+        self._latest_replicas[id(module)] = replica  # a model is wrapped again if other parameters are trained
         self.set_gradient_sync(replica, True)
         return replica
 
@@ -315,7 +315,7 @@ class DDP(Strategy):
             self.set_gradient_sync(replica, True)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return a better explained error for one that torch's reducer raised in a backward; other errors unchanged.
+        """Return an error of torch's reducer in a backward with a better explanation; other errors unchanged.
 
         Args:
             error: The error.
@@ -323,7 +323,7 @@ class DDP(Strategy):
         explanations = (replica.explain(error) for replica in self._replicas)
         return next((better for better in explanations if better is not None), error)
 
-    # -- when gradients are reduced ------------------------------------------------------------------------------
+    # -- reduction of gradients ----------------------------------------------------------------------------------
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
         """See `Strategy.set_gradient_sync`; this is the switch behind torch's own ``no_sync``."""
@@ -333,8 +333,8 @@ class DDP(Strategy):
         if replica.apart or (self.local_steps is not None and self.local_steps.alone):
             on = False
         elif not on and not replica.can_skip_reduction():
-            # torch learns a static graph in a first reduced backward, or fails. To reduce a part of a group is exact:
-            # the mean of what is the same everywhere and of what is added to it.
+            # torch learns a static graph in the first backward pass with reduction, or fails. Reducing a part of a
+            # group is exact: the mean of values that are equal on all ranks, and of values that are added to them.
             on = True
         replica.require_backward_grad_sync = on  # type: ignore[assignment]
 
@@ -374,7 +374,7 @@ class DDP(Strategy):
             )
         before = replica.require_backward_grad_sync
         replica.require_backward_grad_sync = True  # type: ignore[assignment]
-        replica.reducer.prepare_for_backward([])  # what a forward outside no_sync ends with
+        replica.reducer.prepare_for_backward([])  # as a forward pass outside no_sync ends
         try:
             yield
         finally:
@@ -390,7 +390,7 @@ class DDP(Strategy):
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """See `Strategy.join`."""
         exchanges = {
-            "comm_hook": self.comm_hook,  # divides by the world size, not by the number of ranks that are left
+            "comm_hook": self.comm_hook,  # it divides by the world size, not by the number of remaining ranks
             "sync_batchnorm": self.sync_batchnorm,
             "zero": self.zero,
             "local_sgd_steps": self.local_steps,
@@ -398,7 +398,7 @@ class DDP(Strategy):
         active = [f"{name}=..." for name, on in exchanges.items() if on]
         return self._warn_unjoined(f"DDP({', '.join(active)})") if active else joined(models)
 
-    # -- what the processes agree on -----------------------------------------------------------------------------
+    # -- agreement of the processes ------------------------------------------------------------------------------
 
     @property
     def votes_in_backward(self) -> bool:
@@ -427,7 +427,7 @@ class DDP(Strategy):
         assert summed is not None, "the step's loss did not carry the ballot"
         ballot.carrier.grad = None
         ballot.clear()
-        return summed * self.world.size  # DDP averages
+        return summed * self.world.size  # because DDP averages
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -495,7 +495,7 @@ class DDP(Strategy):
 
         cap = self.options["bucket_cap_mb"]
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20] if cap is None else [int(cap * 2**20)] * 2
-        with _disable_current_modes():  # a plan's own mode would count these tensors as the model's
+        with _disable_current_modes():  # a plan's own mode would count these tensors as part of the model
             shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in ready]
             if ballot:
                 shapes.insert(0, torch.empty(BALLOT_SIZE, dtype=ballot_dtype(ready), device="meta"))
@@ -524,7 +524,7 @@ class DDP(Strategy):
 
 
 def _find_replica(module: nn.Module) -> _Replica | None:
-    """Return the replica inside a module of `wrap`, even after ``torch.compile``; None if nothing is reduced."""
+    """Return the replica inside a wrapped module, even after ``torch.compile``; None if nothing is reduced."""
     if not isinstance(module, _Replica):
         module = module._modules.get("_orig_mod") or module
     return module if isinstance(module, _Replica) else None

@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let a rank run ``modules`` fewer times than the others, without a contribution to their reductions after that.
+    """Let a rank run ``modules`` fewer times than the others, without contributing to their reductions afterwards.
 
     Each reduction is the mean over the ranks that still have a batch. All ranks leave together, with the parameters and
     buffers of those that had the most batches.
@@ -36,7 +36,7 @@ def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
         return
     join = Join(trained, divide_by_initial_world_size=False)  # type: ignore[arg-type]
     try:
-        with warnings.catch_warnings():  # torch sets a filter
+        with warnings.catch_warnings():  # torch sets a warning filter
             with join:
                 yield
     finally:

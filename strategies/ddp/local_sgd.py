@@ -17,7 +17,7 @@ class LocalSteps:
 
     Args:
         every: Optimizer steps between two averages of the parameters.
-        start: Optimizer steps before that, with gradients that are averaged as usual.
+        start: Optimizer steps before local steps begin, with gradients that are averaged as usual.
 
     Attributes:
         count: Number of optimizer steps so far.
@@ -29,7 +29,7 @@ class LocalSteps:
         self.every = every
         self.start = start
         self.count = 0
-        self._apart = False  # some step was taken alone since the last average
+        self._apart = False  # whether a step was taken without synchronization since the last average
 
     @property
     def alone(self) -> bool:
@@ -49,7 +49,7 @@ class LocalSteps:
             self.meet(optimizer, world)
 
     def meet(self, optimizer: Optimizer, world: World) -> None:
-        """Average the parameters now, if the processes have stepped separately.
+        """Average the parameters, if the processes have stepped separately.
 
         Args:
             optimizer: The user's optimizer.
@@ -75,10 +75,10 @@ class LocalSteps:
         return {**optimizer.state_dict(), "local_sgd_count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the count; the state of another strategy has none, and the first steps start again.
+        """Restore the count; a state saved by another strategy has none, and the first steps start again.
 
         Args:
-            state: A state of `state_dict`.
+            state: A state returned by `state_dict`.
         """
         self.count = state.get("local_sgd_count", 0)
         self._apart = False

@@ -25,7 +25,7 @@ class Shards:
     """Assignment of an optimizer's parameters, and their state, to processes.
 
     Args:
-        optimizer: The user's optimizer; its state of other processes' parameters is dropped.
+        optimizer: The user's optimizer; its state for other processes' parameters is dropped.
         world: The processes.
 
     Raises:
@@ -55,10 +55,10 @@ class Shards:
 
     def _narrow(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep only this process's parameters in the groups, before a step."""
-        self._widen(optimizer)  # a step that raised left them narrow
+        self._widen(optimizer)  # a step that raised an error left them narrow
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         replaced: Any = None
-        if closure is not None:  # it may zero and clip, so it needs the whole groups
+        if closure is not None:  # it may clear and clip gradients, so it needs the whole groups
             with torch.enable_grad():
                 loss = closure()
             replaced = (optimizer, lambda: loss), {}

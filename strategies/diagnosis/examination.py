@@ -1,4 +1,4 @@
-"""Examination of a job's ranks: each inspects itself, all report through the store, and one of them judges.
+"""Examination of a job's ranks: each inspects itself, all report through the store, and one of them evaluates.
 
 The store comes first because it answers without the other ranks: a rank that never reports is named, instead of awaited
 in a collective. The measurements follow once every rank has reported. Each of the two parts has a limit, and a timer
@@ -29,9 +29,9 @@ from .machine import Facts, inspect_process
 from .measurements import measure_all_reduce, measure_clocks
 
 Report = dict[str, Any]
-_STORE_ERRORS = (RuntimeError, dist.DistError)  # torch's, of a store that is silent or gone
-MARGIN = 5.0  # seconds which the timer leaves to torch's own limits
-_numbers = itertools.count()  # of the examinations in this process
+_STORE_ERRORS = (RuntimeError, dist.DistError)  # raised by torch if the store does not answer or no longer exists
+MARGIN = 5.0  # seconds by which the timer ends before torch's own limits
+_numbers = itertools.count()  # numbers of the examinations in this process
 
 
 def examine(
@@ -48,7 +48,7 @@ def examine(
         run_folder: Folder into which the run would write.
         limit: Seconds for all ranks to report, and again for the measurements.
         publish: Function that receives the report on the one rank that publishes it: rank zero, or the lowest rank that
-            came. Other ranks leave after it has returned.
+            reported. Other ranks leave after it has returned.
         accelerator: Device type of the ranks. Default: ``"auto"``, the available devices.
 
     Returns:
@@ -73,7 +73,7 @@ def examine(
 
 
 def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
-    """Return the report on this process alone, where no ranks could be started.
+    """Return the report on this process alone, if no ranks could be started.
 
     Args:
         run_folder: Folder into which the run would write.
@@ -139,27 +139,28 @@ class _Examination:
         os._exit(1)
 
     def meet(self, environment: Mapping[str, str]) -> dist.Store:
-        """Return a store of this examination that all ranks see.
+        """Return a store for this examination that all ranks share.
 
         Args:
             environment: Variables of the launcher.
 
         Raises:
-            ValueError: The address can't be used.
-            RuntimeError: Rank zero, or the launcher, does not answer.
+            ValueError: If the address cannot be used.
+            RuntimeError: If rank zero, or the launcher, does not answer.
         """
         launched = self.launched
         address = launched.address
         host = address[0] if address else environment["MASTER_ADDR"]
         try:
-            socket.getaddrinfo(host, None)  # torch would try again until the limit
+            socket.getaddrinfo(host, None)  # torch would retry until the limit
         except OSError as error:
             raise ValueError(
                 f"MASTER_ADDR={host!r} does not resolve on {socket.gethostname()} ({error}). Set it to the address of "
                 "rank 0's machine."
             ) from None
         if address is None and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            # Rank zero keeps the store. Torch's own rendezvous would wait in it for all ranks, and name none.
+            # Rank zero holds the store. In torch's own rendezvous it would wait for all ranks, without naming the
+            # missing ones.
             port = environment["MASTER_PORT"]
             if not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(f"MASTER_PORT={port!r} must be a number from 1 to 65535")
@@ -171,15 +172,15 @@ class _Examination:
     def call_roll(self, store: dist.Store, facts: Facts) -> None:
         """Report this rank's inspection, and learn which ranks are missing and whether this rank publishes the report.
 
-        Rank zero decides which ranks are missing; if it does not come itself, the lowest rank that did.
+        Rank zero decides which ranks are missing; if it does not report itself, the lowest rank that did decides.
 
         Args:
             store: The store of the examination.
             facts: Result of `inspect_process` for this rank.
 
         Raises:
-            ValueError: Another process has the same rank.
-            RuntimeError: Rank zero came and did not decide.
+            ValueError: If another process has the same rank.
+            RuntimeError: If rank zero reported, but did not decide.
         """
         rank, size = self.launched.rank, self.launched.world_size
         if store.add(f"arrivals of {rank}", 1) > 1:
@@ -199,7 +200,7 @@ class _Examination:
         self.missing = json.loads(store.get("roll"))
 
     def _await_keys(self, store: dist.Store, names: list[str]) -> list[bool]:
-        """Wait until all keys are set or the limit is over, and return which of them are set."""
+        """Wait until all keys are set or the limit has passed, and return which of them are set."""
         deadline = time.monotonic() + self.limit
         while not store.check(names) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -241,7 +242,7 @@ class _Examination:
             disconnect()
 
     def _list_errors(self) -> list[str]:
-        """Return the failures of the measurements, with their ranks; empty where they succeeded on all."""
+        """Return the failures of the measurements, with their ranks; empty if they succeeded on all."""
         if self._store is None or not self._facts or self.missing:
             return []
         store, ranks, errors = self._store, range(self.launched.world_size), []
@@ -260,13 +261,13 @@ class _Examination:
         return errors
 
     def end(self, error: str, facts: Facts) -> None:
-        """Publish the report where this rank publishes it; else wait until it is published.
+        """Publish the report if this rank publishes it; else wait until it is published.
 
         Args:
             error: Failure of the meeting; "" for none.
             facts: Result of `inspect_process` for this rank.
         """
-        with self._ending:  # the timer may come while the report is on its way
+        with self._ending:  # the timer may expire while the report is being sent
             if self.report is not None:
                 return
             if not self._is_reporter:

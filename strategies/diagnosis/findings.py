@@ -1,4 +1,4 @@
-"""Judgement of what was inspected and measured: one line for each subject, marked good, note or fault."""
+"""Findings about what was inspected and measured: one line for each subject, marked good, note or fault."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .machine import OPTIONAL, REQUIRED, Facts, format_bytes
 GOOD, NOTE, FAULT = "good", "note", "fault"
 _MARKS = (GOOD, NOTE, FAULT)
 
-_OLDEST_LINUX = (5, 5)  # on older ones processes may hang, as Accelerate warns
-_SMALL_SHM, _MODEST_SHM = 100e6, 1e9  # bytes; Docker's default is 64 MiB, too little for a few batches
+_OLDEST_LINUX = (5, 5)  # on older kernels processes may hang, as Accelerate warns
+_SMALL_SHM, _MODEST_SHM = 100e6, 1e9  # bytes; Docker's default is 64 MiB, which is too little for a few batches
 _FULL_DISK, _MODEST_DISK = 100e6, 5e9  # bytes
-# Of the 107 letters of a socket's path, what /treadle-<32>/pymp-<8>/listener-<8> leaves to the temp folder.
+# A socket's path has at most 107 characters; /treadle-<32>/pymp-<8>/listener-<8> leaves this many to the temp folder.
 _LONGEST_TEMP = 107 - len("/treadle-/pymp-/listener-") - 32 - 8 - 8
 _LOW_MEMORY = 500e6  # bytes
-_FEW_FILES = 1024  # data workers, connections and sharded checkpoints take some each
-# What `accelerate launch` sets, with the values that ask for nothing.
+_FEW_FILES = 1024  # data workers, connections and sharded checkpoints each need some
+# Variables that `accelerate launch` sets, with the values that request nothing.
 _OF_ACCELERATE = {
     "ACCELERATE_MIXED_PRECISION": "no",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
@@ -50,7 +50,7 @@ class Finding:
 
 
 def find_worst(marks: Iterable[str]) -> str:
-    """Return the worst of the marks; ``"good"`` without any.
+    """Return the worst of the marks; ``"good"`` if there are none.
 
     Args:
         marks: Marks of findings.
@@ -72,10 +72,10 @@ def judge(
     Args:
         ranks: Result of `inspect_process` for each rank that reported; ``"rank"`` holds its number.
         size: Expected number of ranks.
-        launched: Values that the launcher has set for the rank that publishes the report; None without one.
+        launched: Values that the launcher has set for the rank that publishes the report; None without a launcher.
         missing: Ranks that did not report.
         errors: Failures while the ranks met or measured.
-        measured: Measurements under ``"clocks"`` and ``"all-reduce"``, where they exist.
+        measured: Measurements under ``"clocks"`` and ``"all-reduce"``, if they exist.
     """
     return [
         _judge_presence(ranks, size, launched, missing),
@@ -129,7 +129,7 @@ def _judge_versions(ranks: list[Facts], subject: str, packages: tuple[str, ...])
 
 
 def _judge_ranks(ranks: list[Facts], judge_rank: Callable[[Facts], Finding]) -> Finding:
-    """Return the worst finding of all ranks, which names its ranks where others have a different one."""
+    """Return the worst finding of all ranks; it names its ranks if others have a different one."""
     by_finding: dict[Finding, list[int]] = {}
     for facts in ranks:
         by_finding.setdefault(judge_rank(facts), []).append(facts["rank"])
@@ -298,7 +298,7 @@ def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> It
             "the address of rank 0's machine.",
         )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        # NCCL takes prefixes, "^" for all others and "=" for an exact name.
+        # NCCL accepts prefixes, "^" for all others and "=" for an exact name.
         wanted = [part.lstrip("=") for part in env.get(name, "").split(",") if part]
         unknown = [part for part in wanted if not any(other.startswith(part) for other in facts["interfaces"])]
         if unknown and not env[name].startswith("^"):
@@ -339,7 +339,7 @@ def _judge_measurements(measured: Facts) -> Iterator[Finding]:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return "rank 1", or "ranks 1, 2"; of more than eight ranks the first eight.
+    """Return "rank 1", or "ranks 1, 2"; for more than eight ranks, the first eight.
 
     Args:
         ranks: The ranks.

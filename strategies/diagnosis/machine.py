@@ -24,22 +24,22 @@ from ..launch import supervisor
 
 Facts = dict[str, Any]
 
-# Those whose version decides what a run computes, reads or writes. A package that is not installed is omitted.
+# Packages whose version affects what a run computes, reads or writes. A package that is not installed is omitted.
 REQUIRED = ("numpy", "safetensors", "xxhash", "omegaconf", "tensorboard", "tqdm")
 OPTIONAL = (
     *("torchvision", "torchaudio", "torchdata", "torchmetrics", "torchao", "triton", "flash-attn", "xformers"),
     *("transformers", "datasets", "tokenizers", "peft", "webdataset", "scikit-learn", "pandas"),
     *("psutil", "rich", "wandb", "mlflow", "mlflow-skinny", "onnx", "lightning", "accelerate"),
 )
-# What launchers, torch, NCCL and OpenMP read. No other variable is collected: some hold secrets.
+# Variables that launchers, torch, NCCL and OpenMP read. No others are collected, because some contain secrets.
 _VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|"
     r"SLURM_(PROCID|LOCALID|NODEID|NTASKS|STEP_NUM_TASKS|JOB_ID|STEP_ID|STEP_TASKS_PER_NODE)|"
     r"OMPI_COMM_WORLD_\w+|PMI_(SIZE|RANK)|MPI_LOCAL\w+|(NCCL|GLOO|TORCH_NCCL|OMP|MKL|CUDA)_\w+|TREADLE_DEBUG\w*|"
     r"ACCELERATE_\w+|PYTORCH_\w*ALLOC_CONF|TMPDIR)"
 )
-_PROBE = b"\0" * 65536  # bytes; a file system without space may still make empty files
-_UNLIMITED = 1 << 60  # bytes; version 1 of control groups writes about this much for "no limit"
+_PROBE = b"\0" * 65536  # bytes; a file system without space may still create empty files
+_UNLIMITED = 1 << 60  # bytes; version 1 of control groups reports about this much for "no limit"
 
 
 def inspect_process(run_folder: str | Path = ".") -> Facts:
@@ -87,7 +87,7 @@ def read_versions() -> dict[str, str]:
 
 def name_processor() -> str:
     """Return the processor's name as the system reports it, else its architecture."""
-    match = re.search(r"^model name\s*: *(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)  # only Linux has it
+    match = re.search(r"^model name\s*: *(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)  # exists on Linux only
     return match[1] if match else platform.processor() or platform.machine()
 
 
@@ -117,10 +117,10 @@ def _read_meminfo(key: str) -> int | None:
 
 
 def _read_cpu_quota() -> float | None:
-    """Return the number of CPUs that the control groups of this process allow; None without a limit."""
+    """Return the number of CPUs that the control groups of this process allow; None if there is no limit."""
     quotas = []
     for folder in _list_control_groups("cpu"):
-        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")  # version 2
+        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")  # version 2 of control groups
         if not quota:
             quota, period = (_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
         if quota.isdecimal() and period.isdecimal() and int(period):
@@ -129,7 +129,7 @@ def _read_cpu_quota() -> float | None:
 
 
 def _read_memory_limit() -> int | None:
-    """Return the number of bytes that the control groups of this process allow; None without a limit."""
+    """Return the number of bytes that the control groups of this process allow; None if there is no limit."""
     texts = [
         (_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")).strip()
         for folder in _list_control_groups("memory")
@@ -171,7 +171,7 @@ def _inspect_devices() -> Facts:
 
 
 def _has_nvlink() -> bool | None:
-    """Return whether NVLink joins two GPUs of this machine; None where nvidia-smi can't tell."""
+    """Return whether NVLink joins two GPUs of this machine; None if nvidia-smi cannot tell."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -190,7 +190,7 @@ def _list_backends() -> dict[str, str]:
     if dist.is_nccl_available():
         try:
             backends["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        except (RuntimeError, AttributeError):  # built for ROCm, or without its own
+        except (RuntimeError, AttributeError):  # built for ROCm, or without NCCL
             backends["nccl"] = ""
     return backends | ({"mpi": ""} if dist.is_mpi_available() else {})
 
@@ -210,7 +210,7 @@ def inspect_folder(folder: str | Path) -> Facts:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(_PROBE)
             file.flush()
-            os.fsync(file.fileno())  # network file systems report a full disk or quota no earlier
+            os.fsync(file.fileno())  # network file systems report a full disk or quota only here
         space = shutil.disk_usage(existing)
         facts |= {"free": space.free, "total": space.total}
     except OSError as error:
@@ -219,7 +219,7 @@ def inspect_folder(folder: str | Path) -> Facts:
 
 
 def _find_port() -> int | None:
-    """Return a port on which this machine can listen; None where the system has no free one."""
+    """Return a port on which this machine can listen; None if the system has no free one."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port: int = server.getsockname()[1]
@@ -229,7 +229,7 @@ def _find_port() -> int | None:
 
 
 def _read(path: str | Path) -> str:
-    """Return a file's text; empty where this system or container has no such file."""
+    """Return a file's text; empty if this system or container has no such file."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

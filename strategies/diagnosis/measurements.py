@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ..distributed import World, backend_of
 
-_ROUNDS = 7  # of the clocks; their median stands a rank that is delayed in one of them
+_ROUNDS = 7  # measurements of the clocks; their median is robust to a rank that is delayed in one of them
 _SMALL, _MEDIUM, _LARGE = 2, 2**18, 2**23  # float32 values: 8 bytes, 1 MiB, 32 MiB
-_QUICK = 0.1  # seconds for the medium tensor, above which the large one would take too long
+_QUICK = 0.1  # seconds for the medium tensor; if it takes longer, the large one would take too long
 
 
 def measure_clocks(world: World) -> list[float]:
@@ -32,7 +32,8 @@ def measure_clocks(world: World) -> list[float]:
 
 
 def _get_barrier_device(world: World) -> dict[str, Any]:
-    # Named, because nccl otherwise guesses one from the rank, which is wrong where each rank sees its device alone.
+    # Passed explicitly, because nccl otherwise guesses it from the rank, which is wrong if each rank sees only its
+    # device.
     return {"device_ids": [world.device.index]} if world.device.type == "cuda" else {}
 
 
@@ -52,12 +53,12 @@ def measure_all_reduce(world: World) -> dict[str, Any]:
         ``"backend"``, ``"latency"``, ``"bandwidth"``, and ``"bytes"`` of the tensor that was measured.
 
     Raises:
-        ArithmeticError: A sum is not that of all ranks' values.
+        ArithmeticError: If a sum is not that of all ranks' values.
     """
     _check_sum(world)
     latency = _time_all_reduce(world, _SMALL, repeats=20)
     seconds, length = _time_all_reduce(world, _MEDIUM, repeats=3), _MEDIUM
-    if seconds < _QUICK:  # the same on all ranks, as `_time_all_reduce` returns the slowest rank's
+    if seconds < _QUICK:  # the same on all ranks, because `_time_all_reduce` returns the slowest rank's time
         seconds, length = _time_all_reduce(world, _LARGE, repeats=3), _LARGE
     moved = 4 * length * 2 * (world.size - 1) / world.size
     return {
@@ -73,7 +74,7 @@ def _check_sum(world: World) -> None:
     dist.all_reduce(values)
     expected = world.size * (world.size + 1) / 2
     wrong = world.gather_objects(int((values != expected).sum()))
-    if any(wrong):  # on all ranks, as one that left alone would leave the others waiting
+    if any(wrong):  # on all ranks, because a rank that left alone would leave the others waiting
         ranks = ", ".join(str(rank) for rank, count in enumerate(wrong) if count)
         raise ArithmeticError(
             f"an all-reduce of {_MEDIUM} values returned up to {max(wrong)} wrong sums on rank {ranks}"
@@ -84,7 +85,7 @@ def _time_all_reduce(world: World, length: int, repeats: int) -> float:
     """Return the median seconds of one all-reduce on the slowest rank."""
     tensor = torch.zeros(length, device=world.device)
     times = []
-    for attempt in range(repeats + 2):  # two to warm up
+    for attempt in range(repeats + 2):  # two of them as a warm-up
         begin = time.perf_counter()
         dist.all_reduce(tensor)
         if world.device.type == "cuda":

@@ -38,7 +38,7 @@ def examine_own_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="treadle-doctor-") as folder:
         path = Path(folder) / "report.json"
-        # The ranks keep to their limits on their own, unless they do not even start.
+        # The ranks observe their limits themselves, unless they do not even start.
         longest = 3 * limit + 2 * MARGIN
         timer = threading.Timer(longest, os.kill, (os.getpid(), signal.SIGTERM))
         timer.daemon = True

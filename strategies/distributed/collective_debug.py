@@ -25,10 +25,10 @@ from .waiting_call import DistributedOperationException, describe_calls
 from .world import World
 
 _NOT_THE_USERS = ("treadle", "torch", "lightning_utilities", "contextlib", "functools")
-# Commonly written on two branches: `if main: prepare(); wait() else: wait()`, and who sends and who receives.
+# Often written in two branches: `if main: prepare(); wait() else: wait()`, or one branch sends and the other receives.
 _MAY_STAND_APART = ("barrier", "broadcast", "broadcast_tensor")
 _ENDED = "has ended"
-_MATCHING, _NOTE, _DIFFERENT, _MISSING = "=", "~", "!", "?"  # the first letter of what a meeting came to
+_MATCHING, _NOTE, _DIFFERENT, _MISSING = "=", "~", "!", "?"  # the first letter of a meeting's result
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Call:
     def location_key(self) -> tuple[str, ...]:
         """Key that distinguishes locations.
 
-        The folder is not part of it, since machines may have the same file elsewhere, and neither are Treadle's own
-        lines, since a function may have different branches for rank zero.
+        The folder is not part of the key, since machines may have the same file elsewhere, and neither are Treadle's
+        own lines, because a function may have different branches for rank zero.
         """
         return (Path(self.path).name, self.line, re.sub(r":\d+", "", self.inside))
 
@@ -90,12 +90,12 @@ class Call:
             frame = frame.f_back
         name = "" if outer is None else outer.f_code.co_name
         inside = ""
-        if inner is not None and inner.f_code.co_name != name:  # else a public method that hands the call on
+        if inner is not None and inner.f_code.co_name != name:  # otherwise a public method that passes the call on
             inside = _describe_frame(inner, Path(inner.f_code.co_filename).name)
         if frame is None:
             return cls(operation, form, name, inside)
         path = frame.f_code.co_filename
-        with contextlib.suppress(ValueError, OSError):  # not below, or a working directory that is gone
+        with contextlib.suppress(ValueError, OSError):  # it is not below, or the working directory was deleted
             path = str(Path(path).relative_to(Path.cwd()))
         return cls(operation, form, name, inside, path, _describe_frame(frame))
 
@@ -135,7 +135,8 @@ class Meeting:
             call: The call of this process.
 
         Raises:
-            DistributedOperationException: On every process, if one makes another call, has ended, or does not arrive.
+            DistributedOperationException: On every process, if one of them makes another call, has ended, or does not
+                arrive.
         """
         if self._broken:
             raise DistributedOperationException(self._broken)
@@ -156,10 +157,10 @@ class Meeting:
             raise DistributedOperationException(text)
 
     def leave(self) -> None:
-        """Note that this process ends: a call that others still make, or wait in, cannot complete any more."""
+        """Note that this process ends: a call that others still make, or wait in, can no longer complete."""
         if os.getpid() != self._process:
             return
-        with contextlib.suppress(RuntimeError):  # the store may be gone with the process that kept it
+        with contextlib.suppress(RuntimeError):  # the store may have ended with its process
             if self._store.add(f"left {self._position}", 1) > 1:
                 return
             error = getattr(sys, "last_value", None)
@@ -182,7 +183,7 @@ class Meeting:
 
     def _compare(self, number: int) -> str:
         calls = [entry[1] for position in range(len(self._ranks)) if (entry := self._call(position)) is not None]
-        for name in ("here", "verdict"):  # all have read these, or they would not be here
+        for name in ("here", "verdict"):  # all ranks have read these, otherwise they would not be here
             self._store.delete_key(f"{number - 1} {name}")
         return self._settle(number, verdict_on(calls, self._ranks, self._note))
 
@@ -191,7 +192,7 @@ class Meeting:
         return self._store.compare_set(f"{number} verdict", "", verdict).decode()
 
     def _await(self, number: int) -> str:
-        # Asked for again and again, as the store's own wait holds up signal handlers and prints when it times out.
+        # Polled, because the store's own wait delays signal handlers and prints a message when it times out.
         deadline, pause = time.monotonic() + self._timeout, 0.0001
         while time.monotonic() < deadline:
             if self._store.check([f"{number} verdict"]):
@@ -279,7 +280,7 @@ class DebugWorld(World):
             return
         ranks = list(range(self.size)) if self.group is None else dist.get_process_group_ranks(self.group)
         name = "world" if self.group is None else f"{self.group.group_name} {ranks[0]}"
-        # Private, but in every torch from 1.x to 2.13: the store that the group was created with.
+        # Private, but present in torch from 1.x to 2.13: the store that the group was created with.
         store = dist.PrefixStore(f"treadle debug/{name}", dist.distributed_c10d._get_default_store())
         self._meeting = Meeting(store, ranks, self.rank, self.debug.timeout)
 
@@ -289,12 +290,12 @@ class DebugWorld(World):
 
     def mesh(self, **dimensions: int) -> DeviceMesh:
         """See `World.mesh`."""
-        if tuple(dimensions.items()) not in self._meshes:  # only the first one is an exchange
+        if tuple(dimensions.items()) not in self._meshes:  # only the first one involves an exchange
             self._compare(" ".join(("mesh", *(f"{name}={size}" for name, size in dimensions.items()))))
         return super().mesh(**dimensions)
 
     def meet(self, call: str) -> None:
-        """Compare the call like every other one, which shows the lines of the missing ranks.
+        """Compare the call like any other one; an error then shows the lines of the missing ranks.
 
         Args:
             call: The name of the call.

@@ -22,10 +22,10 @@ def current_place() -> tuple[int, int, int]:
 
 
 def current_world(accelerator: str = "auto") -> World:
-    """Return the world of the current process group; else connect the processes of a launcher; else this process alone.
+    """Return the world of the current process group, else that of a launcher's processes, else this process alone.
 
     Args:
-        accelerator: The kind of device, if they have yet to be connected.
+        accelerator: The kind of device, if a launcher's processes must be connected first.
     """
     if not dist.is_initialized():
         return open_world(accelerator, spread=False)
@@ -42,7 +42,7 @@ def current_world(accelerator: str = "auto") -> World:
 
 
 def _find_device() -> torch.device:
-    # A group for GPUs has a backend for them; one that was made for the CPU has not, on any machine.
+    # A group for GPUs has a backend for them; a group for the CPU has none, even on a machine with GPUs.
     on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 

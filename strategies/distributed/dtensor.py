@@ -25,7 +25,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def get_original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class a module was created from; sharding replaces it by a generated one.
+    """Return the class a module was created from; sharding replaces it with a generated one.
 
     Args:
         module: The module.
@@ -35,7 +35,7 @@ def get_original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard as a plain tensor over the same memory; a plain tensor is returned as it is.
+    """Return this process's shard as a plain tensor over the same memory; a plain tensor is returned unchanged.
 
     Args:
         tensor: The tensor.
@@ -48,7 +48,7 @@ def whole(value: Any, keep: bool) -> Any:
 
     Args:
         value: Dicts, lists and tuples of anything. Tensors that are not sharded are kept.
-        keep: Whether this process wants the result; otherwise it only contributes its shards, one tensor after the
+        keep: Whether this process needs the result; otherwise it only contributes its shards, one tensor after the
             other.
     """
     if is_sharded(value):
@@ -65,7 +65,7 @@ def keep_random_state(mesh: DeviceMesh) -> None:
     """Let each process's GPU keep its own RNG state when random numbers are drawn for shards.
 
     The first such operation would give all processes rank zero's state (torch 2.13), and dropout the same masks
-    everywhere. Ranks that hold shards of one sample's activations are seeded alike before.
+    everywhere. Ranks that hold shards of one sample's activations are seeded identically beforehand.
 
     Args:
         mesh: The mesh of the shards.
@@ -99,13 +99,13 @@ def piece_of(tensor: Any) -> Piece:
         raise TypeError(f"a tensor placed as {tensor.placements} has no values yet. Redistribute it first.")
     mesh = tensor.device_mesh
     copies = [at for at, p in zip(mesh.get_coordinate(), tensor.placements, strict=True) if p.is_replicate()]
-    # Where it lies on a part of a larger grid, each such part has a copy; that of rank zero is the first.
+    # If the tensor is on a part of a larger grid, each such part has a copy; that of rank zero is the first.
     return Piece(tensor.to_local(), _place(tensor)[1], not any(copies) and int(mesh.mesh.min()) == 0)
 
 
 def _place(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return shape and offset of this process's shard."""
-    # Also where it is cut along two dimensions of the mesh; torch's own checkpoints use it.
+    # Also supports tensors that are split along two dimensions of the mesh; torch's own checkpoints use it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)

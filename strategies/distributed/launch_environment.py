@@ -15,15 +15,15 @@ _LAUNCH_PREFIXES = (
     *("TREADLE_SUPERVISOR", "TREADLE_BOARD"),
 )
 _STARTS = {
-    # per launcher: what sets the processes per machine, and the machines
+    # By launcher: what sets the processes per machine, and the machines.
     "torchrun": ("torchrun with `--nproc-per-node {}`", "torchrun with `--nnodes {}`"),
     "srun": ("srun with `#SBATCH --ntasks-per-node={}`", "srun with `#SBATCH --nodes={}`"),
     "mpirun": ("mpirun with `--npernode {}`", "mpirun with `--host with {} hosts`"),
     "ray": ("TorchTrainer with `ScalingConfig(num_workers={})`", "TorchTrainer with workers that need {} machines"),
 }
-# Ids from here on are not steps of srun: a shell of salloc, a batch script, an adopted process.
+# IDs from here on do not belong to steps of srun, but to a shell of salloc, a batch script, or an adopted process.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFFA
-_SLURM_PORTS = range(15000, 30000)  # below what the kernel and Kubernetes give away
+_SLURM_PORTS = range(15000, 30000)  # below the ports that the kernel and Kubernetes assign
 
 
 def is_forked() -> bool:
@@ -67,7 +67,7 @@ class LaunchEnvironment:
         local_world_size: Number of processes on its machine.
         node_rank: Index of this machine.
         nodes: Number of machines; None if the launcher does not report it.
-        supervisor: Process id of Treadle's supervisor, if it started this process.
+        supervisor: Process ID of Treadle's supervisor, if it started this process.
         launcher: ``"torchrun"`` (or another launcher that sets its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
         gpu: Index of the GPU that the launcher has assigned; None if the local rank decides.
         address: Host and port on which rank 0 listens; None if torch's own variables contain it.
@@ -113,7 +113,7 @@ class LaunchEnvironment:
         env = os.environ if environ is None else environ
         if any(name in env for name in _TORCHRUN):
             return _read_torchrun(env)
-        if is_ray_worker(env):  # of a cluster that was perhaps started by srun: its tasks are the machines
+        if is_ray_worker(env):  # in a cluster that may have been started by srun: its tasks are the machines
             return None
         return _read_mpi(env) or _read_slurm(env)
 
@@ -126,7 +126,7 @@ class LaunchEnvironment:
         return self.nodes or -(-self.world_size // self.local_world_size)
 
     def check(self, devices: object, device_count: int, num_nodes: int) -> None:
-        """Compare the arguments in the user's code with what was started.
+        """Compare the arguments in the user's code with the started processes.
 
         Args:
             devices: The value of ``devices``, for the error.
@@ -163,7 +163,7 @@ class LaunchEnvironment:
             return self.gpu
         index = device_indices[self.local_rank]
         if visible_count == 1 and self.local_world_size > 1 and self.launcher == "srun":
-            return 0  # --gpus-per-task: SLURM shows each task nothing but its own
+            return 0  # --gpus-per-task: SLURM shows each task only its own GPUs
         if visible_count is not None and index >= visible_count:
             raise ValueError(
                 f"the process with LOCAL_RANK={self.local_rank} needs CUDA device {index}, but torch sees "
@@ -183,7 +183,7 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
             )
     size = _parse_number(env, "WORLD_SIZE", low=1)
     rank = _parse_number(env, "RANK", low=0, high=size - 1)
-    # A pod per process (PyTorchJob) sets no LOCAL_RANK: each process is alone on its node.
+    # A setup with a pod per process (PyTorchJob) sets no LOCAL_RANK: each process is the only one on its node.
     local_size = _parse_number(env, "LOCAL_WORLD_SIZE", low=1, high=size) if "LOCAL_WORLD_SIZE" in env else 1
     local_rank = _parse_number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else 0
     if local_rank >= local_size:
@@ -192,7 +192,7 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
             f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{size_text}. Set both, as torchrun does."
         )
     if is_ray_worker(env):
-        # torchrun's and our supervisor's variables may be those of the script that connected to Ray.
+        # The variables of torchrun and of Treadle's supervisor may belong to the script that connected to Ray.
         device, _, index = env.get("ACCELERATE_TORCH_DEVICE", "").partition(":")
         return LaunchEnvironment(
             rank=rank,
@@ -218,7 +218,7 @@ def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
     """Read Open MPI's variables, or those of MPICH's and Intel's mpirun."""
     if "OMPI_COMM_WORLD_SIZE" in env:
         names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
-    elif "PMI_SIZE" in env and "MPI_LOCALNRANKS" in env:  # the second, as srun --mpi=pmi2 sets the first too
+    elif "PMI_SIZE" in env and "MPI_LOCALNRANKS" in env:  # srun --mpi=pmi2 also sets the first, but not the second
         names = ["PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"]
     else:
         return None
@@ -233,7 +233,7 @@ def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
         world_size=size,
         local_rank=_parse_number(env, names[3], low=0, high=local_size - 1),
         local_world_size=local_size,
-        node_rank=rank // local_size,  # MPI numbers no machines
+        node_rank=rank // local_size,  # MPI does not number machines
         launcher="mpirun",
         address=(env["MASTER_ADDR"], _parse_number(env, "MASTER_PORT", low=1, high=65535)),
     )
@@ -246,7 +246,7 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
     tasks = _find_set_name(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     size = _parse_number(env, tasks, low=1)
     if size == 1:
-        return None  # free to start more processes on its machine
+        return None  # it may start more processes on its machine
     if "SLURM_HET_SIZE" in env:
         raise ValueError(
             f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']} is not supported, because each component of a heterogeneous job "
@@ -267,8 +267,8 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
     if _is_slurm_batch(env, per_node[node]):
         return None
     job, step = _parse_number(env, "SLURM_JOB_ID", low=0), _parse_number(env, "SLURM_STEP_ID", low=0)
-    # Steps share a port if 10 x job + step agree modulo 15000: those that run at the same time on one machine rarely
-    # do.
+    # Steps share a port if 10 x job + step are equal modulo 15000, which is rare for steps that run at the same time on
+    # one machine.
     port = _SLURM_PORTS[(10 * job + step) % len(_SLURM_PORTS)]
     return LaunchEnvironment(
         rank=_parse_number(env, "SLURM_PROCID", low=0, high=size - 1),
@@ -294,8 +294,8 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
     if "SLURM_STEP_ID" not in env or _parse_number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
         return False
     # In `srun --pty -n 4 bash` four shells start and three end immediately; commands typed into the first are not
-    # tasks. Only the three signs together show that: the name is that of the allocation, so salloc's srun has it too,
-    # and processes started from such a shell inherit the port.
+    # tasks. Only the three signs together show this, because the name belongs to the allocation: salloc's srun has it
+    # too, and processes started from such a shell inherit the port.
     shell = env.get("SLURM_JOB_NAME", "") in ("bash", "sh", "zsh", "fish", "tcsh", "interactive")
     return not (shell and "SLURM_PTY_PORT" in env and os.isatty(0))
 
@@ -352,7 +352,7 @@ def _expand_host(item: str) -> list[str]:
     for part in match[2].split(","):
         low, _, high = part.partition("-")
         if not (low.isdecimal() and (high or low).isdecimal()):
-            return [item]  # not a name
+            return [item]  # the item is not a name
         heads += [f"{match[1]}{number:0{len(low)}}" for number in range(int(low), int(high or low) + 1)]
     return [head + tail for head in heads for tail in _expand_host(match[3])]
 

@@ -1,7 +1,7 @@
 """Calls that all processes must make, such as a save: if only some make one, it is an error and not a hang.
 
 Every process announces in torch's store that it has entered the call, and waits there for the others. It waits as long
-as they need, unless one of them can't arrive any more: it has entered another such call, it has ended, or it has
+as they need, unless one of them can no longer arrive: it has entered another such call, it has ended, or it has
 continued to a later training step or exchange, which in turn waits for the waiting processes.
 """
 
@@ -26,10 +26,10 @@ from ..processes import identify_host
 if TYPE_CHECKING:
     from .world import World
 
-_FIRST_LOOK = 2.0  # seconds after which a process that waits looks for what keeps the others
-_STANDING = 3.0  # seconds without progress before a rank that has continued counts as waiting
+_FIRST_LOOK = 2.0  # seconds after which a waiting process examines what delays the others
+_STANDING = 3.0  # seconds without progress after which a rank that has continued counts as waiting
 _FIRST_WORD = 60.0  # seconds of waiting before the warning
-_MOST_LOOKED_AT = 64  # ranks that each process which waits looks at, beside those of its machine
+_MOST_LOOKED_AT = 64  # ranks that each waiting process examines, besides those on its machine
 
 
 class SharedCount:
@@ -40,7 +40,7 @@ class SharedCount:
 
     Attributes:
         values: The counter, as a sequence of one number.
-        place: The path for other processes; "" if they can't read it.
+        place: The path for other processes; "" if they cannot read it.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class SharedCount:
             self.place = f"/proc/{self.pid}/fd/{descriptor}"
 
     def advance(self) -> None:
-        """Count that this process enters a training step or an exchange. 0.13 us."""
+        """Count that this process enters a training step or an exchange. It takes 0.13 us."""
         self.values[0] += 1
 
 
@@ -96,7 +96,8 @@ class Arrivals:
         first = rank - rank % local_size
         self._near = {*range(min(size, _MOST_LOOKED_AT)), *range(first, min(size, first + local_size))} - {rank}
         self._count = shared_count()
-        self._number, self._before = 0, int(self._count.values[0])  # of the last call: its number, and the count then
+        # The last call: its number, and the count at that time.
+        self._number, self._before = 0, int(self._count.values[0])
         self._host = identify_host()
         self._announce("")
         self._store.set(f"place of {rank}", json.dumps([self._host, self._count.place]))
@@ -105,7 +106,7 @@ class Arrivals:
     def leave(self) -> None:
         """Note that this process ends."""
         if os.getpid() == self._count.pid:
-            with contextlib.suppress(RuntimeError):  # the store may be gone with the process that kept it
+            with contextlib.suppress(RuntimeError):  # the store may have ended with its process
                 self._store.set(f"{self._rank} has ended", "")
 
     def meet(self, call: str) -> None:
@@ -115,8 +116,8 @@ class Arrivals:
             call: The name of the call.
 
         Raises:
-            RuntimeError: If another process can't arrive any more, or does not within the timeout. The error names the
-                ranks.
+            RuntimeError: If another process can no longer arrive, or does not arrive within the timeout. The error
+                names the ranks.
         """
         moved = int(self._count.values[0]) - self._before
         self._number += 1
@@ -131,7 +132,7 @@ class Arrivals:
                 f"({error})."
             ) from None
         except BaseException:
-            self._number -= 1  # the next call may be one that all make
+            self._number -= 1  # the next call may be one that all ranks make
             with contextlib.suppress(RuntimeError):
                 self._store.add(arrived, -1)
                 self._announce("")
@@ -165,7 +166,7 @@ class Arrivals:
     def _find_missing(
         self, ranks: Iterable[int], call: str, moved: int, standing: dict[int, tuple[int, float]]
     ) -> dict[int, str]:
-        """Return the missing ranks, with the reason why they can't arrive; "" if they still may."""
+        """Return the missing ranks, with the reason why they cannot arrive; "" if they still may."""
         missing = {}
         for rank in ranks:
             if rank == self._rank:
@@ -182,13 +183,13 @@ class Arrivals:
         return missing
 
     def _explain_absence(self, rank: int, expected: int, standing: dict[int, tuple[int, float]]) -> str:
-        """Return the reason if a process of this machine is further than this one, and stands still; else ""."""
+        """Return the reason if a process of this machine is ahead of this one and makes no progress; else ""."""
         host, place = self._get(f"place of {rank}") or ("", "")
         if not place or host != self._host:
             return ""
         try:
             count = _read(place)
-        except OSError:  # not readable for this user
+        except OSError:  # this user may not read it
             return ""
         if count is None:
             return "has ended"
@@ -232,18 +233,18 @@ def arrivals_of(world: World) -> Arrivals:
         world: All processes.
     """
     group, pid = dist.group.WORLD, os.getpid()
-    if not _current or _current[0][0]() is not group or _current[0][1] != pid:  # a group may be made anew
+    if not _current or _current[0][0]() is not group or _current[0][1] != pid:  # a group may be created again
         forget_arrivals()
-        # Private, but in every torch from 1.x to 2.13: the store that the group was made with.
+        # Private, but present in torch from 1.x to 2.13: the store that the group was created with.
         store = dist.PrefixStore("treadle arrivals", dist.distributed_c10d._get_default_store())
         arrivals = Arrivals(store, world.rank, world.size, world.local_size, world.timeout)
-        # No reference to the group: a rank that waits in it is freed by its end, which comes with the last one.
+        # No reference to the group, because its end frees a rank that waits in it, and comes with the last reference.
         _current.append((weakref.ref(group), pid, arrivals))
     return _current[0][2]
 
 
 def forget_arrivals() -> None:
-    """Release the store of the announcements, since the process group ends."""
+    """Release the store of the announcements, because the process group ends."""
     for *_, earlier in _current:
         atexit.unregister(earlier.leave)
     _current.clear()

@@ -24,13 +24,14 @@ from .matching_calls import forget_arrivals
 from .tracebacks import forget_store, report_uncaught
 from .watchdog import dismiss
 
-# Groups of all processes that Worlds made for threads that run alongside the training, and left; with their timeouts.
+# Groups of all processes that Worlds created for threads running alongside the training, and no longer use, with their
+# timeouts.
 spare_lines: list[tuple[timedelta, dist.ProcessGroup]] = []
 
 _CONNECTING = timedelta(seconds=30)
-_OTHER_FILES = 512  # of the datasets, the data workers and the libraries
+_OTHER_FILES = 512  # open files of the datasets, the data workers and the libraries
 
-_protected: list[bool] = []  # one entry once forks are protected
+_protected: list[bool] = []  # contains one entry once forks are protected
 
 
 def connect(
@@ -54,7 +55,7 @@ def connect(
         backend: Torch's name of the backend. Default: gloo on the host, with nccl on GPUs.
 
     Raises:
-        ValueError: If ``address``, ``backend`` or an existing group can't be used, or if rank 0 has other versions.
+        ValueError: If ``address``, ``backend`` or an existing group cannot be used, or if rank 0 has other versions.
     """
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}. Use 'gloo'.")
@@ -63,18 +64,18 @@ def connect(
             f"backend={backend!r}, but the existing process group uses {dist.get_backend_config()}. Remove backend."
         )
     if not dist.is_initialized():
-        spare_lines.clear()  # of a group that has ended
-        # gloo stays beside nccl, so that objects and host tensors travel without touching the GPU.
+        spare_lines.clear()  # they belong to a group that has ended
+        # gloo is kept beside nccl, so that objects and host tensors are exchanged without the GPU.
         if backend in (None, "nccl"):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # Its functions have the group of the import as default argument, whose sockets stay open (torch 2.6 to 2.13).
+        # Its functions have the current group as default argument, whose sockets stay open (torch 2.6 to 2.13).
         import torch.distributed.nn.functional  # noqa: F401
 
         launched = LaunchEnvironment.read()
         if launched is not None and launched.world_size > launched.local_world_size:
             name_gloo_interface(os.environ.get("MASTER_ADDR", "") if address is None else address[0])
         _allow_sockets(size)
-        store: dist.Store = dist.HashStore()  # nobody to meet: no address and no port is needed
+        store: dist.Store = dist.HashStore()  # with a single process, neither an address nor a port is needed
         if size > 1:
             store = meeting_place(rank, size, timeout, address)
             store = join_attempt(store, f"treadle/{run_id}/groups", rank, size, timeout)
@@ -85,8 +86,8 @@ def connect(
         if size > 1:
             _await_connections(store, size)
             report_uncaught(dist.PrefixStore("uncaught", store), rank, size)
-        # With the store, which ends with its last reference: the next group's processes meet there again.
-        atexit.unregister(disconnect)  # with the store of the group before
+        # The store is passed along: it ends with its last reference, and the next group's processes meet there again.
+        atexit.unregister(disconnect)  # registered with the previous group's store
         atexit.register(disconnect, store)
     if (dist.get_rank(), dist.get_world_size()) != (rank, size):
         raise ValueError(
@@ -102,7 +103,7 @@ def _await_connections(store: dist.Store, size: int) -> None:
     """
     if store.add("connected", 1) == size:
         store.set("all connected", "")
-    with contextlib.suppress(dist.DistError):  # one that failed meanwhile is heard of elsewhere
+    with contextlib.suppress(dist.DistError):  # a rank that failed in the meantime is reported elsewhere
         store.wait(["all connected"], _CONNECTING)
 
 
@@ -128,16 +129,16 @@ def let_segments_grow() -> None:
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's before 2.9
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the name before torch 2.9
     if sys.platform == "linux" and not torch.cuda.is_initialized() and not any(name in os.environ for name in names):
         is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
         os.environ[names[0] if is_new else names[1]] = "expandable_segments:True"
 
 
 def make_communicators(device: torch.device) -> None:
-    """Create nccl's connections now.
+    """Create nccl's connections.
 
-    Otherwise the first collective does, which takes seconds, or fails far from the cause.
+    Otherwise the first collective creates them, which takes seconds, or fails far from the cause.
 
     Args:
         device: The device of this process.
@@ -147,7 +148,7 @@ def make_communicators(device: torch.device) -> None:
 
 
 def _check_versions(store: dist.Store, rank: int) -> None:
-    """Check that every process runs rank zero's torch and Treadle, since other versions may communicate differently."""
+    """Check that every process runs rank zero's torch and Treadle, because others may communicate differently."""
     local_versions = f"torch {torch.__version__}, treadle {__version__}"
     if rank == 0:
         store.set("versions", local_versions)
@@ -164,13 +165,13 @@ def set_timeout(timeout: timedelta) -> None:
     Args:
         timeout: The timeout.
     """
-    dist.distributed_c10d._set_pg_timeout(timeout)  # torch 2.13 has no public way
+    dist.distributed_c10d._set_pg_timeout(timeout)  # torch 2.13 has no public function for it
 
 
 def existing_timeout(device: torch.device) -> timedelta | None:
     """Return the timeout of collectives in the existing group, which the script or Ray may have created.
 
-    None without one.
+    None if there is no group.
 
     Args:
         device: The device of this process.
@@ -181,7 +182,7 @@ def existing_timeout(device: torch.device) -> timedelta | None:
     kinds = group._device_types
     kind = torch.device(device.type)
     backend = group._get_backend(kind if kind in kinds else kinds[0])
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # torch 2.13 has no public way
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # torch 2.13 has no public function for it
     return timeout if isinstance(timeout, timedelta) else None
 
 
@@ -257,7 +258,7 @@ def _gather_processes(store: dist.Store, name: str, token: str, size: int, timeo
 def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPStore:
     host, port = address
     try:
-        socket.getaddrinfo(host, port)  # torch would try again until the timeout
+        socket.getaddrinfo(host, port)  # torch would retry until the timeout
     except OSError as error:
         raise ValueError(
             f"this machine can't resolve the address of rank 0, {host!r} ({error}). Set MASTER_ADDR to an address of "
@@ -279,14 +280,14 @@ def disconnect(store: dist.Store | None = None) -> None:
     """Destroy the process group, so that the next `connect` creates another one.
 
     Args:
-        store: Kept alive until then.
+        store: Kept alive until the group is destroyed.
     """
     dismiss()
     spare_lines.clear()
     forget_arrivals()
     forget_store()
     await_gloo_threads()
-    # After an uncaught exception the other ranks may be gone, and a backend's shutdown would wait for them.
+    # After an uncaught exception the other ranks may have ended, and a backend's shutdown would wait for them.
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
     await_gloo_threads()
@@ -321,16 +322,16 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
 
     Args:
         limit: The maximum number of seconds.
-        looks: How often in succession they must be idle.
+        looks: Number of consecutive checks in which they must be idle.
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0
     while tasks.exists() and at_rest < looks and time.monotonic() < deadline:
-        time.sleep(0.002)  # without the GIL, which they may be waiting for
+        time.sleep(0.002)  # releases the GIL, which they may be waiting for
         mine = str(threading.get_native_id())
         name, _ = _read_thread(tasks / mine)
         others = [_read_thread(task) for task in tasks.iterdir() if task.name != mine]
-        # In torch 2.6 gloo's threads have no name of their own, but that of the thread which started them.
+        # In torch 2.6 gloo's threads have the name of the thread that started them.
         states = [state for other, state in others if "gloo" in other or other == name]
         at_rest = 0 if "R" in states else at_rest + 1
 

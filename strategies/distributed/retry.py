@@ -1,4 +1,4 @@
-"""Result of an attempt on every process, exchanged through a store: it works if a collective is broken or stuck."""
+"""Result of an attempt on every process, exchanged through a store, even if a collective is broken or stuck."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _LOOK_EVERY = 0.5  # seconds
 class Attempts:
     """The attempts of one call, made on all processes. With a world size of one, results are available immediately.
 
-    A process that fails inside a step leaves the others waiting in a collective. It reports here, then closes its
-    connection, which interrupts the others; they read its report and know the cause. The next attempt has a new process
-    group. gloo's collectives are interrupted in this way. nccl's are not, and closing a connection waits for them:
-    there, a thread of each process reads the others' reports, and aborts the collectives of its process.
+    A process that fails inside a step leaves the others waiting in a collective. It reports its failure through the
+    store, then closes its connection, which interrupts the others; they read its report and learn the cause. The next
+    attempt has a new process group. gloo's collectives are interrupted in this way. nccl's are not, and closing a
+    connection waits for them: there, a thread of each process reads the others' reports, and aborts the collectives of
+    its process.
 
     Args:
         patience: How long a process that failed waits for the others' reports.
@@ -49,7 +50,7 @@ class Attempts:
                 "after a failure. Start them with torchrun or `treadle launch`."
             )
         self._device = current_world().device.type if dist.is_initialized() else None
-        # Not the group's own connection to the store, which ends with the group.
+        # Not the group's own connection to the store, because it ends with the group.
         limit = timedelta(minutes=30)
         store = process_group.meeting_place(self.rank, self.size, limit, launched.address)
         name = f"treadle/{launched.run_id}/calls"
@@ -71,7 +72,7 @@ class Attempts:
         self._over.set()
         if self.size > 1:
             self._store.set(f"{self._number}/{self.rank}", outcome)
-            self._store.get(f"{self._number}/{self.rank}")  # now the others can see it
+            self._store.get(f"{self._number}/{self.rank}")  # now the other ranks can see it
 
     def someone_retries(self) -> bool:
         """Return whether another process has reported `RETRY`, without waiting."""
@@ -148,9 +149,9 @@ def _is_nccl() -> bool:
 
 
 def _cut_off_replicas() -> None:
-    """Remove the process group from all existing replicas, which can't be used again and would keep it open."""
+    """Remove the process group from all existing replicas, which cannot be used again and would keep it open."""
     for value in gc.get_objects():
-        # By type: an isinstance would wake proxies and lazy modules.
+        # By type, because isinstance would trigger proxies and lazy modules.
         if issubclass(type(value), DistributedDataParallel):
             for name in ("logger", "reducer", "process_group"):
                 value.__dict__.pop(name, None)

@@ -31,8 +31,8 @@ from typing import Any, Protocol
 from ..processes import identify_host, is_alive, leave_on_sigterm, read_start_time, was_signaled
 
 VARIABLE = "TREADLE_FULL_TRACEBACK"
-PATIENCE = 3.0  # seconds that a rank waits for another's words; the launcher ends a job some seconds after a failure
-_POLL = 0.3  # seconds; torchrun looks at its ranks every 0.1 s, and names the first that it finds gone
+PATIENCE = 3.0  # seconds that a rank waits for another's report; the launcher ends a job some seconds after a failure
+_POLL = 0.3  # seconds; torchrun checks its ranks every 0.1 s, and names the first that it finds ended
 _PACKAGE = __name__.partition(".")[0]
 _FRAMEWORKS = (_PACKAGE, "torch", "contextlib", "runpy")
 _TORCHS_HOOK = "torch.distributed.distributed_c10d"
@@ -102,7 +102,7 @@ class Store(Protocol):
         """
 
 
-_told = threading.Event()  # why the run ends, by the watchdog
+_told = threading.Event()  # set if the watchdog has reported why the run ends
 
 
 def silence_uncaught() -> None:
@@ -111,16 +111,16 @@ def silence_uncaught() -> None:
 
 
 def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
-    """Print uncaught errors short and once over all ranks, unless the user has set a hook.
+    """Print uncaught errors in a short form, once over all ranks, unless the user has set a hook.
 
     Args:
-        store: The store in which the ranks exchange their errors; None: each prints its own.
+        store: The store in which the ranks exchange their errors; with None, each rank prints its own.
         rank: The rank of this process.
         size: The world size.
     """
     if isinstance(sys.excepthook, Uncaught):
         if store is None:
-            return  # what a process group installed knows more
+            return  # the hook of a process group knows more
         forget_store()
     hook = sys.excepthook
     standard = hook is sys.__excepthook__ or getattr(hook, "__module__", "") == _TORCHS_HOOK
@@ -129,7 +129,7 @@ def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
 
 
 def forget_store() -> None:
-    """Release the store, since its process group ends or torch is about to wrap the hook for another one."""
+    """Release the store, because its process group ends or torch is about to wrap the hook for another one."""
     if isinstance(sys.excepthook, Uncaught):
         sys.excepthook = sys.excepthook.previous
 
@@ -164,7 +164,7 @@ class Uncaught:
         self.rank = rank
         self.size = size
         self._supervised = "TREADLE_SUPERVISOR" in os.environ
-        self._gone = ""  # in words, ranks that have ended without an error
+        self._gone = ""  # the ranks that have ended without an error, in words
         if store is not None:
             store.set(f"process of {rank}", json.dumps([identify_host(), os.getpid(), read_start_time(os.getpid())]))
 
@@ -175,7 +175,7 @@ class Uncaught:
             return
         leave_on_sigterm()
         if self._supervised and was_signaled() and is_consequence(error):
-            return  # our supervisor ends this rank because of another one, which it names
+            return  # Treadle's supervisor ends this rank because of another one, which it names
         if _told.is_set():
             time.sleep(PATIENCE)
             return
@@ -186,7 +186,7 @@ class Uncaught:
             if self._gone and not self._supervised:
                 time.sleep(_POLL)
             if self.store is not None:
-                with contextlib.suppress(RuntimeError):  # the rank that held the store is gone, so nobody waits
+                with contextlib.suppress(RuntimeError):  # the rank that held the store has ended, so none waits
                     self.store.set("reported", "1")
             return
         if earlier["words"] != words and (is_full() or not is_consequence(error)):
@@ -203,7 +203,7 @@ class Uncaught:
         if self.store is None:
             return None
         reports: list[dict[str, Any] | None] = []
-        # In a thread: a store whose machine is gone may answer never.
+        # In a thread, because a store whose machine is unreachable may never answer.
         asking = threading.Thread(target=lambda: reports.append(self._claim(error, words)), daemon=True)
         asking.start()
         asking.join(2 * PATIENCE + 1)
@@ -221,7 +221,7 @@ class Uncaught:
             self.store.wait(["error", "reported"], patience)
             return dict(json.loads(self.store.get("error")))
         except RuntimeError:
-            self.store = None  # torch prints a warning of many lines for each further question
+            self.store = None  # torch prints a long warning for each further request
             if is_consequence(error) and not is_agent_store() and not self._gone:
                 self._gone = f"treadle: rank 0 of {self.size} ended first. It kept the store of the run\n"
             return None
@@ -230,9 +230,9 @@ class Uncaught:
         """Wait for the report of the rank that failed, and describe ranks that have ended without one."""
         assert self.store is not None
         end = time.monotonic() + PATIENCE
-        while not self.store.check(["error"]):  # torch warns where a wait times out
+        while not self.store.check(["error"]):  # torch prints a warning if a wait times out
             late = time.monotonic() >= end
-            # A supervisor of Treadle's names them with their exit status, unless that is one of success.
+            # Treadle's supervisor names them with their exit status, unless it is 0.
             if (late or not self._supervised) and (gone := self._find_gone()):
                 return "".join(
                     f"treadle: rank {rank} of {self.size} ended first, without a Python error: process {pid} was "
@@ -246,7 +246,7 @@ class Uncaught:
         return ""
 
     def _find_gone(self) -> dict[int, int]:
-        """Return the process ids of the ranks of this machine that have ended."""
+        """Return the process IDs of the ranks of this machine that have ended."""
         assert self.store is not None
         gone = {}
         for rank in range(self.size):
@@ -264,7 +264,7 @@ class Uncaught:
 
 
 def hide_frames(error: BaseException) -> None:
-    """Hide framework frames from pytest, IPython and notebooks: those of the error, and those it will pass.
+    """Hide framework frames from pytest, IPython and notebooks: those that the error has passed or will pass.
 
     Args:
         error: The error.
@@ -278,7 +278,7 @@ def hide_frames(error: BaseException) -> None:
 
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
-    """Format an error as Python prints it, with framework frames counted in place of shown.
+    """Format an error as Python prints it, with framework frames counted instead of shown.
 
     Args:
         error: The error.
@@ -347,13 +347,14 @@ def find_owner(frame: FrameType) -> str | None:
         frame: The frame.
     """
     name = frame.f_globals.get("__name__", "")
-    if name == "__main__":  # python -m
+    if name == "__main__":  # run as python -m
         name = getattr(frame.f_globals.get("__spec__"), "name", "")
     root = str(name).partition(".")[0]
     return root if root in _FRAMEWORKS else None
 
 
 def _write(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error, as for Python's own hook
+    # Ignored if there is no standard error, as in Python's own hook.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)
         sys.stderr.flush()

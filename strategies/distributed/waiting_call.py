@@ -19,9 +19,9 @@ WAITING_FILES = (
     "/strategies/distributed/",
     "/engine/preemption/",
 )
-# Ranks connect, start over after a failure, or leave: that has rules and limits of its own.
+# Ranks connect, restart after a failure, or leave: these waits have their own rules and limits.
 _OTHER_RULES = ("/engine/preemption/", "/process_group.py", "/retry.py", "/collective_debug.py")
-_WRAPPERS = "c10d_logger.py"  # around torch's functions: all are called `wrapper` there
+_WRAPPERS = "c10d_logger.py"  # wrapper of torch's functions, each of which is called `wrapper` there
 _PAIRWISE = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _WORLDS = (f"{__package__}.world", f"{__package__}.collective_debug", "contextlib")
@@ -32,7 +32,7 @@ _ADVICE = (
 
 
 class DistributedOperationException(RuntimeError):
-    """Error: the processes do not make the same call; lists for each what it does, and in which line.
+    """Error for processes that do not make the same call; it lists what each one does, and in which line.
 
     Example:
         >>> from treadle.strategies import DistributedOperationException
@@ -117,7 +117,7 @@ def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
         marks: The result of `mark_exchange` on each rank.
 
     Raises:
-        DistributedOperationException: If they did not. The error names the line of each.
+        DistributedOperationException: If the calls differ. The error names the line of each.
     """
     if len({kind for kind, _ in marks.values()}) > 1:
         lines = describe_calls({rank: words for rank, (_, words) in marks.items()})

@@ -1,6 +1,6 @@
 """Watchdog: ends a run in which a rank hangs, within a limit, and names the rank, its phase and its step.
 
-Two daemon threads of each process do the work, without any action of the training:
+Two daemon threads of each process do the work, independently of the training:
 
 - The sentry reads the stack of the training thread once per period: the main thread, unless a library such as Ray
   uses that itself. If the stack and the count of steps and exchanges stay the same for as long as the limit, there
@@ -61,15 +61,15 @@ from .waiting_call import WAITING_FILES, WaitingCall, describe_mismatch, find_wa
 if TYPE_CHECKING:
     from .world import World
 
-HUNG = 124  # as that of timeout(1)
+HUNG = 124  # the exit status of timeout(1)
 _PERIOD = 1.0  # seconds; at most a fifth of the limit
-_ANSWER = 1.0  # seconds that the ranks have to answer an alarm
-_FIRST = 10  # beats in which rank 0 is looked for on this machine
+_ANSWER = 1.0  # seconds within which the ranks have to answer an alarm
+_FIRST = 10  # beats during which rank 0 is searched for on this machine
 _HURRY = 0.02  # seconds
-_REPORT = 2.0  # seconds that the others wait for the report
-_LOST = 2.0  # seconds without progress after another rank has ended, after which a rank counts as waiting
-_INTERRUPT = 2.0  # seconds that the main thread has to notice an interrupt
-_STALL = 8.0  # seconds that a rank only waits before it counts as stalled; `meet` has its own, shorter patience
+_REPORT = 2.0  # seconds that the other ranks wait for the report
+_LOST = 2.0  # seconds without progress, after another rank has ended, after which a rank counts as waiting
+_INTERRUPT = 2.0  # seconds within which the main thread has to notice an interrupt
+_STALL = 8.0  # seconds of waiting after which a rank counts as stalled; `meet` has its own, shorter limit
 _END = "the end of the script"
 _DEBUGGERS = ("bdb", "pdb")
 
@@ -145,7 +145,7 @@ class Watchdog:
         awaits_others: With ``strict``, whether this process ends after all others.
         ended: The first rank that was seen to have ended.
         interruptible: Whether this process waits for a moment to leave that all ranks agree on. Once another rank has
-            ended they can't agree: then the main thread gets another SIGTERM.
+            ended they cannot agree: then the main thread gets another SIGTERM.
         interrupted: Whether the main thread has received it.
     """
 
@@ -171,14 +171,14 @@ class Watchdog:
         self._since = time.monotonic()
         self._idleness = Idleness()
         self._stall: WaitingCall | None = None
-        self._told: WaitingCall | None = None  # what the others know of it
+        self._told: WaitingCall | None = None  # what the other ranks know of it
         self._leaving = False
-        self._answered_at = time.monotonic()  # when the store answered last
+        self._answered_at = time.monotonic()  # time of the store's last answer
         self._round = 0
         self._host = identify_host()
         self._dumps = Dumps()
-        self._keeper: int | None = None  # the process of rank 0, if it has the store and is on this machine
-        self._beats = 0  # that the supervisor was told
+        self._keeper: int | None = None  # the process of rank 0, if it holds the store and is on this machine
+        self._beats = 0  # number of beats reported to the supervisor
         self._store = store
         self._threads = [threading.Thread(target=self._watch, name="treadle watchdog", daemon=True)]
         if self._store is not None:
@@ -216,7 +216,7 @@ class Watchdog:
         owner = self._owner()
         try:
             return owner and question(owner)
-        except Exception:  # it reads what the main thread may be changing
+        except Exception:  # the main thread may be changing what is read
             return None
 
     # -- the sentry ----------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Watchdog:
         while not self._ended.wait(self.period):
             now = time.monotonic()
             self._beat()
-            if now - woke > 2 * self.period + 1.0:  # this whole process was stopped, or its machine was
+            if now - woke > 2 * self.period + 1.0:  # this process or its machine was stopped
                 self._since = self._answered_at = now
             woke = now
             frames = stack_of(self.thread)
@@ -256,7 +256,7 @@ class Watchdog:
         return call and WaitingCall(call.kind, f"{call.words} ({details})")
 
     def _beat(self) -> None:
-        """Send the supervisor a sign of life, since no rank would be left to notice that all are stopped."""
+        """Send the supervisor a sign of life, because no rank would be left to notice that all are stopped."""
         if not self.strict:
             return
         self._beats += 1
@@ -287,12 +287,12 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
-        """End this process, since the store does not respond, so that other ranks cannot be asked."""
+        """End this process, because the store does not respond, so that other ranks cannot be asked."""
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
         condition = f"has not responded for {self.limit:g} s and may be stopped"
-        if self._keeper is not None and is_alive(self._keeper):  # to fetch its stacks would let it go on
+        if self._keeper is not None and is_alive(self._keeper):  # retrieving its stacks would let it continue
             condition = f"{explain_silence(self._keeper)}, process {self._keeper}"
         _say(f"{keeper} {condition}. It keeps the store of the run, so rank {self.rank} exits; stacks: {folder}")
         if self._keeper is not None and "TREADLE_SUPERVISOR" not in os.environ:
@@ -303,10 +303,11 @@ class Watchdog:
 
     def _tell(self) -> None:
         assert self._store is not None
-        with contextlib.suppress(RuntimeError):  # who kept the store is gone: the collectives will say so
+        with contextlib.suppress(RuntimeError):  # the store's process has ended: the collectives will report it
             number, woke, neighbour = 0, time.monotonic(), Pulse((self.rank + 1) % self.size)
             while not self._ended.is_set():
-                if time.monotonic() - woke > 2 * self.period + 1.0:  # all may have been stopped; the neighbour still is
+                # All ranks may have been stopped, and the neighbour may still be.
+                if time.monotonic() - woke > 2 * self.period + 1.0:
                     neighbour = Pulse(neighbour.rank)
                 number, woke = number + 1, time.monotonic()
                 self._store.set(f"beat of {self.rank}", json.dumps([number, *self._introduce()]))
@@ -322,7 +323,8 @@ class Watchdog:
                 if self._keeper is None and number <= _FIRST and self.rank != 0 and not is_agent_store():
                     self._find_keeper()
                 if self._tell_stall() and (mismatch := self._find_mismatch()):
-                    self._store.set(f"mismatch {self._round}", mismatch)  # a rank may seem busy again by the report
+                    # Sending the report may make a rank seem busy again.
+                    self._store.set(f"mismatch {self._round}", mismatch)
                     self._alarmed.set()
                 alarmed = self._store.check([f"alarm {self._round}"])
                 self._answered_at = time.monotonic()
@@ -331,7 +333,7 @@ class Watchdog:
                 if alarmed or self._alarmed.is_set():
                     self._answer()
                 unfinished = self._errand(self._store)
-                self._alarmed.wait(_HURRY if unfinished else self.period)  # `leave` sets it too
+                self._alarmed.wait(_HURRY if unfinished else self.period)  # `leave` also sets it
         self._answered_at = math.inf
 
     def _find_keeper(self) -> None:
@@ -357,7 +359,7 @@ class Watchdog:
 
     def _is_stuck(self) -> bool:
         """Return whether this rank needs ranks that have ended, without an error: NCCL raises none in this case."""
-        if "TREADLE_SUPERVISOR" in os.environ:  # which names the rank that is gone, and ends this one
+        if "TREADLE_SUPERVISOR" in os.environ:  # the supervisor names the rank that has ended, and ends this one
             return False
         waits = is_stage_running() or is_waiting(stack_of(self.thread))
         return waits and time.monotonic() - self._since >= _LOST
@@ -420,7 +422,7 @@ class Watchdog:
         folder_name = store.get(f"alarm {self._round}").decode()
         frames = stack_of(self.thread)
         now = time.monotonic()
-        # The sentry may have seen a last sign of life before this alarm, or the rank has continued since.
+        # The sentry may have seen a last sign of progress before this alarm, or the rank has continued since then.
         moved = self._alarmed.is_set() and self._sign(frames) != self._signature
         self._write_stacks(folder_name, rank)
         words = [is_waiting(frames), moved, int(self._count.values[0]), self._describe(frames), now - self._since]
@@ -435,15 +437,15 @@ class Watchdog:
             self._alarmed.clear()
             self._since = time.monotonic()
             return
-        silence_uncaught()  # the end of the others will be an error here
+        silence_uncaught()  # the end of the others will raise an error here
         self._end_silent(answers)
         if self._find_lost(answers) or self._read(f"mismatch {self._round}"):
             run_briefly(scratch.leave)
-            time.sleep(0.3)  # each rank needs the store for this, and rank zero may keep it
+            time.sleep(0.3)  # each rank needs the store for this, and rank zero may hold it
             end_at_once(1)
         if rank not in self._blame(answers):
-            run_briefly(scratch.leave)  # before the launcher learns of it, and ends this rank
-            time.sleep(0.3)  # the one that hangs leaves first
+            run_briefly(scratch.leave)  # before the launcher notices it and ends this rank
+            time.sleep(0.3)  # the rank that hangs leaves first
         end_at_once(HUNG)
 
     def _collect_answers(self) -> dict[int, Any]:
@@ -470,7 +472,7 @@ class Watchdog:
     def _blame(self, answers: dict[int, Any]) -> list[int]:
         """Return the ranks that others wait for: the silent ones.
 
-        Else, of those that wait for no other rank, the last.
+        If there are none, the last of the ranks that wait for no other rank.
         """
         if silent := [rank for rank, answer in answers.items() if answer is None]:
             return silent
@@ -553,7 +555,7 @@ class Watchdog:
             for ident, frame in sys._current_frames().items()
             if ident != threading.get_ident()
         )
-        with contextlib.suppress(OSError):  # the disk may be what hangs, or full
+        with contextlib.suppress(OSError):  # the disk may be what hangs, or it may be full
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank-{rank}.txt").write_text(text)
         return folder
@@ -563,12 +565,13 @@ class Watchdog:
         atexit.unregister(self.leave)
         if os.getpid() != self._pid or self._ended.is_set():
             return
-        scratch.leave_on_sigterm()  # others may be waited for
-        if self._store is not None and self._answered_at != math.inf:  # else it is gone, and torch's warnings are many
+        scratch.leave_on_sigterm()  # other ranks may be waited for
+        # Not if the store is gone, because torch would print many warnings.
+        if self._store is not None and self._answered_at != math.inf:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self.rank} has ended", "")
                 self._store.compare_set("ended first", "", str(self.rank))
-                if hasattr(sys, "last_value"):  # an error, which was printed
+                if hasattr(sys, "last_value"):  # an error, which has been printed
                     self._store.set("a rank has failed", "")
                 elif self.awaits_others:
                     self._await_others()
@@ -581,11 +584,11 @@ class Watchdog:
         self._dumps.close()
 
     def _await_others(self) -> None:
-        """Wait for ranks that live, since a silent rank can't notice its own state."""
+        """Wait for ranks that live, because a silent rank cannot notice its own state."""
         self._leaving = True
         pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
-            self._since = time.monotonic()  # this wait does not count as a lack of progress
+            self._since = time.monotonic()  # this wait does not count as lack of progress
             pulses = [pulse for pulse in pulses if not self._has_ended(pulse.rank)]
             if not pulses:
                 return
@@ -634,7 +637,7 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
         The watchdog; None if none is needed.
 
     Raises:
-        ValueError: If a limit is set that this torch can't apply to several processes.
+        ValueError: If a limit is set that this torch cannot apply to several processes.
     """
     strict = limit is not None
     if world.size > 1 and dist.get_backend() == "fake":
@@ -662,24 +665,24 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
 
 
 def dismiss() -> None:
-    """Stop the watchdog, since the process group ends, and its store."""
+    """Stop the watchdog, because the process group and its store end."""
     for watchdog in _current:
         watchdog.leave()
     _current.clear()
 
 
 def _connect(world: World) -> dist.Store | None:
-    """Return a separate connection to the store of the process group, since one thread's call may wait for long.
+    """Return a separate connection to the process group's store, because a call of one thread may wait for long.
 
-    None for a store that can't have two connections.
+    None for a store that cannot have two connections.
     """
-    base: Any = dist.distributed_c10d._get_default_store()  # private, but in every torch from 1.x to 2.13
+    base: Any = dist.distributed_c10d._get_default_store()  # private, but present in torch from 1.x to 2.13
     server = base
     while isinstance(server, dist.PrefixStore):
         server = server.underlying_store
     if not isinstance(server, dist.TCPStore):
         return dist.PrefixStore("treadle watchdog", base.clone()) if hasattr(base, "clone") else None
-    # Not by `Store.clone`, which is there since torch 2.8. The name keeps process groups apart, as the prefixes do.
+    # Not with `Store.clone`, which exists only since torch 2.8. The name separates process groups, like the prefixes.
     name = base.compare_set("name of the watchdogs", "", uuid.uuid4().hex).decode()
     connection = dist.TCPStore(server.host, server.port, is_master=False, timeout=world.timeout, wait_for_workers=False)
     return dist.PrefixStore(f"treadle watchdog {name}", connection)
@@ -703,5 +706,5 @@ def _name_folder() -> str:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # not by sys.stderr, whose lock the main thread may hold
+    with contextlib.suppress(OSError):  # not with sys.stderr, whose lock the main thread may hold
         os.write(2, "".join(f"treadle: {line}\n" for line in text.splitlines()).encode())

@@ -27,7 +27,7 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-# What gloo and NCCL know; tensors of other types, such as int16 or float8, travel as bytes.
+# Types that gloo and NCCL support; tensors of other types, such as int16 or float8, are sent as bytes.
 _CARRIED = {
     torch.bool,
     torch.uint8,
@@ -113,9 +113,9 @@ class World:
             if timeout is not None:
                 process_group.set_timeout(timeout)
             self._note_carried_devices()
-            if dist.get_backend() != "fake":  # of a plan, in which nobody else is
+            if dist.get_backend() != "fake":  # the group of a plan has no other processes
                 process_group.make_communicators(self.device)
-                arrivals_of(self)  # so that others can see where this process is
+                arrivals_of(self)  # so that other ranks can see this process's position
 
     def _note_carried_devices(self) -> None:
         """Note which devices the group supports: a script's own ``init_process_group("nccl")`` has no host tensors."""
@@ -134,7 +134,7 @@ class World:
             dimensions: Sizes by name, whose product is the world size: ``mesh(replicate=2, shard=4)``.
 
         Raises:
-            ValueError: If the product is another number.
+            ValueError: If the product is not the world size.
         """
         if math.prod(dimensions.values()) != self.size:
             grid = " x ".join(f"{name}={size}" for name, size in dimensions.items())
@@ -145,7 +145,7 @@ class World:
             )
         key = tuple(dimensions.items())
         if key not in self._meshes:
-            process_group.connect(self.device, self.rank, self.size, self.timeout)  # also a world of one
+            process_group.connect(self.device, self.rank, self.size, self.timeout)  # also with a single process
             shape, names = tuple(dimensions.values()), tuple(dimensions)
             self._meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         return self._meshes[key]
@@ -205,14 +205,15 @@ class World:
         name = ""
         lines = process_group.spare_lines
         if lines and lines[-1][0] == self.timeout:
-            name = lines[-1][1].group_name  # torch counts the groups, so it is the same line on all ranks
-        # Asked also where this rank has none: another may have one, after a stage that failed on this rank alone.
+            name = lines[-1][1].group_name  # torch counts the groups, so the name is the same on all ranks
+        # Requested even if this rank has none, because another may have one after a stage that failed on this rank
+        # alone.
         if self.gather_objects(name) != [name] * self.size or not name:
             return None
         return lines.pop()[1]
 
     def forget_parts(self) -> None:
-        """Discard meshes and separate groups, since the process group they belong to has ended."""
+        """Discard meshes and separate groups, because the process group they belong to has ended."""
         self._beside = None
         self._meshes.clear()
 
@@ -245,7 +246,7 @@ class World:
         store = dist.PrefixStore("treadle claims", dist.distributed_c10d._get_default_store())
         try:
             return bool(store.add(name, 1) == 1)
-        except RuntimeError:  # the process that kept the store has ended, so it called this earlier
+        except RuntimeError:  # the process that held the store has ended, so it called this earlier
             return False
 
     def meet(self, call: str) -> None:
@@ -255,7 +256,8 @@ class World:
             call: The name of the user's call, for the error.
 
         Raises:
-            RuntimeError: If some process will not arrive, or does not within the timeout. The error names the ranks.
+            RuntimeError: If some process will not arrive, or does not arrive within the timeout. The error names the
+                ranks.
         """
         if self.size > 1 and self.group is None:
             arrivals_of(self).meet(call)
@@ -285,7 +287,7 @@ class World:
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Start to sum ``tensor`` over all processes, in place.
+        """Start summing ``tensor`` over all processes, in place.
 
         Args:
             tensor: A tensor of any shape, the same on every process.
@@ -335,7 +337,7 @@ class World:
             group: The process group.
 
         Raises:
-            ValueError: If this process is not in it.
+            ValueError: If this process is not in the group.
         """
         rank = dist.get_rank(group)
         if rank < 0:
@@ -353,7 +355,7 @@ class World:
             value: Any object that can be pickled.
 
         Raises:
-            DistributedOperationException: On every process, if one makes another exchange of objects.
+            DistributedOperationException: On every process, if one of them makes a different exchange of objects.
         """
         if self.size == 1:
             return [value]
@@ -371,7 +373,7 @@ class World:
             source: The rank whose value is returned.
 
         Raises:
-            DistributedOperationException: On processes that make another exchange of objects than ``source``.
+            DistributedOperationException: On processes that make a different exchange of objects than ``source``.
         """
         if self.size == 1:
             return value
@@ -438,24 +440,24 @@ class World:
         self.raise_together(error)
 
     def raise_together(self, error: BaseException | None) -> None:
-        """Raise on every process if any failed: its own error on that process, a named one elsewhere.
+        """Raise an error on every process if any failed: its own error on that process, a `PeerFailed` elsewhere.
 
         Args:
             error: The error of this process, or None.
 
         Raises:
             PeerFailed: On the processes that did not fail, with the rank and the error of the first that did.
-            SystemExit: In place of it, if that process left with an exit status: all leave with it.
+            SystemExit: Instead, if that process exited with a status: all processes exit with it.
         """
         if self.size > 1:
             words = None if error is None else f"{type(error).__name__}: {error}"
-            status = (error.code or 0) if isinstance(error, SystemExit) else None  # sys.exit() is sys.exit(0)
+            status = (error.code or 0) if isinstance(error, SystemExit) else None  # sys.exit() equals sys.exit(0)
             try:
                 errors = self.gather_objects(None if words is None else (words, status))
             except Exception:
                 if error is None:
                     raise
-                raise error from None  # the others are gone; that must not hide why this one goes
+                raise error from None  # the others have ended; that must not hide why this rank leaves
             failed = [(rank, *failure) for rank, failure in enumerate(errors) if failure is not None]
             if failed and error is None:
                 if isinstance(failed[0][2], int):
@@ -499,5 +501,5 @@ def _unwrap(value: Any) -> Any:
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values contiguously, in a dtype that backends support; others as a row of bytes."""
+    """Return a contiguous tensor in a dtype that backends support; values of other dtypes as a row of bytes."""
     return tensor.contiguous() if tensor.dtype in _CARRIED else tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -72,7 +72,7 @@ def check_parallelized(module: nn.Module, size: int) -> None:
         size: The number of tensor parallel ranks.
 
     Raises:
-        ValueError: If it has not: the processes would do the same work ``size`` times.
+        ValueError: If it has not, because the processes would do the same work ``size`` times.
     """
     if not any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(
@@ -91,7 +91,7 @@ def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
         words: The name of the tensor, for the error.
 
     Raises:
-        ValueError: If something was.
+        ValueError: If something else was written to it.
     """
     if not tape.is_unchanged(tensor):
         raise ValueError(

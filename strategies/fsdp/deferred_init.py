@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# In-place operations that read nothing of what they write to: what was there before is of no use.
+# In-place operations that do not read the tensor that they write, so its earlier values are not needed.
 _OVERWRITES = ("aten::uniform_", "aten::normal_", "aten::zero_", "aten::fill_", "aten::copy_", "aten::bernoulli_")
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
-_SMALL = 1 << 20  # bytes of a tensor from outside that are copied, rather than trusted to stay as they are
+_SMALL = 1 << 20  # bytes up to which an external tensor is copied instead of assuming that it does not change
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._calls: list[_Call] = []
-        self._touched: dict[int, list[int]] = {}  # storage: the calls that change it
-        self._storages: dict[int, Any] = {}  # kept, so that no other takes the same address
+        self._touched: dict[int, list[int]] = {}  # by storage, the calls that change it
+        self._storages: dict[int, Any] = {}  # kept alive, so that their addresses are not reused
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
-        self._built: dict[int, weakref.ref[Tensor]] = {}  # parameters and buffers, by their ids
+        self._built: dict[int, weakref.ref[Tensor]] = {}  # parameters and buffers by their ids
         self._versions: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,21 +122,21 @@ class Tape(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         input_keys = {self._register_storage(t) for t in tensors if _is_meta(t)}
         if input_keys and _needs_values(func, args, kwargs):
-            # The model's own code, or torch's, looks at what it has made.
+            # The model's or torch's code reads the values of what it has created.
             return func(*tree_map(self._materialize, args), **tree_map(self._materialize, kwargs))
         if input_keys and len(input_keys) < len(tensors) and func not in _COPIES:
             args, kwargs = tree_map(self._convert_to_meta, args), tree_map(self._convert_to_meta, kwargs)
             input_keys = {self._register_storage(t) for t in tree_leaves((args, kwargs)) if _is_meta(t)}
         random = self._find_generator(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
-        # Noted before the call, which may change its arguments.
+        # Recorded before the call, which may change its arguments.
         noted = tree_map(self._note, (args, kwargs))
         try:
             output = func(*args, **kwargs)
-        except NotImplementedError:  # torch has it for real memory only; its own callers take the error for a "no"
+        except NotImplementedError:  # torch supports it for real memory only; its callers interpret the error as "no"
             output = self._infer_output(func, args, kwargs)
         output_keys = {self._register_storage(t) for t in tree_leaves(output) if _is_meta(t)}
         if not output_keys or (output_keys <= input_keys and not func._schema.is_mutable):
-            return output  # nothing of the model's, or a view of what is there
+            return output  # the result does not belong to the model, or is a view of an existing tensor
         if random is not None:
             self._draw(func, args, kwargs)
         places = [self._note(leaf) for leaf in tree_leaves(output)]
@@ -186,7 +186,7 @@ class Tape(TorchDispatchMode):
     def _convert_to_meta(self, value: Any) -> Any:
         """Return a tensor from outside as one without memory.
 
-        0-d tensors are kept, since they can be mixed with these.
+        0-d tensors are kept, because they can be mixed with these.
         """
         if not isinstance(value, Tensor) or _is_meta(value) or not value.ndim:
             return value
@@ -243,7 +243,7 @@ class Tape(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._touched
 
     def is_done(self) -> bool:
-        """Return whether none of the recorded models exists any more."""
+        """Return whether none of the recorded models exists any longer."""
         return all(tensor() is None for tensor in self._built.values())
 
     def is_unchanged(self, tensor: Tensor) -> bool:
@@ -337,7 +337,7 @@ class _HiddenMeta(TorchFunctionMode):
         if func == _IS_META:
             return False
         if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "meta").type == "meta":
-            # On the meta device these would drop their data unseen.
+            # On the meta device these would silently drop their data.
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
         if func in _LOOKS and _is_meta(args[0]):
             args = (self._tape.values(args[0]).cpu(), *args[1:])
@@ -379,7 +379,7 @@ def _place(tensor: Tensor) -> _Place:
 def _copy_off_heap(state: Tensor) -> Tensor:
     """Return a copy outside of the heap.
 
-    Small objects that stay, among large ones that go, keep the heap from shrinking (glibc).
+    Small objects that remain among released large ones keep the heap from shrinking (glibc).
     """
     off_heap = torch.frombuffer(mmap.mmap(-1, state.nbytes), dtype=state.dtype)
     return off_heap.copy_(state)

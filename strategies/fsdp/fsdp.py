@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 class FSDP(Strategy):
     """Strategy in which each process keeps a shard of every parameter, its gradient and its optimizer state.
 
-    A block's parameters are gathered when it runs, and dropped afterwards. It works on CPU (gloo) and CUDA, including
-    with a world size of one. Build large models in `Accelerator.init_module` or `TaskModule.configure_model`: then no
-    process ever holds the full model.
+    A block's parameters are gathered when it runs, and dropped afterwards. The strategy works on CPU (gloo) and CUDA,
+    including with a world size of one. Build large models in `Accelerator.init_module` or `TaskModule.configure_model`:
+    then no process ever holds the full model.
 
     Args:
         auto_wrap_policy: Selects the modules that are gathered as one unit; see `wrap_policy.chosen_blocks`. Parameters
             outside of them are gathered once per step.
-        activation_checkpointing_policy: Selects modules that keep only their inputs and recompute the rest in backward:
-            True for those of ``auto_wrap_policy``, a separate policy, or a `Recompute`, which can also select every
-            n-th of them, keep the results of some operations, or leave the choice to the compiler.
-        reshard_after_forward: Drop a block's parameters after forward and gather them again in backward. False keeps
-            them (faster, more memory), a number reshards to groups of that many processes.
+        activation_checkpointing_policy: Selects modules that keep only their inputs and recompute the rest in the
+            backward pass: True for those of ``auto_wrap_policy``, a separate policy, or a `Recompute`, which can also
+            select every n-th of them, keep the results of some operations, or leave the choice to the compiler.
+        reshard_after_forward: Drop a block's parameters after the forward pass and gather them again in the backward
+            pass. False keeps them (faster, more memory), a number reshards to groups of that many processes.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
         gather_dtype: The dtype in which parameters are gathered. By default it is their storage dtype, and autocast
             does the rest, so that results equal those of one process; ``torch.bfloat16`` sends half of float32's bytes,
@@ -64,7 +64,7 @@ class FSDP(Strategy):
             accumulation, more communication.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
             torch's, 30 minutes; on CUDA, 10 minutes.
-        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one of the device.
+        process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: that of the device.
 
     Raises:
         ValueError: If sizes do not divide the world size.
@@ -101,7 +101,7 @@ class FSDP(Strategy):
     ) -> None:
         self.group_options = make_group_options(timeout, process_group_backend)
         self.auto_wrap_policy = check_policy(auto_wrap_policy, "auto_wrap_policy")
-        Recompute.parse(activation_checkpointing_policy)  # refuses what is none
+        Recompute.parse(activation_checkpointing_policy)  # raises an error if it is not a policy
         self.activation_checkpointing_policy = activation_checkpointing_policy
         if tensor_parallel_size != 1 and not isinstance(reshard_after_forward, bool):
             raise ValueError(
@@ -118,7 +118,7 @@ class FSDP(Strategy):
         self._tapes: list[Tape] = []
         self._recording = False
         self._roots: WeakSet[Any] = WeakSet()
-        # The parameters before and after sharding, for optimizers that were made before.
+        # For optimizers that were created before: the parameters before and after sharding.
         self._moved: Any = WeakIdKeyDictionary()
 
     def attach(self, world: World, precision: Precision) -> None:
@@ -136,7 +136,7 @@ class FSDP(Strategy):
         self._tapes.clear()
         self._moved.clear()
         self._roots.clear()
-        # torch's caches of how DTensors are computed with hold the grid, and that holds the group (2.13).
+        # torch's caches of DTensor computations hold the grid, which holds the group (2.13).
         getattr(self._mesh, "_pg_registry", {}).clear()
         self.device_mesh = self._mesh = self._data_world = None  # type: ignore[assignment]
 
@@ -153,7 +153,7 @@ class FSDP(Strategy):
 
         All processes must enter it: they draw rank zero's random numbers.
         """
-        if self._recording:  # the context around this one remembers
+        if self._recording:  # the context around this one records it
             with built_in_place(torch.device("meta"), self.precision.storage, empty):
                 yield
             return
@@ -181,14 +181,14 @@ class FSDP(Strategy):
             root = self._shard(module)
             self._tapes = [tape for tape in self._tapes if not tape.is_done()]
             root._layout, root._syncs = self._describe(), True
-            object.__setattr__(module, _ROOT, root)  # not as a part of the model
+            object.__setattr__(module, _ROOT, root)  # not registered as a submodule
         elif root._layout != self._describe():
             raise ValueError(
                 f"this {type(module).__name__} was sharded by an earlier run as {root._layout}, but this run needs "
                 f"{self._describe()}. Sharding can't be undone. Build a new model and load the weights."
             )
         elif root not in self._roots:
-            start_anew(root)  # the earlier run may have failed half-way
+            start_anew(root)  # an earlier run may have failed before its end
         self._roots.add(root)
         return root
 
@@ -197,7 +197,7 @@ class FSDP(Strategy):
         return self.wrap(module)
 
     def local_method(self, module: nn.Module, name: str) -> Any:
-        """See `Strategy.local_method`; it communicates nevertheless, since no process has the full model."""
+        """See `Strategy.local_method`; it still communicates, because no process has the full model."""
         return self.method(self.wrap(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
@@ -217,7 +217,7 @@ class FSDP(Strategy):
         self._start_alike(module)
         if self.layout.tensor > 1:
             self._parallelize(module)
-            blocks = self._choose_blocks(module)  # the hook may have put other parts in
+            blocks = self._choose_blocks(module)  # the hook may have inserted other submodules
         self._explain(module, blocks)
         recompute = Recompute.parse(self.activation_checkpointing_policy)
         if recompute is not None:
@@ -226,22 +226,23 @@ class FSDP(Strategy):
             self._build(block, unbuilt)
             self._fully_shard(block, self.reshard_after_forward)
         self._build(module, unbuilt)
-        # Where activations are computed again, autocast alone would keep a cast copy of the whole model until backward.
+        # If activations are recomputed, autocast alone would keep a cast copy of the whole model until the backward
+        # pass.
         precision = self.precision if recompute is None else replace(self.precision, cached=False)
         router = ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
         self._fully_shard(router, False)
         if self.world.size > 1:
-            router.register_forward_pre_hook(self._count_step, prepend=True)  # before FSDP's own, which may wait
+            router.register_forward_pre_hook(self._count_step, prepend=True)  # before FSDP's own hook, which may wait
         unblocked = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
         router._parts_to_reshard = [router, *unblocked, *(blocks if self.reshard_after_forward is not True else ())]  # type: ignore
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
-            if name in after:  # else the model's `parallelize` has put another in its place
+            if name in after:  # otherwise the model's `parallelize` has replaced it
                 self._moved[parameter] = after[name]
         return router
 
     def _count_step(self, *_: Any) -> None:
-        if torch.is_grad_enabled():  # an evaluation gathers too, but a training step is what others may miss
+        if torch.is_grad_enabled():  # an evaluation gathers too, but a training step is what other ranks may miss
             self.world.advance()
 
     def _choose_blocks(self, module: nn.Module) -> list[nn.Module]:
@@ -268,8 +269,8 @@ class FSDP(Strategy):
                 if self.precision.storage is not None and tensor.is_floating_point():
                     tensor.data = tensor.data.to(self.precision.storage)
                 if not tensor.is_contiguous():
-                    tensor.data = tensor.data.contiguous()  # torch shards no others (2.13)
-                shared = tensor.data.to(self.world.device)  # on a GPU by its own links, one tensor at a time
+                    tensor.data = tensor.data.contiguous()  # torch shards no other tensors (2.13)
+                shared = tensor.data.to(self.world.device)  # over the GPUs' own links, one tensor at a time
                 self.world.broadcast_tensor(shared)
                 if shared.device != tensor.device:
                     tensor.data.copy_(shared)
@@ -285,7 +286,7 @@ class FSDP(Strategy):
 
     def _build(self, module: nn.Module, unbuilt: dict[Any, Tensor]) -> None:
         """Compute the values of tensors without memory in ``module``'s submodules."""
-        built: dict[Tensor, Tensor] = {}  # what is tied stays tied
+        built: dict[Tensor, Tensor] = {}  # so that tied parameters remain tied
         for part in module.modules():
             for name, placeholder in _iterate_tensors(part):
                 if not local(placeholder).is_meta:
@@ -307,7 +308,7 @@ class FSDP(Strategy):
         value = tape.values(origin)
         if self.precision.storage is not None and value.is_floating_point():
             value = value.to(self.precision.storage)
-        value = cut_like(value.contiguous(), placeholder)  # where tensor parallelism cuts it
+        value = cut_like(value.contiguous(), placeholder)  # for parameters that tensor parallelism splits
         if isinstance(origin, nn.Parameter):
             value = value.cpu() if self.cpu_offload else value
             return nn.Parameter(value, requires_grad=origin.requires_grad)
@@ -323,14 +324,14 @@ class FSDP(Strategy):
         )
 
         if isinstance(module, FSDPModule):
-            return  # by the user's own configure_model
+            return  # sharded by the user's own configure_model
         policy = self.mixed_precision
         if policy is None:
             half = self.precision.storage in (torch.float16, torch.bfloat16)
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False)
-        elif isinstance(module, Router):  # its input is the batch, where a target or a mask is not to be rounded
+        elif isinstance(module, Router):  # its input is the batch, in which a target or a mask must not be rounded
             policy = replace(policy, cast_forward_inputs=False)
-        on_cpu = self.world.device.type == "cpu"  # there everything lies in host memory already
+        on_cpu = self.world.device.type == "cpu"  # everything is in host memory already
         offload = CPUOffloadPolicy() if self.cpu_offload and not on_cpu else OffloadPolicy()
         mesh = self.layout.data_mesh(self._mesh)
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
@@ -386,7 +387,7 @@ class FSDP(Strategy):
         """See `Strategy.agree_on_overflow`.
 
         torch's scaler reduces over the processes that the first gradient is sharded over (2.13). With tensor
-        parallelism, others have shards of other gradients.
+        parallelism, other processes have shards of other gradients.
         """
         if self.layout.tensor > 1:
             self.world.all_reduce(overflow, "max")
@@ -400,8 +401,8 @@ class FSDP(Strategy):
     def start_agreement(self, votes: Tensor) -> None:
         """See `Strategy.start_agreement`; on GPUs the sum starts after backward, in `agreement`.
 
-        NCCL's collectives share one queue: the first gather of backward would wait behind the votes, and these for the
-        end of forward.
+        NCCL's collectives share one queue: the first gather of the backward pass would wait behind the votes, and the
+        votes would wait for the end of the forward pass.
         """
         if self.world.device.type == "cuda":
             self._votes = votes

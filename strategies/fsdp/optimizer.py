@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from ..distributed import World, cut_like, is_sharded
 
-# They compute with all elements of a parameter, or index some of them, for which torch has no sharded form (2.13).
+# They compute with all elements of a parameter, or index some of them, which torch does not support for shards (2.13).
 _NEED_WHOLE = (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor)
 
 
 def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World) -> None:
-    """Replace the parameters of ``optimizer`` by their shards.
+    """Replace the parameters of ``optimizer`` with their shards.
 
     Args:
         optimizer: The user's optimizer.
@@ -24,7 +24,7 @@ def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World
         world: All processes; existing state is rank zero's.
 
     Raises:
-        ValueError: If it can't work on shards, or has parameters of a model that is not prepared.
+        ValueError: If it cannot work on shards, or has parameters of a model that is not prepared.
     """
     if isinstance(optimizer, _NEED_WHOLE):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Activation checkpointing: activations that are dropped after forward and recomputed in backward."""
+"""Activation checkpointing: activations that are dropped after the forward pass and recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ FLAG = "activation_checkpointing_policy"
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Activations that `FSDP` recomputes in backward, rather than keep them from forward on.
+    """Activations that `FSDP` recomputes in the backward pass instead of keeping them.
 
-    Blocks keep only their inputs: this takes the time of one more forward, and a block's activations in place of the
-    model's. Dropping fewer activations takes less time.
+    Blocks keep only their inputs: this takes the time of one more forward, and the memory of one block's activations
+    instead of the model's. Dropping fewer activations takes less time.
 
     Args:
-        blocks: Selects the modules, as ``auto_wrap_policy``, which is the default.
+        blocks: Selects the modules, in the forms of ``auto_wrap_policy``, which is the default.
         every: Select only every n-th of them, including the first one.
         keep: Operations whose results are kept within them, such as ``torch.ops.aten.mm.default``; ``"products"`` for
             those of matrix products and attention, which take longest, so that recomputation is cheap.
         budget: Let the compiler choose what to keep within a share of the memory, from 0.0 (drop all) to 1.0 (keep
-            all), at the least cost in time. For compiled models, and for the whole process; without the other
-            arguments.
+            all), at the least cost in time. It applies to compiled models and to the whole process, and excludes the
+            other arguments.
 
     Raises:
         ValueError: If a number is out of range, or if ``budget`` is combined with another argument.
@@ -96,7 +96,7 @@ class Recompute:
         if self.budget is not None:
             self._set_budget(module)
             return
-        # The form that leaves the names of the model's parts as they are; torch has no public one (2.13).
+        # The form that keeps the names of the model's submodules; torch has no public one (2.13).
         from torch.distributed._composable import checkpoint
 
         chosen = blocks if self.blocks is None else chosen_blocks(module, self.blocks, FLAG)

@@ -14,8 +14,8 @@ from ..forward_router import Router
 class ShardedRouter(Router):
     """Root of a sharded model.
 
-    If no backward will follow, the model's parameters are the shards again afterwards, as its optimizer needs them. It
-    never computes in torch's inference mode: parameters gathered there first could not be trained (2.13).
+    If no backward will follow, the model's parameters are the shards again afterwards, as its optimizer needs them. The
+    model never computes in torch's inference mode: parameters first gathered in it could not be trained (2.13).
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ class ShardedRouter(Router):
 
 
 def put_away(root: Any) -> None:
-    """Drop parameters that a forward has left gathered for its backward; they would miss new values otherwise.
+    """Drop parameters that a forward has left gathered for its backward; otherwise they would miss new values.
 
     Args:
         root: The root of a sharded model.
@@ -54,7 +54,7 @@ def start_anew(root: Any) -> None:
             record._training_state = type(record._training_state).IDLE
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
-        group._all_gather_result = None  # of values that may be old
+        group._all_gather_result = None  # it may contain old values
         group._post_forward_indices.clear()
         group.comm_ctx.post_forward_order.clear()
         group.comm_ctx.reduce_scatter_state = None
@@ -72,7 +72,7 @@ def forget_gradients(root: nn.Module) -> None:
     for _, group in _iterate_sharded_groups(root):
         for fsdp_parameter in group.fsdp_params:
             fsdp_parameter.unsharded_accumulated_grad = None
-            if hasattr(fsdp_parameter, "_unsharded_param"):  # after the first gathering
+            if hasattr(fsdp_parameter, "_unsharded_param"):  # it exists after the first gathering
                 fsdp_parameter._unsharded_param.grad = None
 
 
@@ -98,7 +98,7 @@ def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
         if get_state is not None:
             state = get_state()
             groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # older ones (2.6) have one group each
+            if groups is None:  # older versions (2.6) have one group each
                 groups = [group for group in (state._fsdp_param_group,) if group is not None]
             for group in groups:
                 yield state, group

@@ -64,7 +64,7 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
     )
 
     def add(*names: str, **settings: object) -> None:
-        # Both spellings of each, as torchrun has them.
+        # Both spellings of each option, as in torchrun.
         spellings = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
         spellings += [name[:2] + name[2:].replace("_", "-") for name in names if "_" in name]
         command_parser.add_argument(*dict.fromkeys((*names, *spellings)), **settings)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         The value of each option.
 
     Raises:
-        ValueError: An option is unknown, with the nearest name, or belongs into the script.
+        ValueError: If an option is unknown (the error names the closest one), or belongs in the script.
     """
     command_parser = parser()
     option_names = [
@@ -171,7 +171,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _check_names(
     command_parser: argparse.ArgumentParser, option_names: Iterable[str], arguments: Sequence[str]
 ) -> None:
-    """Check the options before the script: argparse would take the value of an unknown one for the script."""
+    """Check the options before the script: argparse would treat the value of an unknown one as the script."""
     flags = {name for action in command_parser._actions if action.nargs == 0 for name in action.option_strings}
     short = {name for action in command_parser._actions for name in action.option_strings if len(name) == 2}
     rest = list(arguments)
@@ -198,7 +198,7 @@ def job_of(options: argparse.Namespace) -> Job:
         options: Result of `parse`.
 
     Raises:
-        ValueError: The options contradict each other or do not fit this machine.
+        ValueError: If the options contradict each other or do not fit this machine.
     """
     nodes = _parse_nodes(options)
     if options.multi_gpu and (options.cpu or not _count_gpus()):
@@ -215,7 +215,7 @@ def job_of(options: argparse.Namespace) -> Job:
     if nodes is None:
         run_id = options.rdzv_id or uuid.uuid4().hex
     else:
-        run_id = options.rdzv_id or "none"  # torchrun's; all machines must say the same
+        run_id = options.rdzv_id or "none"  # torchrun's default; it must be the same on all machines
     return Job(
         nproc=_parse_nproc(options, nodes),
         command=[*python, *(["-m"] if options.module else []), options.script, *options.arguments],

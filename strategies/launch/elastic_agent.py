@@ -30,17 +30,18 @@ from .membership import Membership
 from .rank_board import RankBoard
 from .rendezvous import SIGNALS, Job, Place
 
-# Ranks save and leave when they get one of these.
+# Signals that make ranks save and leave.
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
-# Of ranks that were asked to leave; 1: SIGHUP. Python ends by SIGINT itself after a KeyboardInterrupt.
+# Exit codes of ranks that were asked to leave; 1: SIGHUP. Python ends itself with SIGINT after a KeyboardInterrupt.
 _STOPPED = (128 + 1, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT)
-_POLL = 0.01  # seconds; failures closer than this can't be ordered; a rank needs longer to end
+_POLL = 0.01  # seconds; the order of failures closer than this is unknown; a rank needs longer to end
 _HUNG_GRACE = 0.5  # seconds
 _AGAIN_GRACE = 1.0  # seconds
-_NEWS, _NEWS_OF_LEAVING = 1.2, 3.0  # seconds; torch asks for the state of the machines at most once per second
+_NEWS, _NEWS_OF_LEAVING = 1.2, 3.0  # seconds; torch requests the state of the machines at most once per second
 _CHANGED = "the machines of the run have changed; restarting"
-_LEFT_EARLY = 256  # no exit status of the system's
-_END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"  # what the machines' agents tell each other
+_LEFT_EARLY = 256  # not an exit status that the system uses
+# Keys under which the machines' agents inform each other.
+_END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"
 
 
 class Elsewhere(Exception):
@@ -54,13 +55,14 @@ class Elsewhere(Exception):
 class Agent(LocalElasticAgent):
     """torch's agent, which also records the order in which ranks end and uses Treadle's grace periods.
 
-    Upstream looks every 0.1 s and can't order two failures in between. After a failure it gives the others a fixed
-    30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13); that one holds after a signal to the agent, and
-    only since torch 2.13. It does not learn of a failure on another machine until its own ranks fail by that.
+    Upstream checks every 0.1 s and cannot order two failures in between. After a failure it gives the others a fixed 30
+    s, which `shutdown_timeout` does not change (torch 2.11, 2.13); that setting applies after a signal to the agent,
+    and only since torch 2.13. Upstream does not learn of a failure on another machine until its own ranks fail because
+    of it.
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, board: RankBoard) -> None:
-        # A log directory only where asked for: a killed supervisor would leave it behind.
+        # A log directory only if one is requested, because a killed supervisor would leave it behind.
         redirects, tee = Std.from_str(job.redirects), Std.from_str(job.tee)
         super().__init__(spec, DefaultLogsSpecs(log_dir=job.log_dir or os.devnull, redirects=redirects, tee=tee))
         self.job = job
@@ -69,10 +71,10 @@ class Agent(LocalElasticAgent):
         self.grace = job.grace
         self.looks = max(1, round(job.monitor_interval / _POLL))
         self.restarting = self.hurried = False
-        self.closing: signal.Signals | None = None  # what the ranks were sent first
-        # Local rank: exit code, in the order of time; `_LEFT_EARLY` for an exit with 0 from within a stage.
+        self.closing: signal.Signals | None = None  # the signal that the ranks were sent first
+        # Exit codes by local rank, in the order of time; `_LEFT_EARLY` for an exit with 0 from within a stage.
         self.ends: dict[int, int] = {}
-        self.sent: dict[int, set[int]] = {}  # local rank: the signals that this process has sent it
+        self.sent: dict[int, set[int]] = {}  # by local rank, the signals that this process has sent it
 
     def _rendezvous(self, worker_group: Any) -> None:
         self.membership.begin_round()
@@ -103,14 +105,15 @@ class Agent(LocalElasticAgent):
             self.restarting, self.grace = False, before
 
     def _monitor_workers(self, worker_group: Any) -> Any:
-        for _ in range(self.looks):  # after each return the agent asks its store for news, which costs more than a look
+        # After each return the agent asks its store for news, which takes longer than a check.
+        for _ in range(self.looks):
             time.sleep(_POLL)
             if self._note_ends() or self._end_silent() or len(self.ends) == len(worker_group.workers):
                 break
         else:
-            # Not torch's own look: one that met a failure before ours would start its 30 s.
+            # Not torch's own check: one that noticed a failure before ours would start its 30 s.
             self._hear()
-            # torch looks at those that come only, and the ranks of this machine may wait for half an hour.
+            # torch only checks for machines that join, and the ranks of this machine may wait for half an hour.
             if self.may_change and self.membership.look()[0]:
                 self._start_again(worker_group, _CHANGED, self.job.failure_grace)
             return RunResult(state=WorkerState.HEALTHY)
@@ -122,10 +125,10 @@ class Agent(LocalElasticAgent):
                 self._hear()
             else:
                 self.tell(_convert_to_status(failed[0]), f"{self.first_failure()} on {socket.gethostname()}")
-            # A rank that was asked to stop did so in order, and the others may still be saving.
+            # A rank that was asked to stop ended as intended, and the others may still be saving.
             saving = failed[0] in _STOPPED or any(map(self.board.is_leaving, self._list_living()))
             seconds = self.grace if saving else self.job.failure_grace
-            # The watchdogs of the others have ended them by now, or can't.
+            # The watchdogs of the others have ended them by now, or cannot.
             seconds = min(seconds, _HUNG_GRACE) if failed[0] == HUNG else seconds
             self._end_ranks(signal.SIGTERM, seconds, patient=saving)
         elif not self._await_others():
@@ -142,7 +145,7 @@ class Agent(LocalElasticAgent):
         nodes = self.job.nodes
         if nodes is None or not nodes.elastic:
             return False
-        # A machine that is told to go does so when its ranks have saved, at the same time as ours.
+        # A machine that is told to leave does so when its ranks have saved, at the same time as this one.
         seconds = _NEWS_OF_LEAVING if failed[0] in _STOPPED else _NEWS
         end = time.monotonic() + (seconds if self.several else 0.0)
         while not any(self.membership.look()):
@@ -158,10 +161,10 @@ class Agent(LocalElasticAgent):
     def _await_others(self) -> bool:
         """Wait until the ranks of all machines have ended without a failure; return False if a machine has left before.
 
-        It has vanished, or a rank of it has failed at the very end: then all machines have to start again.
+        It has vanished, or one of its ranks has failed at the very end: then all machines have to start again.
 
         Raises:
-            Elsewhere: A machine has left, and no restart is allowed.
+            Elsewhere: If a machine has left, and no restart is allowed.
         """
         if not self.several:
             return True
@@ -178,11 +181,11 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if not self.restarting:
             if death_sig in _PREEMPTING and not self.closing:
-                for number in _PREEMPTING:  # the ranks save now, which a second one must not break off
+                for number in _PREEMPTING:  # the ranks are saving, which a second signal must not interrupt
                     signal.signal(number, signal.SIG_IGN)
-            # torch comes here again when a second signal broke off the first wait.
+            # torch calls this again if a second signal interrupted the first wait.
             if self.closing is signal.SIGINT:
-                self._close(signal.SIGINT, _AGAIN_GRACE)  # a rank tidies up what it breaks off
+                self._close(signal.SIGINT, _AGAIN_GRACE)  # a rank cleans up what it interrupts
             death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), death_sig
         self._end_ranks(death_sig, self.grace, patient=not self.hurried)
         super()._shutdown(death_sig)
@@ -197,8 +200,8 @@ class Agent(LocalElasticAgent):
         Args:
             number: The signal.
             seconds: Seconds from the first signal to SIGKILL.
-            patient: Restart the count whenever a rank is seen to leave on its own, since a save may take any time.
-                False where a rank has failed: the others note the signal but can't save.
+            patient: Restart the count whenever a rank is seen to leave on its own, because a save may take any time.
+                False if a rank has failed: the others note the signal but cannot save.
         """
         context: Any = self._pcontext
         for rank in self._list_living():
@@ -217,15 +220,15 @@ class Agent(LocalElasticAgent):
     def _close(self, number: signal.Signals, seconds: float) -> None:
         context: Any = self._pcontext
         if context is not None:
-            for rank in self._list_living():  # torch sends SIGKILL after the time-out
+            for rank in self._list_living():  # torch sends SIGKILL after the timeout
                 self.sent.setdefault(rank, set()).update((number, signal.SIGKILL))
             context.close(number, timeout=seconds)
 
     def _note_ends(self) -> bool:
-        """Record the ranks that ended since the last call, and return whether any rank has failed by now."""
+        """Record the ranks that ended since the last call, and return whether any rank has failed so far."""
         handlers = {} if self._pcontext is None else self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
         codes = {rank: handler.proc.poll() for rank, handler in handlers.items() if rank not in self.ends}
-        # Within one look a killed rank comes first: it is what makes others raise.
+        # Of the ranks found in one check a killed one comes first, because it makes the others raise errors.
         for rank, code in sorted(codes.items(), key=lambda end: end[1] is None or end[1] >= 0):
             if code is not None:
                 self.ends[rank] = _LEFT_EARLY if code == 0 and self.board.is_running(rank) else code
@@ -281,14 +284,14 @@ class Agent(LocalElasticAgent):
     def _ask(self, method: str, *args: Any) -> Any:
         try:
             return getattr(self._worker_group.store, method)(*args)
-        except RuntimeError as error:  # DistError and its kin
+        except RuntimeError as error:  # DistError and its subclasses
             raise self._make_elsewhere(
                 1, f"the machine with the store of the run does not respond ({_get_first_line(error)})"
             ) from None
 
     def _make_elsewhere(self, status: int, text: str) -> Elsewhere:
         if status not in _STOPPED:
-            self.grace, self.hurried = self.job.failure_grace, True  # nothing can be saved without the others
+            self.grace, self.hurried = self.job.failure_grace, True  # nothing can be saved without the other machines
         return Elsewhere(status, text)
 
     def _hear(self) -> None:
@@ -297,14 +300,14 @@ class Agent(LocalElasticAgent):
             raise self._make_elsewhere(*json.loads(self._ask("get", _END)))
 
     def tell(self, status: int, text: str) -> None:
-        """Report the end of the run to the other machines, unless one of them did so first, whose report then stands.
+        """Report the end of the run to the other machines, unless one of them did so first, whose report then applies.
 
         Args:
             status: Exit status of the run.
             text: Reason for it.
 
         Raises:
-            Elsewhere: Another machine was first.
+            Elsewhere: If another machine was first.
         """
         if self.several:
             mine = json.dumps([status, text])
@@ -358,7 +361,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
         The exit status of the run.
 
     Raises:
-        ValueError: The endpoint of the other machines does not answer.
+        ValueError: If the endpoint of the other machines does not answer.
     """
     if job.nodes is not None and place is not None:
         _say(f"waiting at {place.endpoint} for {_count(job)} machine(s), from {place.local_addr}, run id {job.run_id}")
@@ -371,7 +374,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
             agent.run()
         except SignalException as error:
             stop = error.sigval
-        except KeyboardInterrupt:  # while the machines met
+        except KeyboardInterrupt:  # while the machines were meeting
             stop = signal.SIGINT
         except Elsewhere as error:
             elsewhere = error
@@ -381,7 +384,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
             )
         finally:
             for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
-                signal.signal(number, signal.SIG_IGN)  # what is left takes a moment and must be done
+                signal.signal(number, signal.SIG_IGN)  # the rest takes a moment and must be completed
             agent.finish(sweep=stop is not None or elsewhere is not None)
             _take_leave(agent, rendezvous, stop)
     return _report_outcome(agent, stop, elsewhere)
@@ -390,7 +393,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
 def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> None:
     nodes = agent.job.nodes
     if stop is not None and nodes is not None and nodes.elastic:
-        agent.membership.leave()  # the others go on without this machine
+        agent.membership.leave()  # the others continue without this machine
         return
     if stop is not None:
         with contextlib.suppress(Elsewhere):
@@ -403,14 +406,14 @@ def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> N
 def _make_rendezvous(job: Job, place: Place | None) -> Any:
     nodes = job.nodes
     if nodes is None or place is None:
-        # Port 0: the system picks a free one and the agent keeps it open, so two launches never meet.
+        # Port 0: the system chooses a free port and the agent keeps it open, so two launches never conflict.
         alone = RendezvousParameters("c10d", "localhost:0", job.run_id, 1, 1, local_addr="localhost", is_host=True)
         return get_rendezvous_handler(alone)
     conf: dict[str, Any] = dict(nodes.conf)
     if nodes.backend == "static":
         conf["rank"] = nodes.rank
-    # torch guesses from the host's name whether it holds the store, which fails where that is a loopback address.
-    # Several agents of the endpoint's machine may try: the first to get the port holds the store.
+    # torch guesses from the host's name whether this process holds the store, which fails if the name resolves to a
+    # loopback address. Several agents on the endpoint's machine may try: the first to get the port holds the store.
     tries = [conf.pop("is_host")] if "is_host" in conf else [True, False] if place.owner else [False]
     for holds in tries if nodes.backend == "c10d" else [None]:
         more = conf if holds is None else conf | {"is_host": holds}
@@ -436,7 +439,7 @@ def _make_spec(job: Job, place: Place | None, rendezvous: Any) -> WorkerSpec:
         role="treadle",
         local_world_size=job.nproc,
         entrypoint=job.command[0],
-        # The agent fills in templates such as ${local_rank}; a command line must arrive as it is.
+        # The agent replaces templates such as ${local_rank}; the command line must arrive unchanged.
         args=tuple(part.replace("$", "$$") for part in job.command[1:]),
         rdzv_handler=rendezvous,
         max_restarts=job.max_restarts,
@@ -449,7 +452,7 @@ def _make_spec(job: Job, place: Place | None, rendezvous: Any) -> WorkerSpec:
 
 def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewhere | None) -> int:
     """Print how the run ended, unless successfully, and return the exit status."""
-    # A rank that not even SIGKILL ended, as it hangs in a driver, is missing in `ends`.
+    # A rank that even SIGKILL did not end, because it hangs in a driver, is missing in `ends`.
     started = agent.job.nproc if agent._worker_group.workers else 0
     codes = dict(agent.ends) | {rank: -signal.SIGKILL for rank in range(started) if rank not in agent.ends}
     agent.ends = codes
@@ -514,7 +517,8 @@ def _describe_ending(code: int) -> str:
         return f"exit status {code}, after {signal.Signals(code - 128).name}"
     if code >= 0:
         return f"exit status {code}" + " (by the watchdog)" * (code == HUNG)
-    name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")  # not SIGRTMIN + 1
+    # SIGRTMIN + 1 has no name.
+    name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
     return f"killed by {name}"
 
 

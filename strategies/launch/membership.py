@@ -10,8 +10,8 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
-# Seconds that those who meet again wait for more machines. They lost each other at the same time, while those that meet
-# for the first time may be started half a minute apart (torch's default for both, which --rdzv-conf changes).
+# Seconds that machines that meet again wait for more machines. They lost each other at the same time, whereas machines
+# that meet for the first time may be started half a minute apart (torch's default for both, which --rdzv-conf changes).
 _LAST_CALL = timedelta(seconds=5)
 _LEAVE = 5.0  # seconds
 
@@ -19,7 +19,7 @@ _LEAVE = 5.0  # seconds
 class Membership:
     """Machines that take part in a run, that wait to join it, and that have left it.
 
-    Where the machines are numbered, or meet by a user-defined rendezvous, no change is ever seen.
+    If the machines are numbered, or meet by a user-defined rendezvous, no change is ever seen.
 
     Args:
         handler: Torch's rendezvous.
@@ -33,14 +33,15 @@ class Membership:
         """Prepare a rendezvous: the first of the run, or a later one.
 
         Raises:
-            RendezvousError: The store does not answer.
+            RendezvousError: If the store does not answer.
         """
         if self._handler is None:
             return
-        # torch (2.4 to 2.13) keeps the store of the ranks over restarts: with the keys of the killed ranks, and on some
-        # machines with the address of one that has left. None has it made anew, which all machines then see.
+        # torch (2.4 to 2.13) keeps the ranks' store over restarts, with the keys of the killed ranks, and on some
+        # machines with the address of a machine that has left. With None it is created again, and all machines see the
+        # new one.
         self._handler._bootstrap_store_info = self._handler._shared_tcp_store_server = None
-        self._handler.num_nodes_waiting()  # asks the store for the state
+        self._handler.num_nodes_waiting()  # this requests the state from the store
         state, timeout = self._handler._state_holder.state, self._handler.settings.timeout
         if (state.complete or state.round > 0) and timeout.last_call > _LAST_CALL:
             timeout._set_timeouts(last_call=_LAST_CALL)
@@ -56,22 +57,22 @@ class Membership:
     def look(self) -> tuple[bool, bool]:
         """Return whether a machine of the run has left, and whether another one waits to join.
 
-        torch asks the store at most once per second. A machine has left when it says so, or has not been heard of for
-        keep_alive_interval x keep_alive_max_attempt seconds (15).
+        torch asks the store at most once per second. A machine has left when it reports so, or has not sent a sign of
+        life for keep_alive_interval x keep_alive_max_attempt seconds (15).
 
         Raises:
-            RendezvousError: The store does not answer.
+            RendezvousError: If the store does not answer.
         """
         if self._handler is None:
             return False, False
         waiting = self._handler.num_nodes_waiting()
         present = len(self._handler._state_holder.state.participants)
-        # A machine that is alone and was stopped for a while has not heard of itself.
+        # A machine that is alone and was stopped for a while has no information about itself.
         return self._size > 1 and present < self._size, waiting > 0
 
     def leave(self) -> None:
         """Tell the others immediately that this machine leaves, instead of letting them time out."""
         if self._handler is not None:
             self._handler._stop_heartbeats()
-            with contextlib.suppress(RendezvousError):  # the store is gone, or does not answer in time
+            with contextlib.suppress(RendezvousError):  # the store has ended, or does not answer in time
                 self._handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE)

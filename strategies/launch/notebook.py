@@ -32,7 +32,7 @@ from ..distributed import (
 from ..processes import die_with_parent, kill_session, sweep
 from .supervisor import FAILURE_GRACE
 
-_ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
+_ANY_PORT = "29500"  # Accelerate's default, on which two notebooks would conflict
 
 
 def notebook_launcher(
@@ -72,12 +72,12 @@ def notebook_launcher(
         rdzv_id: Name of the run. Default: a random one.
         max_restarts: How often all processes are restarted after a failure, on one machine. Default: 0.
         monitor_interval: Longest time in seconds between checks of the processes. Default: 0.1.
-        log_line_prefix_template: Not supported; None.
+        log_line_prefix_template: Only None.
 
     Raises:
-        ValueError: An argument is not supported, the session can't be forked, or an Accelerator exists already.
-        TypeError: `function` is not callable.
-        RuntimeError: A process failed; with its traceback. The others were ended.
+        ValueError: If an argument is not supported, the session cannot be forked, or an Accelerator exists already.
+        TypeError: If `function` is not callable.
+        RuntimeError: If a process failed; the error shows its traceback. The other processes were ended.
     """
     conf = dict(rdzv_conf or {})
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
@@ -134,9 +134,9 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         num_processes: Number of processes. Default: 2.
 
     Raises:
-        ValueError: The session can't be forked, or an Accelerator exists already.
-        TypeError: `function` is not callable.
-        RuntimeError: A process failed; with its traceback. The others were ended.
+        ValueError: If the session cannot be forked, or an Accelerator exists already.
+        TypeError: If `function` is not callable.
+        RuntimeError: If a process failed; the error shows its traceback. The other processes were ended.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 
@@ -240,7 +240,7 @@ class _Launch:
                     ranks[-1].start()
                     theirs.close()
                     pipes.append(ours)
-            # After the forks, which could not hold its threads.
+            # Created after the forks, which could not contain its threads.
             stores.append(
                 dist.TCPStore(
                     self.host,
@@ -255,8 +255,8 @@ class _Launch:
             self._wait(ranks, pipes)
         finally:
             _end(ranks)
-            # A rank's error refers to this frame and to the copy of its variables that `hide_frames` made, in a cycle.
-            # A rank of the next attempt that collected the store would wait for its threads, which it doesn't have.
+            # A rank's error refers to this frame and to the copy of its variables that `hide_frames` made, which forms
+            # a cycle. A rank of the next attempt that collected the store would wait for threads that it does not have.
             stores.clear()
             sweep(os.getpid(), all_ended=True)
 
@@ -267,7 +267,8 @@ class _Launch:
             ended = {local: rank.exitcode for local, rank in waiting.items() if rank.exitcode is not None}
             failed = {local: _receive_failure(pipes[local]) for local, code in ended.items() if code}
             if failed:
-                # A killed rank comes first, then who said so first: one failure makes others raise.
+                # A killed rank comes first, then the one that reported first, because one failure makes the others
+                # raise errors.
                 first = min(failed, key=lambda local: (ended[local] >= 0, failed[local][0]))
                 failure = self._describe_failure(first, ended[first], failed[first][1])
                 hide_frames(failure)
@@ -285,7 +286,7 @@ class _Launch:
 
     def _run_rank(self, local_rank: int, pipe: Connection, parent: int, attempt: int) -> None:
         """Run one process of the launch."""
-        os.setsid()  # so that ending it ends its data workers, and the notebook's interrupt reaches the parent alone
+        os.setsid()  # so that ending it ends its data workers, and only the parent gets the notebook's interrupt
         die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -309,7 +310,7 @@ class _Launch:
                 **self.variables,
             }
         )
-        # The threads of the session's OpenMP did not come along, and the first parallel loop would wait for them.
+        # The threads of the session's OpenMP are not in the fork, and the first parallel loop would wait for them.
         torch.set_num_threads(1)
         try:
             _check_autograd()
@@ -317,12 +318,12 @@ class _Launch:
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return
-            function_trace = error.__traceback__ and error.__traceback__.tb_next  # from the function on
+            function_trace = error.__traceback__ and error.__traceback__.tb_next  # from the user's function on
             words = format_error(error, function_trace)
-            pipe.send((time.time(), words[-20_000:]))  # no more than a pipe holds: nobody reads it yet
+            pipe.send((time.time(), words[-20_000:]))  # at most what a pipe holds, because it is not read yet
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # the others may be gone, and a backend's end would wait for them
+            os._exit(1)  # the others may have ended, and a backend's shutdown would wait for them
         process_group.disconnect()
 
 
@@ -345,7 +346,7 @@ def _collect_reachable(function: Callable[..., Any]) -> dict[str, Any]:
     session = getattr(function, "__globals__", {})
     around = {}
     for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # not yet filled
+        with contextlib.suppress(ValueError):  # it is not filled yet
             around[name] = cell.cell_contents
     return {name: session[name] for name in code.co_names if name in session} | around
 
@@ -357,7 +358,7 @@ def _on_gpu(value: Any) -> bool:
 
 
 def _has_opened_gpu() -> bool:
-    """Tell whether CUDA's driver is open in this process: its forks can't use it then, even if torch never has."""
+    """Return whether CUDA's driver is open in this process, so that forks cannot use it, even if torch has not."""
     for descriptor in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
             if os.readlink(descriptor) == "/dev/nvidia-uvm":

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..processes import BOARD_RECORD, explain_silence, fetch_stacks
 
-_MARGIN = 1.5  # seconds that the ranks have to notice it themselves: they know more
-_ABSENCE = 2.0  # seconds without a look after which this process was stopped itself, or its machine suspended
+_MARGIN = 1.5  # seconds that the ranks have to notice it themselves, because they know more
+_ABSENCE = 2.0  # seconds without a check after which this process was stopped itself, or its machine suspended
 
 
 @dataclass
@@ -28,15 +28,15 @@ class _Pulse:
 class RankBoard:
     """File without a name, in which each rank of this machine has a record that outlives the rank.
 
-    Its first byte tells whether a stage runs (`mark_stage`), and whether the rank leaves it because of a signal
-    (`mark_leaving`); to leave within a stage otherwise is a failure. The rest is the last beat of the rank's watchdog,
-    if the user has set a limit.
+    Its first byte shows whether a stage runs (`mark_stage`), and whether the rank leaves it because of a signal
+    (`mark_leaving`); leaving within a stage for any other reason is a failure. The rest is the last beat of the rank's
+    watchdog, if the user has set a limit.
 
     Args:
         nproc: Number of ranks.
 
     Attributes:
-        path: Where the ranks write; "" on systems without files without a name.
+        path: Where the ranks write; "" on systems that do not have such files.
     """
 
     def __init__(self, nproc: int) -> None:
@@ -109,7 +109,7 @@ class RankBoard:
         folder = Path(beat["directory"], folder_name)
         reason = f"{explain_silence(beat['pid'])}, process {beat['pid']}"
         place = ""
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # the disk is full
             folder.mkdir(parents=True, exist_ok=True)
             place = fetch_stacks(beat["pid"], beat["dumps"], folder / f"rank-{beat['rank']}.txt")
         return f"{reason}, and no other rank of this machine responds: last seen {beat['where']}{place}"
@@ -127,7 +127,7 @@ class RankBoard:
 
 
 def _parse(record: bytes) -> dict[str, Any] | None:
-    """Return a rank's last beat; None where it has no limit, or is writing at this moment."""
+    """Return a rank's last beat; None if it has no limit, or is writing at this moment."""
     try:
         return dict(json.loads(record[1:].rstrip(b"\0")))
     except ValueError:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from ...common.validation import check_int, check_positive
 from ..processes import find_source_address, interface_of, is_named_loopback, open_datagram_socket
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # which end a run
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # signals that end a run
 GRACE = 30.0
 FAILURE_GRACE = 2.0
-_PORTS = {"c10d": 29400, "static": 29500}  # torchrun's
-_PATIENCE = 30.0  # seconds; the name of a pod is not known everywhere the moment it starts
+_PORTS = {"c10d": 29400, "static": 29500}  # torchrun's defaults
+_PATIENCE = 30.0  # seconds; a pod's name is not known everywhere immediately after it starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class Nodes:
         least: Fewest machines with which the run starts and restarts.
         most: Most machines.
         endpoint: ``HOST:PORT`` of the store through which the machines meet; it is on the machine with this address.
-        rank: Number of this machine, where the user numbers them; the machines are then not elastic.
+        rank: Number of this machine, if the user numbers them; the machines are then not elastic.
         local_addr: Address of this machine that the others reach. Default: the one it reaches the endpoint from.
         conf: Further settings of torch's rendezvous: ``timeout``, ``join_timeout``, ``read_timeout``, ``is_host``...
         backend: Torch's name of the rendezvous. Default: ``"static"`` with a ``rank``, else ``"c10d"``.
 
     Raises:
-        ValueError: The numbers contradict each other, or the endpoint is empty.
+        ValueError: If the numbers contradict each other, or the endpoint is empty.
     """
 
     least: int
@@ -70,9 +70,9 @@ class Nodes:
         """Return how this machine reaches the others.
 
         Raises:
-            ValueError: The endpoint's host is unknown, or ``local_addr`` is not an address of this machine.
+            ValueError: If the endpoint's host is unknown, or ``local_addr`` is not an address of this machine.
         """
-        if self.backend not in _PORTS:  # etcd and what users registered: theirs to interpret
+        if self.backend not in _PORTS:  # etcd and user-registered backends interpret it themselves
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
         host, port = _split(self.endpoint, _PORTS[self.backend])
         target = _resolve(host, port, f"the endpoint of the machines is {host}:{port}")
@@ -120,12 +120,12 @@ class Job:
         nodes: The machines. Default: this one alone.
         max_restarts: How often all ranks are restarted after a failure. Default: 0.
         monitor_interval: Seconds between checks of what the other machines report. Default: 0.1.
-        log_dir: Folder for the ranks' output, if ``redirects`` or ``tee`` ask for files.
+        log_dir: Folder for the ranks' output, if ``redirects`` or ``tee`` request files.
         redirects: Torchrun's ``--redirects``: ``"0"`` none, ``"1"`` standard output, ``"2"`` error, ``"3"`` both.
         tee: The same, to the terminal as well.
 
     Raises:
-        ValueError: A number is out of its range, or options contradict each other.
+        ValueError: If a number is out of its range, or options contradict each other.
     """
 
     nproc: int
@@ -202,7 +202,7 @@ def _choose_interface(address: str) -> str | None:
     """Return the interface for gloo, which otherwise uses what the host's name resolves to: often a loopback address.
 
     Raises:
-        ValueError: It must be set and can't be determined.
+        ValueError: If the interface must be set and cannot be determined.
     """
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ:
         return None

@@ -27,7 +27,7 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
     """Run this script again in `nproc` ranks, and end this process with their exit status.
 
     `Trainer(devices=2)` calls this in a plain `python train.py`. Interpreter flags, `-m` and the command line are kept;
-    the code above the call runs once here and once in each rank.
+    the code above the call runs once in this process and once in each rank.
 
     Args:
         nproc: Number of ranks.
@@ -35,13 +35,14 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
 
     Raises:
         SystemExit: Always, with the status that `supervise` describes, when the ranks have ended.
-        ValueError: No script can be run again: a prompt, a notebook, `python -c`, a test runner. Nothing was started.
+        ValueError: If no script can be run again: a prompt, a notebook, `python -c`, a test runner. Nothing was
+            started.
     """
     if (config := _get_hydra_config()) is not None:
-        os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it, in each rank again
+        os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it again in each rank
     status = supervise(nproc, grace=grace)
     for stream in (sys.stdout, sys.stderr):
-        # The reader of a pipe may be gone by now, which must not replace the ranks' status by our own.
+        # The reader of a pipe may have ended by now; that must not replace the ranks' status with this process's own.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     sys.exit(status)
@@ -58,11 +59,11 @@ def supervise(
     """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
 
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to
-    every rank (except those it ignores itself: `nohup` stays effective). The ranks may save then: further SIGTERMs,
+    every rank (except those it ignores itself: `nohup` stays effective). The ranks may then save; further SIGTERMs,
     SIGUSR1s and SIGHUPs change nothing. A second SIGINT is forwarded too, and kills a second later; any other second
-    signal kills immediately. The first rank to fail ends the others. Every launch listens on a port of its own, which
-    the system picks. `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`,
-    where unset, becomes this process's CPUs divided by `nproc`.
+    signal kills immediately. The first rank to fail ends the others. Every launch listens on a separate port, which the
+    system picks. `TREADLE_SUPERVISOR` hands each rank this process's ID for `die_with_parent`. `OMP_NUM_THREADS`, where
+    unset, becomes this process's CPUs divided by `nproc`.
 
     Args:
         nproc: Number of ranks, at least 1.
@@ -70,7 +71,7 @@ def supervise(
         run_id: Name of this run, `TORCHELASTIC_RUN_ID` in the ranks. Default: a random one.
         grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted the signal, see `mark_leaving`.
             Default: 30.
-        failure_grace: Seconds that the others have from SIGTERM to SIGKILL once a rank failed. Default: 2, since they
+        failure_grace: Seconds that the others have from SIGTERM to SIGKILL once a rank failed. Default: 2, because they
             can only wait for the failed rank.
 
     Returns:
@@ -79,8 +80,8 @@ def supervise(
         regardless of the ranks' later statuses; 143 for SIGUSR1 too.
 
     Raises:
-        ValueError: `nproc` is not a positive number, no script can be run again, or this is not the main thread.
-        OSError: The program can't be started.
+        ValueError: If `nproc` is not a positive number, no script can be run again, or this is not the main thread.
+        OSError: If the program cannot be started.
     """
     command = [] if argv is None else [str(part) for part in argv]
     run_id = run_id or uuid.uuid4().hex
@@ -91,7 +92,7 @@ def supervise(
 def supervise_job(job: Job) -> int:
     """Run a job as `supervise` does; it may span several machines, each with its own supervisor.
 
-    Where ranks may use gloo and its network interface is not set, gloo uses the interface by which this machine reaches
+    If ranks may use gloo and its network interface is not set, gloo uses the interface by which this machine reaches
     the others.
 
     Args:
@@ -101,16 +102,16 @@ def supervise_job(job: Job) -> int:
         The status that `supervise` describes; that of the rank that failed first on any machine.
 
     Raises:
-        ValueError: The machines can't meet as `job.nodes` says, or this is not the main thread.
-        OSError: The program can't be started.
+        ValueError: If the machines cannot meet as `job.nodes` specifies, or this is not the main thread.
+        OSError: If the program cannot be started.
     """
     if threading.current_thread() is not threading.main_thread():
-        # Signals reach the main thread only, and Linux ends a rank with the thread that started it.
+        # Signals reach the main thread only, and Linux ends a rank along with the thread that started it.
         raise ValueError(
             f"devices={job.nproc} starts {job.nproc} processes, which only the main thread can supervise. Start the "
             "run in the main thread."
         )
-    # Text still in a buffer would come out after that of the ranks.
+    # Text that is still in a buffer would appear after the ranks' output.
     sys.stdout.flush()
     sys.stderr.flush()
     handled = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
@@ -124,9 +125,9 @@ def supervise_job(job: Job) -> int:
     place = job.nodes.place() if job.nodes is not None else None
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
-    # torch's agent starts each rank with a copy of this process's own.
+    # torch's agent starts each rank with a copy of this process's variables.
     with variables_set(variables), _restore_signals():
-        from . import elastic_agent  # a second of imports, which only a supervisor has to pay
+        from . import elastic_agent  # takes a second, for imports that only a supervisor needs
 
         try:
             return elastic_agent.run(job, place, board)
@@ -150,7 +151,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
         Interpreter, its flags, the script's absolute path or `-m` and the module's name, then the arguments.
 
     Raises:
-        ValueError: No script can be run again.
+        ValueError: If no script can be run again.
     """
     if (obstacle := _find_obstacle()) is not None:
         if is_ray_worker():
@@ -163,7 +164,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
             f"and run `python train.py` or `torchrun --nproc-per-node {nproc} train.py`, or use devices=1. In a "
             f"notebook, use `treadle.notebook_launcher(function, num_processes={nproc})`."
         )
-    # The function behind multiprocessing's spawn. It omits -u, which shows only in the stream it makes.
+    # The function that multiprocessing's spawn uses. It omits -u, which is only visible in the stream.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if getattr(sys.__stdout__, "write_through", False):
         flags.append("-u")
@@ -175,17 +176,17 @@ def build_relaunch_command(nproc: int) -> list[str]:
 def _add_hydra_overrides(arguments: list[str]) -> list[str]:
     """Return the arguments of a script.
 
-    Under Hydra with this process's output folder, which would differ on each rank.
+    Under Hydra they include this process's output folder, which would otherwise differ on each rank.
     """
     config = _get_hydra_config()
     if config is None:
         return arguments
-    if getattr(getattr(config, "mode", None), "name", "") == "MULTIRUN":  # the ranks go through all its jobs
+    if getattr(getattr(config, "mode", None), "name", "") == "MULTIRUN":  # the ranks execute all of its jobs
         overrides = {"hydra.sweep.dir": _quote(os.path.join(config.runtime.cwd, config.sweep.dir))}
     else:
-        # What is in its .hydra is complete, and two ranks would write it at the same time.
+        # The content of its .hydra is complete, and two ranks would write it at the same time.
         overrides = {"hydra.run.dir": _quote(config.runtime.output_dir), "hydra.output_subdir": "null"}
-    # Beside the other overrides: argparse takes those in one piece only.
+    # Next to the other overrides, because argparse accepts them in one piece only.
     override_positions = [
         position
         for position, argument in enumerate(arguments)
@@ -213,21 +214,21 @@ def _find_target() -> list[str] | None:
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name is not None and name != "__main__":
         return ["-m", name.removesuffix(".__main__")]
-    # That name is what a folder or zip file with a __main__.py inside runs under.
+    # A folder or zip file with a __main__.py inside runs under this name.
     file = getattr(main, "__file__", None) if name is None else sys.argv[0]
-    # Absolute: the script may have changed its directory since.
+    # Absolute, because the script may have changed its directory since.
     return [os.path.abspath(file)] if file is not None and os.path.exists(file) else None
 
 
 def _read_arguments(target: list[str]) -> list[str]:
     """Return the arguments that the interpreter received: the script may have consumed those in `sys.argv`."""
     original_argv, name = sys.orig_argv, target[1] if target[0] == "-m" else sys.argv[0]
-    # Not there if a debugger stands between; then `sys.argv` is what it left for the script.
+    # It is missing if a debugger is in between; then `sys.argv` is what the debugger left for the script.
     return original_argv[original_argv.index(name) + 1 :] if name in original_argv else sys.argv[1:]
 
 
 def _find_obstacle() -> str | None:
-    """Describe why this process can't be run again; None if it can."""
+    """Describe why this process cannot be run again; None if it can."""
     if is_ray_worker():
         return "this is a worker of Ray, which starts the processes of a run on its own"
     ipython = sys.modules.get("IPython")
@@ -259,7 +260,7 @@ def _restore_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: set by something that is not Python
+            if handler is not None:  # None: set by code other than Python's
                 signal.signal(number, handler)
 
 

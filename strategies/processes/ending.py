@@ -13,7 +13,7 @@ from . import scratch
 
 
 def end_at_once(status: int) -> None:
-    """End this process and its data workers. For threads, which can't ask the main thread to end.
+    """End this process and its data workers. For threads, which cannot ask the main thread to end.
 
     Args:
         status: The exit status.

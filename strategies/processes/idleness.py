@@ -7,15 +7,15 @@ import threading
 import time
 from pathlib import Path
 
-_MOST_WORK = 0.03  # CPU seconds per second; to receive 100 MB/s takes more
+_MOST_WORK = 0.03  # CPU seconds per second; receiving 100 MB/s needs more
 
 
 class Idleness:
     """Timer of how long this process has been idle. Each measurement needs about a millisecond.
 
     A process is idle if between two measurements it has used next to no CPU time, and at neither of them one of its
-    threads ran, wanted to run, or waited for a disk. CPU time alone would count a process as idle that a busy machine
-    starves.
+    threads ran, wanted to run, or waited for a disk. By CPU time alone, a process that a busy machine starves would
+    count as idle.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Idleness:
 def _is_running() -> bool:
     """Return whether a thread other than this one runs, wants to run, or waits for a disk.
 
-    False where it is unknown.
+    False if it is unknown.
     """
     own_thread = str(threading.get_native_id())
     for task in Path("/proc/self/task").glob("*"):

@@ -9,7 +9,7 @@ import socket
 import struct
 import sys
 
-_ELSEWHERE = "192.0.2.1"  # reserved for documents (RFC 5737): the default route leads there, and nothing is sent
+_ELSEWHERE = "192.0.2.1"  # reserved for documents (RFC 5737): the default route leads there, and no packet is sent
 
 
 def open_datagram_socket(address: str) -> socket.socket:
@@ -29,7 +29,7 @@ def find_source_address(target: str, port: int = 9) -> str:
         port: Port of the target. Default: 9.
 
     Raises:
-        OSError: No route leads there.
+        OSError: If no route leads there.
     """
     with open_datagram_socket(target) as probe:
         probe.connect((target, port))
@@ -52,7 +52,7 @@ def interface_of(address: str) -> str | None:
     get_address = 0x8915  # SIOCGIFADDR of linux/sockios.h
     with open_datagram_socket(address) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # down, or without an address
+            with contextlib.suppress(OSError):  # the interface is down, or has no address
                 response = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(response[20:24]) == address:
                     return name
@@ -71,9 +71,9 @@ def is_named_loopback() -> bool:
 
 
 def name_gloo_interface(meeting_host: str) -> None:
-    """Set gloo's network interface to the one that reaches the other machines, where gloo would use a loopback.
+    """Set gloo's network interface to the one that reaches the other machines, if gloo would use a loopback address.
 
-    The variable is ``GLOO_SOCKET_IFNAME``. A value of the user's is kept.
+    The variable is ``GLOO_SOCKET_IFNAME``. A value that the user has set is kept.
 
     Args:
         meeting_host: Host where the machines meet, the value of MASTER_ADDR.
@@ -81,7 +81,7 @@ def name_gloo_interface(meeting_host: str) -> None:
     alone = meeting_host == "localhost" or meeting_host.startswith("127.") or meeting_host == "::1"
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ or alone or not is_named_loopback():
         return
-    for target in (meeting_host, _ELSEWHERE):  # on the machine with that name it may be a loopback again
+    for target in (meeting_host, _ELSEWHERE):  # on the machine with that name it may again be a loopback address
         with contextlib.suppress(OSError):
             address = str(socket.getaddrinfo(target, None, type=socket.SOCK_DGRAM)[0][4][0])
             source = find_source_address(address)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process with this id exists.
+    """Return whether a process with this ID exists.
 
     Args:
-        pid: The process id.
+        pid: The process ID.
     """
     try:
         os.kill(pid, 0)
@@ -25,7 +25,7 @@ def is_alive(pid: int) -> bool:
 
 
 def identify_host() -> str:
-    """Return an identifier of this machine, and of a container with its own process ids; "" where it is unknown."""
+    """Return an identifier of this machine, and of a container with its own process IDs; "" if it is unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -37,12 +37,12 @@ def read_start_time(pid: int) -> str | None:
     """Return when the system started a process, in its own unit; "" where that is unknown, None if it does not exist.
 
     Args:
-        pid: The process id.
+        pid: The process ID.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         state, *rest = text.rpartition(")")[2].split()
-        return None if state in "ZX" else rest[18]  # an ended process waits for its parent to take note
+        return None if state in "ZX" else rest[18]  # an ended process waits until its parent has read its status
     except (OSError, ValueError, IndexError):
         pass
     with contextlib.suppress(OverflowError):
@@ -54,7 +54,7 @@ def kill_session(leader: int) -> None:
     """Kill the leader of a session, running or ended, and all other processes of that session, in any group.
 
     Args:
-        leader: Process id of the leader.
+        leader: Process ID of the leader.
     """
     pids = {leader} if is_alive(leader) else set()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -65,7 +65,7 @@ def kill_session(leader: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # where there is no /proc
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # on systems without /proc
         os.killpg(leader, signal.SIGKILL)
 
 
@@ -75,11 +75,11 @@ def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL
     Does nothing on systems other than Linux.
 
     For a rank the signal is SIGKILL: a supervisor that was itself killed can no longer end a rank that ignores a
-    gentler one or never gets to handle it, and a checkpoint cut short is never published. A process that is not the
+    gentler signal or never gets to handle it, and a checkpoint cut short is never published. A process that is not the
     supervisor's own child, such as a program started by a rank, inherits the variables but is left alone.
 
     Args:
-        supervisor_pid: The supervisor's process id, passed in `TREADLE_SUPERVISOR`.
+        supervisor_pid: The supervisor's process ID, passed in `TREADLE_SUPERVISOR`.
         number: The signal. Default: SIGKILL.
     """
     if sys.platform != "linux":
@@ -90,6 +90,6 @@ def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if os.getppid() == supervisor_pid:
         prctl(set_death_signal, number)
-    # The supervisor may have died before that call took effect, or before this process got here at all.
+    # The supervisor may have died before that call took effect, or before this process reached this line.
     if os.getppid() != supervisor_pid and not is_alive(supervisor_pid):
         os.kill(os.getpid(), number)

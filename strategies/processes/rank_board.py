@@ -12,12 +12,12 @@ VARIABLE = "TREADLE_BOARD"
 BOARD_RECORD = 4096  # bytes for each rank
 
 
-_running: list[int] = []  # this process, while a stage runs in it
-_signaled: list[int] = []  # this process, once it has noted a signal
+_running: list[int] = []  # contains this process while a stage runs in it
+_signaled: list[int] = []  # contains this process once it has received a signal
 
 
 def mark_stage(running: bool) -> None:
-    """Report to the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure.
+    """Report to the supervisor that a stage runs in this rank, or has ended: leaving within a stage is a failure.
 
     Args:
         running: Whether the stage runs.
@@ -51,7 +51,7 @@ def write_beat(beat: Mapping[str, Any] | None) -> None:
     """Report to the supervisor that this rank is alive.
 
     Args:
-        beat: The beat, different each time. None: the rank has no limit from now on.
+        beat: The beat, different each time. None if the rank has no limit from now on.
     """
     text = b"" if beat is None else json.dumps(beat).encode()
     if len(text) < BOARD_RECORD:
@@ -62,7 +62,7 @@ def _write(offset: int, data: bytes) -> None:
     path, local_rank = os.environ.get(VARIABLE), os.environ.get("LOCAL_RANK", "")
     if not path or not local_rank.isdecimal():
         return
-    with contextlib.suppress(OSError):  # a program that outlives the supervisor, or in another container
+    with contextlib.suppress(OSError):  # a program that outlives the supervisor, or that runs in another container
         descriptor = os.open(path, os.O_WRONLY)
         try:
             os.pwrite(descriptor, data, int(local_rank) * BOARD_RECORD + offset)

@@ -1,10 +1,10 @@
 """Temporary files of ranks. The last process of their job removes those that killed ranks left, or the next start does.
 
 Each rank has a folder below ``treadle-<user>-<namespace>`` of the system's temp folder, named after its launcher, its
-process and when that began. It holds multiprocessing's sockets, which data workers use, and a link to each unfinished
-directory, such as that of a checkpoint being written. The last process of a job to leave a machine removes these
-directories too: the supervisor, or without one the last rank. A later job removes the sockets only, since the directory
-may be another job's by then.
+process and the process's start time. It holds multiprocessing's sockets, which data workers use, and a link to each
+unfinished directory, such as that of a checkpoint being written. The last process of a job to leave a machine removes
+these directories too: the supervisor, or without one the last rank. A later job removes the sockets only, because the
+directory may be another job's by then.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from types import FrameType
 from .os_process import read_start_time
 
 _NAME = re.compile(r"(\d+)-(\d+)-(\d*)(-left)?")
-# A socket's path has 108 bytes with the closing zero, 104 on macOS; its name is multiprocessing's.
+# A socket's path has 108 bytes with the terminating zero, 104 on macOS; multiprocessing sets its name.
 _SOCKET_FOLDER_LIMIT = (107 if sys.platform == "linux" else 103) - len("/listener-12345678")
-_TRIES = 20  # the job before removes the root in the same moment
+_TRIES = 20  # the previous job may remove the root at the same moment
 
-_Identity = tuple[int, int]  # of a directory: its device and inode
+_Identity = tuple[int, int]  # the device and inode of a directory
 
 _unfinished: dict[Path, _Identity] = {}
 
@@ -60,16 +60,16 @@ _leaving = threading.Lock()
 def open_scratch(job: int) -> None:
     """Create this rank's folder, let multiprocessing use it, and remove what ranks of ended jobs left.
 
-    Does nothing where the system has no user ids, or the root belongs to another user.
+    Does nothing if the system has no user IDs, or the root belongs to another user.
 
     Args:
-        job: Process id of what has started the ranks of this machine.
+        job: Process ID of the process that started the ranks of this machine.
     """
     pid = os.getpid()
     if _opened and _opened[0].pid == pid:
         return
     _opened.clear()
-    _unfinished.clear()  # of the process that forked this one
+    _unfinished.clear()  # those of the process that forked this one
     root = _find_root()
     if root is None:
         return
@@ -86,10 +86,12 @@ def open_scratch(job: int) -> None:
     else:
         return
     _opened.append(entry)
-    if len(os.fsencode(entry.path)) <= _SOCKET_FOLDER_LIMIT:  # else multiprocessing makes a folder of a shorter name
+    # If the path is too long, multiprocessing creates a folder with a shorter name itself.
+    if len(os.fsencode(entry.path)) <= _SOCKET_FOLDER_LIMIT:
         config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # get_temp_dir's
         config.setdefault("tempdir", str(entry.path))
-    # After multiprocessing's own finalizers, which unlink the sockets; as it removes a folder that it made itself.
+    # After multiprocessing's own finalizers, which unlink the sockets, and in the way in which it removes its own
+    # folder.
     multiprocessing.util.Finalize(None, _leave_at_exit, exitpriority=-100)
 
 
@@ -104,7 +106,7 @@ def note_unfinished(directory: Path) -> None:
         return
     _unfinished[directory] = identity
     if (link := _find_link(identity)) is not None:
-        with contextlib.suppress(OSError):  # a full disk, or a second save there
+        with contextlib.suppress(OSError):  # the disk is full, or a second save is writing there
             link.symlink_to(directory)
 
 
@@ -121,16 +123,16 @@ def forget_unfinished(directory: Path) -> None:
 
 
 def leave() -> None:
-    """Remove this process's folder, and as the last one of its job also what killed ranks left."""
-    with _leaving:  # the main thread and a watchdog's
+    """Remove this process's folder and, if it is the last process of its job, also what killed ranks left."""
+    with _leaving:  # the main thread and a watchdog's thread may call this
         if not _opened or _opened[0].pid != os.getpid():
-            for directory, identity in [] if _opened else list(_unfinished.items()):  # a world of one
+            for directory, identity in [] if _opened else list(_unfinished.items()):  # there is only one process
                 _remove_unfinished(directory, identity)
             return
         entry = _opened[0]
         if not _unfinished:
             shutil.rmtree(entry.path, ignore_errors=True)
-        else:  # others may still write into these directories
+        else:  # other processes may still write into these directories
             with contextlib.suppress(OSError):
                 entry.path.rename(f"{entry.path}-left")
         if not any(other.job == entry.job and not other.has_left and other.is_alive for other in _list_entries()):
@@ -143,12 +145,12 @@ def leave() -> None:
 
 def _leave_at_exit() -> None:
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is left takes a moment and must be done
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rest takes a moment and must be completed
     leave()
 
 
 def leave_on_sigterm() -> None:
-    """Install a handler of SIGTERM that removes this rank's folder: a launcher sends one once another rank has failed.
+    """Install a handler of SIGTERM that removes this rank's folder: launchers send it once another rank has failed.
 
     Call this only once a rank fails: a handler in Python has to wait for what runs in C, unlike the system's own.
     """
@@ -174,13 +176,13 @@ def sweep(job: int | None = None, all_ended: bool = False) -> None:
     """Remove what ended processes have left.
 
     Args:
-        job: The job that ends on this machine, whose unfinished directories are removed as well. None: a job begins.
+        job: The job that ends on this machine, whose unfinished directories are removed as well. None if a job begins.
         all_ended: Whether all of its ranks have been ended, though a killed one may still exist. Default: False.
     """
     for entry in _list_entries():
         if entry.job == job and (all_ended or entry.has_left or not entry.is_alive):
             for link in _list(entry.path):
-                with contextlib.suppress(OSError, ValueError):  # a socket
+                with contextlib.suppress(OSError, ValueError):  # it is a socket
                     device, inode = link.name.split("-")
                     _remove_unfinished(link.readlink(), (int(device), int(inode)))
             shutil.rmtree(entry.path, ignore_errors=True)
@@ -210,9 +212,9 @@ def _find_link(identity: _Identity) -> Path | None:
 
 
 def _find_root() -> Path | None:
-    """Return the folder that holds the folders of this user's ranks; None where it can't be used.
+    """Return the folder that holds the folders of this user's ranks; None if it cannot be used.
 
-    Process ids are unique within a namespace, and containers may share a temp folder.
+    Process IDs are unique within a namespace, and containers may share a temp folder.
     """
     if not hasattr(os, "getuid"):
         return None
@@ -224,7 +226,7 @@ def _find_root() -> Path | None:
 
 
 def _is_own(root: Path) -> bool:
-    """Return whether nobody else can write there, or nothing exists there yet."""
+    """Return whether no other user can write to the folder, or it does not exist yet."""
     try:
         status = root.lstat()
     except OSError:
@@ -248,5 +250,5 @@ def _list_entries() -> Iterator[_Entry]:
 
 def _drop_root() -> None:
     if (root := _find_root()) is not None:
-        with contextlib.suppress(OSError):  # in use, or gone
+        with contextlib.suppress(OSError):  # it is in use, or already deleted
             root.rmdir()

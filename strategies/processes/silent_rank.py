@@ -11,14 +11,14 @@ import signal
 import time
 from pathlib import Path
 
-_DUMP = getattr(signal, "SIGRTMIN", None)  # asks for the stacks: no handler in Python is needed
+_DUMP = getattr(signal, "SIGRTMIN", None)  # requests the stacks, without a handler in Python
 
 
 class Dumps:
     """File without a name, into which a signal writes the stack of this process's main thread.
 
     Attributes:
-        path: Where others read it; "" where the system has no such files.
+        path: Where others read it; "" if the system has no such files.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,8 @@ class Dumps:
         self.path = ""
         if _DUMP is not None and hasattr(os, "memfd_create"):
             self._descriptor = os.memfd_create("treadle stacks")
-            # Of the main thread alone: the others go on while they are read, which has ended a process by SIGSEGV.
+            # Of the main thread only: the others keep running while they are read, which has ended a process with
+            # SIGSEGV.
             faulthandler.register(_DUMP, file=self._descriptor, all_threads=False)
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
@@ -34,8 +35,9 @@ class Dumps:
         """Close the file. Later requests are ignored."""
         if self._descriptor is not None and _DUMP is not None:
             faulthandler.unregister(_DUMP)
-            with contextlib.suppress(ValueError):  # in another thread than the main one
-                signal.signal(_DUMP, signal.SIG_IGN)  # the request of one who doesn't know that yet
+            with contextlib.suppress(ValueError):  # not in the main thread
+                # Another process may send the request without knowing that it is no longer answered.
+                signal.signal(_DUMP, signal.SIG_IGN)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -61,7 +63,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
         file: File that receives a copy.
 
     Returns:
-        Text with the line at which its main thread stands; "" without stacks.
+        Text with the line at which its main thread stands; "" if there are no stacks.
     """
     if _DUMP is None or not dumps:
         return ""
@@ -74,8 +76,8 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
         end = time.monotonic() + 0.5
         while not (stacks := Path(dumps).read_bytes()).rstrip() and time.monotonic() < end:
             time.sleep(0.001)
-        time.sleep(0.005 if stopped else 0.05)  # it comes line by line
-        with contextlib.suppress(OSError):  # the process may have come to its end meanwhile
+        time.sleep(0.005 if stopped else 0.05)  # the output arrives line by line
+        with contextlib.suppress(OSError):  # the process may have ended in the meantime
             stacks = Path(dumps).read_bytes()
             if stopped:
                 os.kill(pid, signal.SIGSTOP)
@@ -85,7 +87,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to a process's main thread, whose id is that of the process.
+    """Send a signal to a process's main thread, whose ID is that of the process.
 
     `os.kill` leaves the choice to Linux.
     """
@@ -97,7 +99,7 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def _read_state(pid: int) -> str:
-    """Return the letter that /proc has for the state of a process; "" where it has none."""
+    """Return the letter that /proc has for the state of a process; "" if it has none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

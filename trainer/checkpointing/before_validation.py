@@ -1,4 +1,4 @@
-"""State of the run before a validation, which is saved when a signal ends the run within it."""
+"""State of the run before a validation, saved if a signal ends the run during the validation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BeforeValidation:
         self._sums = sum_parameters(task)
 
     def note_start(self) -> None:
-        """Copy the buffers after the hooks at the validation's start, which may have replaced them by averages."""
+        """Copy the buffers after the hooks at the validation's start, which may have replaced them with averages."""
         self._started_buffers = _copy_buffers(self._task)
 
     def discard(self) -> None:
@@ -60,7 +60,7 @@ class BeforeValidation:
         self._counts.pop_all()
 
     def try_to_leave(self) -> bool:
-        """Return whether the model has its own weights, or gets them back from a callback. Call it on all ranks."""
+        """Let callbacks put the model's own weights back; return whether it has them. Call it on all ranks."""
         trainer, task = self._trainer, self._task
         moved_buffers = _copy_buffers(task)
         _restore_buffers(self._started_buffers)
@@ -75,7 +75,7 @@ class BeforeValidation:
         return False
 
     def restore(self) -> None:
-        """Restore everything."""
+        """Restore everything that was copied."""
         trainer = self._trainer
         for entry in () if trainer.metrics.evaluation is None else trainer.metrics.evaluation.entries:
             if entry.metric is not None:
@@ -115,6 +115,6 @@ def sum_parameters(task: nn.Module) -> list[Tensor]:
 
 
 def _may_count(callback: Callback) -> bool:
-    """Return whether a callback may have a state that a validation changes; Treadle's have none."""
+    """Return whether a callback may have a state that a validation changes; Treadle's callbacks have none."""
     is_ours = type(callback).__module__.startswith("treadle.")
     return not is_ours and any(has_own(callback, name, Callback) for name in _COUNTING)

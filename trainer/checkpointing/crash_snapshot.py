@@ -58,7 +58,7 @@ class LastStep:
         self._handles = [optimizer.register_step_pre_hook(self._mark_moving) for optimizer in trainer.optimizers]
 
     def attach(self, hooks: Hooks) -> None:
-        """Add the hooks that record every completed step: last in it, and before an epoch or a validation begins.
+        """Add the hooks that record the run at the end of each step, and before an epoch or a validation begins.
 
         Args:
             hooks: Dispatch table of the run.
@@ -83,7 +83,7 @@ class LastStep:
         self._changed = True
 
     def _note_validation_start(self) -> None:
-        """Record the step before its validation, which a run that resumes from here performs."""
+        """Record the step before its validation, which a run that resumes from it performs."""
         if not self._trainer.sanity_checking:
             self.note()
             self._sums = sum_parameters(self._task)  # to detect other weights, such as averages
@@ -154,7 +154,7 @@ class LastStep:
 
     @property
     def lost(self) -> str:
-        """Reason for which the step can no longer be saved; "" if it can."""
+        """Reason why the step can no longer be saved; "" if it can."""
         trainer = self._trainer
         if trainer.preemption.abandoned:
             return "a second Ctrl-C came before the step was complete"

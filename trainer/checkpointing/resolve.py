@@ -141,14 +141,14 @@ class CheckpointResolver:
             raise ValueError(f"ckpt_path={ckpt_path!r}: {why}.")
 
     def _check_callbacks(self) -> None:
-        """Raise a ValueError without a ModelCheckpoint."""
+        """Raise a ValueError if there is no ModelCheckpoint."""
         if not self.trainer.checkpoint_callbacks:
             raise ValueError(
                 f"ckpt_path={self.ckpt_path!r} searches the directories of ModelCheckpoints, but the Trainer has no "
                 "ModelCheckpoint. Pass a path instead."
             )
 
-    # -- the last ------------------------------------------------------------------------------------------------
+    # -- the last checkpoint -------------------------------------------------------------------------------------
 
     def _last(self) -> OpenCheckpoint | None:
         """Return the latest intact checkpoint; None if ``"auto"`` finds nothing to resume from."""
@@ -255,7 +255,7 @@ class CheckpointResolver:
         depth = max(callback.name_depth for callback in self.trainer.checkpoint_callbacks)
         return [CheckpointStore(path) for directory in directories for path in folders(directory, depth)]
 
-    # -- the best ------------------------------------------------------------------------------------------------
+    # -- the best checkpoint -------------------------------------------------------------------------------------
 
     def _best(self) -> OpenCheckpoint:
         """Return the best checkpoint of this process's ModelCheckpoint, or the one that the latest checkpoint names."""
@@ -328,7 +328,7 @@ def _check_is_checkpoint(path: AnyPath) -> None:
 
 
 def _run_record(folder: AnyPath) -> AnyPath | None:
-    """Return the record of the run whose folder contains ``folder``, or is it."""
+    """Return the record of the run whose folder is or contains ``folder``."""
     return next((path for parent in (folder, *folder.parents[:2]) if (path := parent / RECORD).is_file()), None)
 
 
@@ -343,8 +343,8 @@ def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterat
     by_store: list[list[tuple[Manifest, AnyPath]]] = []
     for store in stores:
         committed, problems = store.scan()
-        # Within a folder by the order of commits: a run that resumed from an earlier step, or another run in the same
-        # folder, may have left later steps.
+        # Ordered by commit within a folder: a run that resumed from an earlier step, or another run in the same folder,
+        # may have left later steps.
         by_store.append(sorted(committed, key=lambda pair: (pair[0].sequence, pair[0].step)))
         # The age of a checkpoint with an unreadable manifest is unknown.
         report.skipped += problems
@@ -360,7 +360,8 @@ def _shortened(lines: list[str], most: int = 5) -> str:
 def _find_earlier_runs(root: AnyPath, names: str) -> list[AnyPath]:
     """Return the checkpoint directories of the runs in a folder, latest first.
 
-    Versions are ordered by number, other names (a service's ids) by time; a store knows no time of a folder.
+    Versions are ordered by number, other names (such as a service's IDs) by time. An object store records no time for a
+    folder.
     """
 
     def age(folder: AnyPath) -> tuple[int, float]:

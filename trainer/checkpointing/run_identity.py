@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint with the current run: whether it belongs to the run that requests it by a word."""
+"""Comparison of a checkpoint with the current run, for checkpoints that are requested by a word such as "last"."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _PACKAGE = __name__.partition(".")[0]
-_MOST_VALUES = 1000  # of a configuration; the rest is not compared
-_MOST_CHARACTERS = 1000  # of one value
+_MOST_VALUES = 1000  # values of a configuration that are compared
+_MOST_CHARACTERS = 1000  # characters of a value that are compared
 
 # Hyperparameters that an ordinary resume may change, by the last component of their name. They set how long the run
 # is, its hardware, the places of files and what is printed; none of them makes it another experiment.
@@ -53,9 +53,9 @@ def class_name(cls: type) -> str:
 
 
 def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
-    """Return the plain hyperparameters of task and data module, by dotted name, as of before the first stage.
+    """Return the plain hyperparameters of task and data module, by dotted name, as they were before the first stage.
 
-    A run may change them later (a finder, ``setup``), which a restarted script has not done yet.
+    A finder or ``setup`` may change them later, but has not done so yet in a restarted script.
 
     Args:
         task: The task.
@@ -119,7 +119,7 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
 
 
 def _matches_class(saved: str, cls: type) -> bool:
-    """Return whether a saved class name means this class."""
+    """Return whether a saved class name refers to this class."""
     name = class_name(cls)
     if not saved.endswith(f".{cls.__qualname__}"):
         return False

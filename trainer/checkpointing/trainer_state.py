@@ -80,7 +80,7 @@ class Bundle:
         self.load(state_dict)
 
     def state_layout(self) -> Any:
-        """Return tensors with the sharding of the state, without a call of user-defined hooks."""
+        """Return tensors with the sharding of the state, without calling user-defined hooks."""
         return self.like()
 
 
@@ -119,8 +119,8 @@ class TrainerCheckpointer:
             blocking: Wait until the checkpoint is written. Default: True.
 
         Raises:
-            ValueError: If an optimizer step is in progress, or a weight is not finite on any process; nothing is
-                written or removed then.
+            ValueError: If an optimizer step is in progress, or a weight is not finite on any process. In that case
+                nothing is written or removed.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         path, *also = map(str, paths)

@@ -152,7 +152,7 @@ def _parse_scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
 
 
 def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) -> None:
-    """Warn of unknown keys, which occur in public code.
+    """Warn about unknown keys, which occur in public code.
 
     Raises:
         ValueError: If a key is nearly a valid one: a misspelled key would drop the scheduler.
@@ -169,8 +169,8 @@ def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) ->
 def endless(scheduler: Any) -> str | None:
     """Return the name of a scheduler's length argument that is infinite; None if all are finite.
 
-    Looks at torch's schedulers, at those that one combines, and at the closure of a ``LambdaLR``'s function: that of
-    transformers' ``get_cosine_schedule_with_warmup`` holds ``num_training_steps``.
+    Covers torch's schedulers, including combined ones, and the closure of a ``LambdaLR``'s function, which holds
+    ``num_training_steps`` for transformers' ``get_cosine_schedule_with_warmup``.
 
     Args:
         scheduler: The scheduler.

@@ -129,7 +129,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """Return the sizes of each dataloader's dataset, as far as they are known."""
+        """Return the sizes of each dataloader's dataset, where known."""
         names = ("Train", "Validation", "Test", "Predict")
         pairs = zip(names, LOADERS, strict=True)
         return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
@@ -208,7 +208,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the data module from the hyperparameters in a checkpoint and load its state. No code in it is run.
+        """Build the data module from the hyperparameters in a checkpoint and load its state. Saved code never runs.
 
         Args:
             checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``; or the URL of a file, with ``sha256``.
@@ -235,7 +235,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _describe_sizes(module: DataModule, method: str) -> Iterator[str]:
-    """Yield the number of samples of each of a method's dataloaders; "None" if there is no dataloader, or not yet."""
+    """Yield the number of samples of each of a method's dataloaders; "None" if there is no dataloader yet."""
     try:
         loaders = getattr(module, method)()
     except Exception:  # the user's hook may need a setup() that has not run

@@ -38,7 +38,7 @@ class Exports(nn.Module):
         """Convert ``forward`` to an ONNX program. Requires the packages onnx and onnxscript.
 
         Args:
-            file_path: Path of the file, or an open file; None writes none.
+            file_path: Path of the file, or an open file; None writes no file.
             input_sample: The input of ``forward``: a tensor, a tuple of arguments, or a dict of keywords. Default:
                 ``example_input_array``.
             kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` leaves the batch
@@ -49,7 +49,8 @@ class Exports(nn.Module):
 
         Raises:
             ModuleNotFoundError: If a package is missing; the message names it.
-            ValueError: If there is no input, the model is sharded, or the program's outputs have other shapes.
+            ValueError: If there is no input, the model is sharded, or the program's output shapes differ from the
+                model's.
         """
         require("to_onnx", "onnx", "onnxscript", extra="onnx")
         if kwargs.pop("dynamo", True) is not True:
@@ -74,7 +75,7 @@ class Exports(nn.Module):
         """Convert ``forward`` to a graph of torch operations with ``torch.export``.
 
         Args:
-            file_path: Path of the ``.pt2`` file, which ``torch.export.load(file).module()`` loads; None writes none.
+            file_path: Path of the ``.pt2`` file, which ``torch.export.load(file).module()`` loads; None writes no file.
             input_sample: See `to_onnx`.
             kwargs: Keyword arguments of ``torch.export.export``: ``dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}``.
 
@@ -82,7 +83,8 @@ class Exports(nn.Module):
             The program.
 
         Raises:
-            ValueError: If there is no input, the model is sharded, or the program's outputs have other shapes.
+            ValueError: If there is no input, the model is sharded, or the program's output shapes differ from the
+                model's.
         """
         if file_path is not None and Path(file_path).suffix != ".pt2":
             raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, the suffix that torch expects.")
@@ -100,7 +102,7 @@ class Exports(nn.Module):
         return program
 
     def to_safetensors(self, file_path: str | Path) -> None:
-        """Write the weights, with the names of ``state_dict``, to one safetensors file. The file appears in one rename.
+        """Write the weights, under their names in ``state_dict``, to one safetensors file. The write is atomic.
 
         Tied weights are written once, and the header lists them. `load_weights` loads the file.
 
@@ -128,7 +130,7 @@ class Exports(nn.Module):
         """Convert ``forward`` to TorchScript, which torch has deprecated in favour of `to_torch_export`.
 
         Args:
-            file_path: Path of the file, which ``torch.jit.load`` loads; None writes none.
+            file_path: Path of the file, which ``torch.jit.load`` loads; None writes no file.
             method: ``"script"`` compiles the source of ``forward``, ``"trace"`` records one call. Default:
                 ``"script"``.
             example_inputs: The input of ``forward`` for ``"trace"``: a tensor, a tuple of arguments, or a dict of
@@ -229,7 +231,7 @@ def _collect_tensors(output: Any) -> list[Tensor]:
 
 
 def _check_shapes(method: str, expected: list[Any], actual: list[Any]) -> None:
-    """Raise a ValueError unless number and shapes of the outputs match; a symbolic size matches any number."""
+    """Raise a ValueError unless the number and the shapes of the outputs match; a symbolic size matches any number."""
     fits = len(expected) == len(actual) and all(
         have is None
         or (len(want) == len(have) and all(not isinstance(n, int) or n == m for n, m in zip(have, want, strict=True)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HookedWeights:
-    """State dict that is passed to checkpoint hooks, with detection of their edits.
+    """State dict that is passed to checkpoint hooks, and that detects their edits.
 
     Args:
         weights: Tensors and other module state, by name.
@@ -23,7 +23,7 @@ class HookedWeights:
         self._before = {name: (value, _get_version(value)) for name, value in weights.items()}
 
     def get_edited(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the weights as the hooks left them; None if they dropped, added, replaced and changed nothing.
+        """Return the weights as the hooks left them; None if they did not drop, add, replace or change any.
 
         Args:
             checkpoint: The dict that the hooks got.

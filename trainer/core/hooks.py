@@ -1,4 +1,4 @@
-"""Hooks of a task, with the names and the times of a callback's hooks."""
+"""Hooks of a task, which have the names of a callback's hooks and run at the same times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 class TaskHooks:
-    """Hooks of a task. Override those you need; the others have no overhead. `docs/hooks.md` has their order."""
+    """Hooks of a task. Override those you need; the others have no overhead. `docs/hooks.md` lists their order."""
 
     prepare_data_per_node: bool = True
     """Whether ``prepare_data`` runs on one process of each machine, or on one process in total."""
@@ -80,7 +80,7 @@ class TaskHooks:
         """Run after each epoch, including its validation and its schedulers' steps."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Run before each micro-batch, which is on the device.
+        """Run before each micro-batch, once it is on the device.
 
         Args:
             batch: The batch.
@@ -138,11 +138,11 @@ class TaskHooks:
     def on_validation_epoch_end(self) -> None:
         """Run after the last batch of the validation dataloaders.
 
-        The last place to log a value of this validation.
+        This is the last place to log a value of this validation.
         """
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run before each validation batch, which is on the device.
+        """Run before each validation batch, once it is on the device.
 
         Args:
             batch: The batch.
@@ -173,7 +173,7 @@ class TaskHooks:
         """Run after the last batch of the test dataloaders."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run before each test batch, which is on the device.
+        """Run before each test batch, once it is on the device.
 
         Args:
             batch: The batch.
@@ -204,7 +204,7 @@ class TaskHooks:
         """Run after the last batch of the predict dataloaders."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run before each predict batch, which is on the device.
+        """Run before each predict batch, once it is on the device.
 
         Args:
             batch: The batch.

@@ -43,7 +43,7 @@ class HyperparametersMixin:
         """Keep the arguments of ``__init__`` in ``self.hparams``, unchanged.
 
         Checkpoints and loggers get the arguments that are plain data: numbers, text, lists, dicts, paths, dates,
-        tensors, enum members, dataclasses, containers of OmegaConf. Other arguments (a module, a function) are omitted
+        tensors, enum members, dataclasses, OmegaConf containers. Other arguments (a module, a function) are omitted
         from them, with one warning that names them.
 
         Args:
@@ -112,7 +112,7 @@ class HyperparametersMixin:
         return plain({name: readable(value) for name, value in self.stored_hparams().values.items()})
 
     def check_hparams(self, stored_form: Stored) -> None:
-        """Warn once of each hyperparameter that cannot be passed to the constructor from a checkpoint.
+        """Warn once about each hyperparameter that cannot be passed to the constructor from a checkpoint.
 
         Args:
             stored_form: The result of `stored_hparams`.
@@ -143,7 +143,7 @@ def _classify(whole: Any) -> tuple[str, str]:
     """Return the kind and the class name of the one object that holds all hyperparameters.
 
     Raises:
-        TypeError: If it holds none by name.
+        TypeError: If it does not hold hyperparameters by name.
     """
     kind = type(whole)
     if dataclasses.is_dataclass(whole) and not isinstance(whole, type):
@@ -158,7 +158,7 @@ def _classify(whole: Any) -> tuple[str, str]:
 
 
 def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
-    """Return a copy that later changes of the original do not affect; ``shared`` types and non-data are not copied."""
+    """Return a copy that later changes to the original do not affect; ``shared`` types and non-data are not copied."""
     if is_config(values):
         return copy.deepcopy(values)
     snapshot = AttributeDict()

@@ -38,7 +38,7 @@ _MAX_HPARAMS_BYTES = 2**20  # a YAML file of this size takes seconds
 
 
 def warn_of_code(weights_only: bool | None) -> None:
-    """Warn of ``weights_only=False``, which has no effect: only data is ever read from a checkpoint.
+    """Warn about ``weights_only=False``, which has no effect: only data is ever read from a checkpoint.
 
     Args:
         weights_only: The user's argument.
@@ -206,7 +206,7 @@ def load_checkpoint(
 
 
 def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to build a task with: those in its checkpoint, and given ones for the rest.
+    """Return the arguments to build a task with: those in its checkpoint, and ``given`` for the rest.
 
     Args:
         cls: The task's class.
@@ -260,7 +260,7 @@ def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
 
 
 def _take_changed_hparams(document: dict[str, Any], hook_entries: dict[str, Any]) -> None:
-    """Replace stored hyperparameters by those that ``on_save_checkpoint`` changed, in both dicts."""
+    """Replace stored hyperparameters with those that ``on_save_checkpoint`` changed, in both dicts."""
     values = document.get("hyper_parameters")
     if isinstance(values, dict):
         changed = hook_entries.get("hyper_parameters") or {}
@@ -298,7 +298,7 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
 
 
 def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the file's entries except for the weights, and by place what in them is not data."""
+    """Return the file's entries except for the weights, and the type of each value that is not data, by place."""
     raw = file.reader.container(file.document)
     parts: dict[str, Any] = {}
     dropped: dict[str, str] = {}
@@ -428,7 +428,7 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
         Hyperparameters by name.
 
     Raises:
-        ValueError: If the file is missing, is not such a file, is too long, or names types.
+        ValueError: If the file is missing, has another format, is too long, or names types.
     """
     path = Path(path)
     ending = path.suffix.lower()

@@ -41,8 +41,8 @@ class Signature:
     Attributes:
         arguments: Arguments by name, in order.
         open: Whether it accepts other names too, whose use is unknown.
-        positional: Names that may be passed by position, which those before ``*args`` must be.
-        by_place_only: How many of them must be passed by position.
+        positional: Names that may be passed by position; those before ``*args`` must be.
+        by_place_only: Number of arguments that must be passed by position.
     """
 
     arguments: dict[str, Argument]
@@ -132,7 +132,7 @@ def _read_signature(function: Any, bound: bool) -> Signature:
 
 
 def _make_annotation_finder(function: Any) -> Callable[[str], Any]:
-    """Return a function that finds an argument's annotation by name. One that cannot be evaluated is ``Any``."""
+    """Return a function that finds an argument's annotation by name: ``Any`` if it cannot be evaluated."""
     function = inspect.unwrap(function)
     raw = getattr(function, "__annotations__", {})
     names = getattr(function, "__globals__", {})

@@ -68,7 +68,8 @@ class Stored:
     """Hyperparameters in their stored form.
 
     Attributes:
-        values: Values by name that `codec.encode` accepts; of a mapping that can be stored in part, that part.
+        values: Values by name that `codec.encode` accepts; a mapping that can be stored only in part is reduced to that
+            part.
         left_out: Place and type of what could not be stored, by name.
     """
 
@@ -153,7 +154,7 @@ def class_name(kind: type) -> str:
 
 
 def readable(value: Any) -> Any:
-    """Return a stored value for people: records are replaced by their content.
+    """Return a stored value in readable form: records are replaced by their content.
 
     Args:
         value: The stored value.
@@ -176,11 +177,11 @@ def _make_readable_key(key: Any) -> Any:
     return name if isinstance(name, Hashable) else str(key)
 
 
-# -- to data -------------------------------------------------------------------------------------------------------
+# -- conversion to data --------------------------------------------------------------------------------------------
 
 
 class _NoData(Exception):
-    """Error for a value that cannot be stored; its text says why."""
+    """Error for a value that cannot be stored; its text gives the reason."""
 
 
 class _Flattener:
@@ -259,7 +260,7 @@ class _Flattener:
 
     @contextmanager
     def _inside(self, value: Any, place: tuple[str, ...]) -> Iterator[None]:
-        """Track the open containers, and raise `_NoData` for cycles and for too deep nesting."""
+        """Track the open containers, and raise `_NoData` for cycles and for excessive nesting."""
         if id(value) in self._open:
             raise _NoData("it contains itself")
         if len(place) >= MAX_DEPTH // 2:  # a record adds a level
@@ -311,11 +312,11 @@ def _list_fields(kind: type) -> list[str]:
     return names
 
 
-# -- and back ------------------------------------------------------------------------------------------------------
+# -- conversion from data ------------------------------------------------------------------------------------------
 
 
 class CannotRebuild(ValueError):
-    """Error for an argument that must be passed by the caller; its text says why."""
+    """Error for an argument that must be passed by the caller; its text gives the reason."""
 
 
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
@@ -324,7 +325,7 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
     Args:
         value: The stored form.
         annotation: The constructor's annotation of the argument.
-        default: The constructor's default, whose class counts as named by the annotation.
+        default: The constructor's default, whose class is treated as if the annotation named it.
         home: The module of the constructor's class, in which enums of a script are looked up.
         from_text: Whether the data comes from a file that holds text only, so that the annotation decides on types.
             Default: False.
@@ -411,7 +412,7 @@ class _Rebuilder:
             raise CannotRebuild(f"a {kind.__qualname__} as it was saved: {error}") from error
 
     def _interpret(self, value: Any, allowed: tuple[type, ...]) -> Any:
-        """Convert a text or a dict to the type of the annotation, if it names another one."""
+        """Convert a text or a dict to the type of the annotation, if that is another type."""
         if type(value) in allowed or not allowed:
             return value
         for kind in allowed:
@@ -435,7 +436,7 @@ class _Rebuilder:
 
 
 def build_config(content: Any) -> Any:
-    """Return an OmegaConf configuration with this content. No text becomes a reference, because none was stored.
+    """Return an OmegaConf configuration with this content. Text never becomes a reference: stored ones are resolved.
 
     Args:
         content: A dict, a list or None.

@@ -72,7 +72,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         self.__dict__["_metrics"] = None
         self.__dict__["_toggled"] = []
 
-    # -- what you write ------------------------------------------------------------------------------------------
+    # -- methods to define ---------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor | Mapping[str, Any]:
         """Return the mean loss of a batch, or a dict with ``"loss"``.
@@ -235,7 +235,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         else:
             scheduler.step(metric)
 
-    # -- what you call -------------------------------------------------------------------------------------------
+    # -- methods to call -----------------------------------------------------------------------------------------
 
     def log(
         self,
@@ -352,7 +352,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Run the backward pass in the run's precision, in ``training_step`` with ``automatic_optimization=False``.
 
         Args:
-            loss: 0-d tensor, the mean over the batch's samples. With several processes it is weighted by their number.
+            loss: 0-d tensor, the mean over the batch's samples. With several processes, it is weighted by the number of
+                samples.
             args: Positional arguments of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
 
@@ -431,7 +432,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the task from the hyperparameters in a checkpoint and load its weights. No code in it is run.
+        """Build the task from the hyperparameters in a checkpoint and load its weights. Saved code never runs.
 
         Args:
             checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``, whose ``hyper_parameters`` are passed to
@@ -456,11 +457,11 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         warn_of_code(weights_only)
         return build(cls, checkpoint_path, map_location, hparams_file, strict, sha256, kwargs)
 
-    # -- what the Trainer knows ----------------------------------------------------------------------------------
+    # -- values of the Trainer -----------------------------------------------------------------------------------
 
     @property
     def device_mesh(self) -> Any:
-        """Grid of processes (torch's ``DeviceMesh``, with dimensions such as ``"data_parallel"``), or None.
+        """Grid of processes: torch's ``DeviceMesh``, with dimensions such as ``"data_parallel"``; None if unused.
 
         None without a Trainer.
         """

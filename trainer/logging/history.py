@@ -104,12 +104,13 @@ class History(Mapping[str, Curve]):
         cursor: The accelerator's cursor, which counts the seconds this process has waited for batches.
 
     Attributes:
-        rates: Learning rate of each optimizer every ``log_every_n_steps``, with which the next step is taken, by the
-            names of `LearningRateMonitor`.
+        rates: Learning rates for the next step, recorded every ``log_every_n_steps``, under the names of
+            `LearningRateMonitor`.
         throughput: Samples per second of training over all processes, without validations and checkpoints.
         spent: Seconds by activity: ``"setup"``, ``"training"``, ``"validation"``, ``"checkpoints"``, ``"test"``,
             ``"predict"``.
-        waits: Seconds of these in which the process waited for batches. An accelerator may have been busy meanwhile.
+        waits: Seconds by activity in which the process waited for batches; ``spent`` includes them. An accelerator may
+            have been busy meanwhile.
     """
 
     def __init__(self, cursor: Cursor) -> None:
@@ -206,7 +207,7 @@ class History(Mapping[str, Curve]):
             self.waits[self._part] = self.waits.get(self._part, 0.0) + waited - self._waited_since
         self._part, self._since, self._waited_since = part, current_time, waited
 
-    # -- keeping and showing -------------------------------------------------------------------------------------
+    # -- storage and display -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves and rates, without times: a repeated run has to save the same bytes."""
@@ -227,8 +228,8 @@ class History(Mapping[str, Curve]):
     def plot(self, *names: str, show: bool = False) -> Figure:
         """Draw curves with matplotlib and return the figure: one plot for names with the same ending (``..._loss``).
 
-        A notebook displays the figure once, as the value of the cell: pyplot, which would display it again, discards
-        it.
+        A notebook displays the figure once, as the value of the cell. It is closed in pyplot, which would display it
+        again.
 
         Args:
             names: Names of the curves. Default: all, with the learning rates.

@@ -58,7 +58,7 @@ class Logbook:
         callback_values: The latest reduced value of everything logged, by name.
         bar_values: The same for the values of the progress bar.
         logged_values: The same for the values of the loggers.
-        evaluated: Batches processed of each validation dataloader within ``fit``.
+        evaluated: Number of batches processed from each validation dataloader within ``fit``.
         newest: Names that the last epoch or evaluation logged.
         watch: Names and step of the latest validation within ``fit``.
         folder: The run's folder, if it was created because no logger has one.
@@ -120,7 +120,7 @@ class Logbook:
         return values
 
     def write_batches(self, metrics: Metrics, counts: list[int], step: int, *, keep_counting: bool) -> None:
-        """Send the values that single batches of an evaluation logged to the loggers. Call it on all processes.
+        """Send the loggers the values that single batches of an evaluation logged. Call it on all processes.
 
         Their x-axis is the index of the dataloader's batches, because the step is constant in an evaluation. The row
         includes the number of optimizer steps.
@@ -241,7 +241,8 @@ class Logbook:
 
     def places(self) -> list[str]:
         """Return the place where rank zero's loggers wrote metrics: a directory, or a run of a service."""
-        # Only of these: reading the directory of a logger that has written nothing claims one.
+        # Only loggers that have written something, because reading the directory of another one would claim a
+        # directory.
         written = [
             logger
             for logger in self.loggers
@@ -297,7 +298,7 @@ class Logbook:
                 logger.version = version
 
     def agree_on_directory(self, root: str) -> str:
-        """Return the run's folder, rank zero's, on every process. Call it on all processes.
+        """Return rank zero's run folder on every process. Call it on all processes.
 
         Args:
             root: The Trainer's ``default_root_dir``.
@@ -308,10 +309,10 @@ class Logbook:
         return str(folder)
 
     def directory(self, root: str) -> str:
-        """Return the run's folder. For rank zero.
+        """Return the run's folder. Call it on rank zero only.
 
-        It is the first logger's. If none has one, as with MLflow, it is created below ``root``, once for this logbook,
-        so that no two runs share it; without a logger it is ``root`` itself.
+        It is the folder of the first logger that has one. If none has one (MLflow, for example), a folder is created
+        below ``root``, once for this logbook, so that no two runs share it. Without a logger it is ``root`` itself.
 
         Args:
             root: The Trainer's ``default_root_dir``.
@@ -330,7 +331,7 @@ class Logbook:
         return str(as_path(root) / (_make_file_name(self.loggers[0].name) or "treadle_logs"))
 
     def existing_folder(self, root: str) -> str | None:
-        """Return the run's folder if no logger has one, as far as it is known before the run begins. For rank zero.
+        """Return the run's folder if no logger has one, as known before the run begins. Call it on rank zero only.
 
         Args:
             root: The Trainer's ``default_root_dir``.
@@ -370,5 +371,5 @@ def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _make_file_name(name: str | None) -> str:
-    """Return a name without characters that lead to another folder, such as the ``/`` of Databricks' experiments."""
+    """Return a name that is a valid file name, without the ``/`` of Databricks experiment names, for example."""
     return re.sub(r"[^\w.=@+-]+", "_", name or "").strip("._")

@@ -75,7 +75,7 @@ class Steps:
         self.bad_batches: list[str] = []  # descriptions of the step's batches whose loss is not finite
 
     def use(self, model: Any) -> None:
-        """Use the task as wrapped again.
+        """Replace the wrapped task.
 
         Args:
             model: The wrapped task.
@@ -84,7 +84,7 @@ class Steps:
         self.step = self.accelerator.method(model, "training_step")
 
     def close(self) -> None:
-        """Release what the steps hold after the run."""
+        """Release objects that the steps hold. Call it after the run."""
 
     def take(self, group: Iterable[Any]) -> None:
         """Process one group of micro-batches; after the last one, step the optimizer.
@@ -107,7 +107,7 @@ class Steps:
             if self.skip_rest:
                 if not self.alone:
                     self._leave_together(itertools.chain((batch,), batches), index)
-                accumulation.drop_gradients()  # of the group's earlier micro-batches
+                accumulation.drop_gradients()  # those of the group's earlier micro-batches
                 self.bad_batches.clear()
                 progress.phase = Phase.BETWEEN_STEPS
                 return
@@ -184,7 +184,7 @@ class Steps:
             index: Index of the micro-batch for which a hook returned -1.
 
         Raises:
-            ValueError: On every rank, if some rank stays.
+            ValueError: On every rank, if some ranks stay.
         """
         accumulation, cursor, agreement = self.accumulation, self.cursor, self.agreement
         agreement.leave_vote = True
@@ -231,7 +231,7 @@ class Steps:
             index: Index of the micro-batch for which this rank's hook returned -1; None if it did not.
 
         Raises:
-            ValueError: Always; the message names the ranks and their micro-batches, as far as they are known.
+            ValueError: Always; the message names the ranks and their micro-batches, where known.
         """
         world = self.accelerator.world
         # If votes are read one step late, the other ranks are already in another step.
@@ -294,7 +294,7 @@ class Steps:
             self.refuse()
 
     def note_batch(self, batch: Any) -> None:
-        """Describe a micro-batch whose loss is not finite: the batch is freed before the step is refused.
+        """Record a description of a micro-batch with a non-finite loss; it is freed before the step is refused.
 
         Args:
             batch: The micro-batch.
@@ -368,6 +368,6 @@ class Steps:
 
 
 def _is_users(hook: Hook) -> bool:
-    """Return whether a hook is not one of Treadle's callbacks, which return nothing."""
+    """Return whether a hook is user-defined. Hooks of Treadle's callbacks return nothing."""
     function = hook.func if isinstance(hook, partial) else hook
     return not str(getattr(function, "__module__", "")).startswith("treadle.")

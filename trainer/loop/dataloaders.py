@@ -96,7 +96,7 @@ class Sources:
         return self._evaluation[kind]
 
     def empty(self, kind: str) -> list[Loader]:
-        """Return the dataloaders of `evaluation` whose length is 0 on all processes, as far as lengths are known.
+        """Return the dataloaders of `evaluation` whose length is known to be 0 on all processes.
 
         Args:
             kind: ``"val"``, ``"test"`` or ``"predict"``.
@@ -105,7 +105,7 @@ class Sources:
         return self._empty[kind]
 
     def warn_of_empty_validation(self) -> None:
-        """Warn of validation dataloaders without batches.
+        """Warn about validation dataloaders without batches.
 
         Within ``fit`` they are not an error: a small split may be empty.
         """
@@ -223,7 +223,7 @@ def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
 
 
 def explain_empty(loader: Loader, processes: int) -> str:
-    """Return the reason for which a dataloader may have yielded nothing, and what to change.
+    """Return why a dataloader may have yielded nothing, and how to fix it.
 
     Args:
         loader: The prepared dataloader.

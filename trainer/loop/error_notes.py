@@ -86,7 +86,7 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
 def place(trainer: Trainer, stage: str, error: BaseException) -> str:
     """Return the position of a run when an error occurred: ``"in fit, epoch 0, after optimizer step 3, in batch 3"``.
 
-    The batch has its ``batch_idx``.
+    The number of the batch is its ``batch_idx``.
 
     Args:
         trainer: The Trainer.

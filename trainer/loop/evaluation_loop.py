@@ -54,8 +54,8 @@ class EvaluationLoop:
         hooks: Dispatch table of the overridden hooks.
         loaders: The prepared dataloaders.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
-        within_fit: Whether it is a validation within training, which cannot use inference mode: its tensors could not
-            be trained later.
+        within_fit: Whether it is a validation within training, which cannot use inference mode, because its tensors
+            could not be trained later.
         keep_predictions: Collect the results of ``predict_step``. Default: False.
     """
 
@@ -222,7 +222,7 @@ class EvaluationLoop:
         return getattr(self.hooks, f"on_{self.name}_{moment}")
 
     def _own_hook(self, moment: str) -> Callable[[], Any] | None:
-        """Return the task's own hook, or None: the loop replaces the default without a call."""
+        """Return the hook if the task overrides it, else None: the loop does what the default does, without a call."""
         name = f"on_{self.name}_{moment}"
         return getattr(self.task, name) if hasattr(TaskModule, name) and overrides(self.task, name) else None
 
@@ -233,7 +233,7 @@ class EvaluationLoop:
 
 
 def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
-    """Warn of a metric object that training and validation both log."""
+    """Warn about a metric object that training and validation both log."""
     trained = {id(entry.metric): entry.name for entry in training.entries if entry.metric is not None}
     for entry in validation.entries:
         if id(entry.metric) in trained:
@@ -261,7 +261,7 @@ def check_step(task: TaskModule, stage: str) -> None:
 
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:
-    """Return the number of arguments of (batch, batch_idx, dataloader_idx) that a step accepts.
+    """Return how many of the arguments (batch, batch_idx, dataloader_idx) a step accepts.
 
     Args:
         step: The bound method.

@@ -31,7 +31,7 @@
 test and predict have the validation's form (on_test_start, on_test_end, on_test_epoch_start, on_test_epoch_end,
 on_test_batch_start, on_test_batch_end; on_predict_start, on_predict_end, on_predict_epoch_start, on_predict_epoch_end,
 on_predict_batch_start, on_predict_batch_end). on_save_checkpoint and on_load_checkpoint run where a checkpoint is made
-or restored; on_exception runs before teardown when something raised.
+or restored; on_exception runs before teardown if an error was raised.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class FitLoop:
         return stop
 
     def _may_stop(self, requested: bool) -> bool:
-        """Return whether to stop now: a stop was requested, as every process knows, and the minimum is reached."""
+        """Return whether to stop now: a stop was agreed on, and the minimum is reached."""
         trainer, progress = self.trainer, self.progress
         return requested and progress.epoch >= trainer.min_epochs and progress.step >= (trainer.min_steps or 0)
 
@@ -210,7 +210,7 @@ class FitLoop:
             progress.next_epoch()
 
     def _reload(self) -> None:
-        """Replace the dataloaders by those that the hooks return now."""
+        """Call the dataloader hooks and use the dataloaders that they return."""
         sources = self.trainer.sources
         assert sources is not None
         self.progress.loaded = self.progress.epoch
@@ -229,13 +229,13 @@ class FitLoop:
         return self.trainer.should_stop or self._is_late()
 
     def _is_late(self) -> bool:
-        """Return whether ``max_time`` is over."""
+        """Return whether ``max_time`` has elapsed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     # -- between two steps ---------------------------------------------------------------------------------------
 
     def _end_of_step(self) -> bool:
-        """Do what belongs between two steps: log, validate, schedule, save. Return whether the epoch ends here."""
+        """Perform the work between two steps: log, validate, schedule, save. Return whether the epoch ends here."""
         trainer, progress = self.trainer, self.progress
         if self.steps.skip_rest:
             return True
@@ -307,7 +307,7 @@ class FitLoop:
         return every is None or (self.progress.epoch + 1) % every == 0
 
     def _validate(self) -> None:
-        """Validate, if this epoch is validated, and record that it was due."""
+        """Validate, if this epoch is validated, and record that a validation was due."""
         if self._is_validation_epoch():
             self.validate()
         self.progress.validated = self.progress.batches

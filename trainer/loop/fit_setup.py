@@ -124,10 +124,10 @@ class Fit:
         return model, random_state
 
     def _reload_dataloaders(self) -> bool:
-        """Create the dataloaders of the epoch that a resumed run stopped in, as of the epoch in which it created them.
+        """Recreate the dataloaders that a resumed run used, with ``progress.epoch`` as when they were first created.
 
         Returns:
-            Whether that is the epoch that begins.
+            Whether they are created for the epoch that begins.
         """
         trainer, sources = self.trainer, self.sources
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
@@ -149,7 +149,7 @@ class Fit:
         return reloads
 
     def _check_validation(self) -> None:
-        """Warn of a dataloader without a validation step, or of a validation step without a dataloader."""
+        """Warn about a dataloader without a validation step, or a validation step without a dataloader."""
         task, loaders = self.task, self.sources.evaluation("val")
         name = type(task).__name__
         has_step = overrides(task, "validation_step")
@@ -289,7 +289,7 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
 
 
 def _warn_of_evaluation_mode(task: TaskModule) -> None:
-    """Warn of trainable modules in evaluation mode. Modes are left as the user set them, for frozen modules."""
+    """Warn about trainable modules in evaluation mode. Modes are not changed, since frozen modules may need them."""
     parts = [(name, part) for name, part in task.named_modules() if not (part.training or _is_frozen(part))]
     names = [name or type(task).__name__ for name, part in parts]
     if names:

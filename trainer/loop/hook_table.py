@@ -120,7 +120,7 @@ _OF_CALLBACK = set(HOOKS)
 
 
 def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
-    """Warn of methods that look like hooks and are never called.
+    """Warn about methods that look like hooks and are never called.
 
     Raises:
         ValueError: For one that Lightning calls or refuses.

@@ -18,7 +18,7 @@ _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipp
 
 
 class ManualSteps(Steps):
-    """Loop body that calls ``training_step``, which steps the optimizers; their counters tell whether a step was taken.
+    """Loop body that calls ``training_step``, which steps the optimizers; their counters show whether a step was taken.
 
     Without an optimizer, for a task that has a private one (Pyro's), each batch is a step.
 
@@ -37,9 +37,9 @@ class ManualSteps(Steps):
         self.optimizers = optimizers
         self.batch: Any = None  # the batch of the current training_step
         self.votes = self.accumulation.always_agree
-        self.accumulation.always_agree = False  # not in each backward, but once, after the step
+        self.accumulation.always_agree = False  # the ranks agree once after the step, not in each backward pass
         self.voting = self.may_leave()
-        self.tainted: set[PreparedOptimizer] = set()  # whose next step is skipped
+        self.tainted: set[PreparedOptimizer] = set()  # the optimizers whose next step is skipped
         self.watches_gradients = self.accumulation.watches_gradients
         self.accumulation.watches_gradients = False  # checked before each optimizer's step instead
         if self.agreement.watch_finite:

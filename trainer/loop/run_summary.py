@@ -114,7 +114,7 @@ class RunSummary:
         return f"{count(int(steps), 'optimizer step')}, {per_epoch:,} per epoch of {count(batches, 'batch')}{done}"
 
     def _describe_manual_steps(self) -> str:
-        """Return the number of batches as text: only ``training_step`` knows which of them step an optimizer."""
+        """Return the number of batches as text: ``training_step`` decides which of them step an optimizer."""
         trainer = self.trainer
         batches, epochs = trainer.num_training_batches, trainer.max_epochs
         per_epoch = "the dataloader has no length" if batches is None else f"{count(batches, 'batch')} per epoch"
@@ -154,7 +154,7 @@ class RunSummary:
                     committed.append((manifest.step, manifest.sequence, path))
         if not committed:
             return None
-        # Within a folder by the order of commits: an earlier run in it may have left later steps.
+        # Ordered by commit within a folder, because an earlier run in it may have left later steps.
         in_one_folder = len(directories) == 1
         step, _, path = max(committed, key=lambda entry: (entry[1], entry[0]) if in_one_folder else entry[:2])
         return step, path
@@ -183,7 +183,7 @@ class RunSummary:
 
 
 def _can_use_tf32(device: torch.device, precision: Precision) -> bool:
-    """Return whether a GPU with TF32 multiplies float32 matrices without it, and the user has chosen neither."""
+    """Return whether the GPU supports TF32, but multiplies float32 matrices without it, which is torch's default."""
     return (
         device.type == "cuda"
         and precision.compute is None

@@ -170,7 +170,7 @@ class Stage:
                 error.add_note(f"while it was handled, {name_of(hook)} raised {type(second).__name__}: {second}")
 
     def _tear_down(self) -> None:
-        """Run all cleanups; an earlier error remains the error."""
+        """Run all cleanups; an earlier error is still the one that is raised."""
         trainer = self.trainer
         status = TrainerStatus.INTERRUPTED
         try:
@@ -208,7 +208,7 @@ class Stage:
             trainer.accelerator.world.release_beside()
         try:
             trainer.logbook.call("finalize", "success" if failure is None else "failed")
-        except Exception as error:  # of a strict logger
+        except Exception as error:  # raised by a strict logger
             self._note_in_teardown("a logger's finalize", error)
             errors.append(error)
         flush()
@@ -219,7 +219,7 @@ class Stage:
             # A rank that left without an error would otherwise go unnoticed: torchrun takes its exit status, 0, for
             # success.
             trainer.accelerator.world.raise_together(first)
-            trainer.preemption.agree()  # on a signal that came after the last step
+            trainer.preemption.agree()  # about a signal that arrived after the last step
 
     def _note_in_teardown(self, what: Any, error: Exception) -> None:
         """Add an error of the teardown to the notes of the first error."""

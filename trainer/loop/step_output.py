@@ -79,7 +79,7 @@ def _check_weight(weight: Any) -> None:
 
 
 def for_hooks(output: Any) -> Any:
-    """Return the ``outputs`` of hooks after a batch: the step's dict, or one with its loss, which is detached.
+    """Return the ``outputs`` of hooks after a batch: the step's dict, or a dict with its detached loss.
 
     Args:
         output: The result of the step.

@@ -24,7 +24,7 @@ _OF_VALIDATION = {"val", "valid", "validation", "eval"}
 
 
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
-    """Warn of trainable parameters that are in no optimizer, and of modules that are not registered.
+    """Warn about trainable parameters that are in no optimizer, and about modules that are not registered.
 
     Args:
         trainer: The Trainer.
@@ -87,7 +87,7 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
 
     Args:
         trainer: The Trainer, with callbacks and schedulers.
-        logged: Names that the sanity check logged; None without one.
+        logged: Names that the sanity check logged; None if there was none.
 
     Raises:
         ValueError: If nothing is ever logged and a monitor requires it.

@@ -43,13 +43,13 @@ _WORDS = ("last", "best", "auto")
 
 
 def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: Any) -> dict[str, Any]:
-    """Return the settings that ranks compare when a stage begins, by the names that users know.
+    """Return the settings that ranks compare when a stage begins, by their user-facing names.
 
     Args:
         trainer: The Trainer.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         task: The task.
-        ckpt_path: The user's argument. Rank zero searches for the checkpoint, so its path may be written differently.
+        ckpt_path: The user's argument. Rank zero searches for the checkpoint, so ranks may write the path differently.
     """
     accelerator = trainer.accelerator
     return {
@@ -68,7 +68,7 @@ def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: 
 def check_optimizers_match(
     task: TaskModule, optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig], world: World
 ) -> None:
-    """Check that ``configure_optimizers`` returned the same on every rank, in one exchange. Call it on all ranks.
+    """Check that ``configure_optimizers`` agrees on every rank, in one exchange. Call it on all ranks.
 
     Args:
         task: The task.

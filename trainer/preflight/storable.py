@@ -23,7 +23,7 @@ _TRAINER_ENTRIES = ("progress", "logged", "metrics", "callbacks")
 def check_storable(trainer: Trainer, task: TaskModule) -> None:
     """Encode the state of everything that a checkpoint of this run holds, without writing it.
 
-    Entries of ``on_save_checkpoint`` hooks are checked in the first save, because calling them might change something.
+    Entries of ``on_save_checkpoint`` hooks are checked at the first save, because calling them might change something.
     So is the state that an optimizer creates for its parameters in its first step.
 
     Args:

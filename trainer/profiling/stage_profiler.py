@@ -86,10 +86,10 @@ class Profiled:
             self.profiler.teardown(stage)
             self.profiler.model = None
 
-    # -- what is measured ----------------------------------------------------------------------------------------
+    # -- measurements --------------------------------------------------------------------------------------------
 
     def _measure(self, owner: Any, method: str, action: str) -> None:
-        """Replace a method by a measured one."""
+        """Replace a method with a measured one."""
         self._replace(owner, method, measured(self.profiler, action, getattr(owner, method)))
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:

@@ -48,7 +48,7 @@ class RunFolder:
 
     Attributes:
         path: The folder, or its URL, the same on all processes. Files of a URL are uploaded in the background.
-        lock: Held until `release`, or until the process ends; None on other processes than rank zero.
+        lock: Held until `release`, or until the process ends; None except on rank zero.
         trial: The run's number among the trials of a sweep, the same on all processes; None if it is not a trial.
 
     Example:
@@ -88,7 +88,8 @@ class RunFolder:
                 ``"runs"``.
             name: Common name of runs that belong together, which is the name of a folder. Default: ``"default"``.
             settings: Flags of the Trainer. ``accelerator``, ``devices`` and ``num_nodes`` determine the processes of
-                the job; missing ones are started, as by a Trainer. Call the method where they may run it too.
+                the job; missing processes are started, as by a Trainer. They run the script too, so call the method
+                where they also reach it.
 
         Returns:
             The folder, held by this job.
@@ -110,9 +111,9 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> RunFolder:
-        """Continue the run of an existing folder. If the new session never reaches training, the files stay unchanged.
+        """Continue the run of an existing folder. Its files change only if the new session reaches training.
 
-        A waiting run, see `prepare`, begins like a new one.
+        A waiting run (see `prepare`) begins like a new one.
 
         Args:
             path: The folder.
@@ -150,7 +151,7 @@ class RunFolder:
     def prepare(cls, path: Path, config: str, facts: Mapping[str, Any]) -> None:
         """Write the folder of a run that another process will begin with `open`; until then the run is waiting.
 
-        Only one process at a time may do so. What a killed process left half-written is written again.
+        Only one process at a time may call it. Files that a killed process left incomplete are written again.
 
         Args:
             path: The folder; its name is the run's number.
@@ -195,7 +196,7 @@ class RunFolder:
             raise
         return folder
 
-    # -- what a Trainer needs ------------------------------------------------------------------------------------
+    # -- for a Trainer -------------------------------------------------------------------------------------------
 
     def flags(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the flags of a Trainer that writes everything to this folder: ``Trainer(**folder.flags(settings))``.
@@ -265,12 +266,12 @@ class RunFolder:
                     )
         return callback.dirpath
 
-    # -- what is in it -------------------------------------------------------------------------------------------
+    # -- contents ------------------------------------------------------------------------------------------------
 
     def write_config(self, text: str) -> None:
         """Write the run's configuration, as YAML.
 
-        If a run continues with another one, the earlier becomes ``config.1.yaml``.
+        If a run continues with another configuration, the earlier one becomes ``config.1.yaml``.
 
         Args:
             text: The configuration.
@@ -288,8 +289,8 @@ class RunFolder:
         """Record the state of the run.
 
         Args:
-            facts: The changed entries by name: ``state``, ``steps``, ``best``, ... Values are plain. Other processes
-                than rank zero record only an error.
+            facts: The changed entries by name: ``state``, ``steps``, ``best``, ... Values are plain data. Ranks other
+                than zero record only an error.
             charts: Steps and values of the curves of each chart, by name; None if they have not changed.
         """
         state = facts.get("state", "running")
@@ -329,7 +330,7 @@ class RunFolder:
             self.release()
 
     def discard(self) -> None:
-        """Remove the folder, unless it contains more than a run has from its beginning."""
+        """Remove the folder, unless it contains more than the files of a new run."""
         files = (*DESCRIPTIONS, LOCK)
         if self.lock is not None and set(os.listdir(self._files)) <= set(files):
             self.release()
@@ -394,7 +395,7 @@ class RunFolder:
     def _drop_error(self) -> None:
         """Remove the error of an earlier session."""
         (self._files / ERROR).unlink(missing_ok=True)
-        if isinstance(self.path, RemotePath):  # to which each process writes it itself
+        if isinstance(self.path, RemotePath):  # each process writes to the store itself
             with contextlib.suppress(OSError):
                 (self.path / ERROR).unlink()
 
@@ -479,7 +480,7 @@ def _lock(folder: AnyPath) -> RunLock | RemoteLock:
 
 
 def _open_world(settings: Mapping[str, Any] | None) -> World:
-    """Return the job's processes, as a Trainer with these flags has them."""
+    """Return the job's processes, started as by a Trainer with these flags."""
     from ...strategies import open_world
 
     flag_names = ("accelerator", "devices", "num_nodes")
@@ -501,7 +502,7 @@ def _thin_curve(steps: Any, values: Any) -> dict[str, Any]:
 
 
 def _make_plain(value: Any) -> Any:
-    """Return values as strict JSON, which has no number that is not finite."""
+    """Return values as strict JSON, which has no non-finite numbers."""
     if isinstance(value, Mapping):
         return {str(name): _make_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

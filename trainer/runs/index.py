@@ -1,4 +1,4 @@
-"""Content of run folders, read without trust: data only, and a description of what cannot be read."""
+"""Content of run folders. Files are not trusted: only data is read, and what cannot be read is described."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Run:
         number: Its number; 0 if the folder's name is not a number, like that of a copy.
         state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` if the record says
             that it runs, but no process holds the lock; ``"waiting"``; ``"pruned"``; ``"unreadable"``.
-        facts: The record, as far as its values have the right types.
+        facts: Entries of the record whose values have the right types.
         problem: Why the record cannot be read; "" if it can.
     """
 
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def began(self) -> float:
-        """Time at which it began; if unknown, the time of its folder's last change."""
+        """Start time; if unknown, the time of the folder's last change."""
         if (began := self.facts.get("began")) is not None:
             return float(began)
         try:
@@ -197,11 +197,11 @@ def _read_or_none(path: AnyPath) -> Run | None:
 
 
 def locate(reference: str | None, directory: AnyPath, name: str | None = None) -> AnyPath:
-    """Return the path that a command's reference to a run means.
+    """Return the path of the run that a command refers to.
 
     Args:
-        reference: A number, a name and number (``"digits/3"``), or a path: of a run's folder, or of something in it,
-            such as a checkpoint. None for the latest run.
+        reference: A number, a name and number (``"digits/3"``), or a path to a run's folder or to something in it, such
+            as a checkpoint. None for the latest run.
         directory: Directory of all runs.
         name: Consider only runs with this name. Default: None.
 
@@ -236,7 +236,7 @@ def locate(reference: str | None, directory: AnyPath, name: str | None = None) -
 
 
 def holding(path: AnyPath) -> AnyPath:
-    """Return the run's folder that contains a path; the path itself if there is none.
+    """Return the run folder that contains a path, or the path itself if there is none.
 
     Args:
         path: The path.

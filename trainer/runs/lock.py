@@ -1,4 +1,4 @@
-"""Lock of a run folder for one job, which ends when the job ends for any reason."""
+"""Lock of a run folder for one job, released when the job ends for any reason."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Holder:
         return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)
 
     def is_alive(self, file: AnyPath) -> bool:
-        """Return whether the process is alive: known exactly in the same place, elsewhere by its heartbeats.
+        """Return whether the process is alive: known exactly in the same place, judged by its heartbeats elsewhere.
 
         Args:
             file: The lock's file.
@@ -116,10 +116,11 @@ def holder(folder: AnyPath) -> Holder | None:
 class RunLock:
     """Lock of a folder, held from its construction on.
 
-    If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock with the
-    process, however that ends. Otherwise a thread updates the file every `BEAT` seconds: a dead holder is detected
+    If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock when the
+    process ends, for any reason. Otherwise a thread updates the file every `BEAT` seconds: a dead holder is detected
     immediately in the same place, and after `SILENCE` seconds from other machines. A file system whose locks are valid
-    on one machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not separate two machines.
+    on one machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not protect against jobs on other
+    machines.
 
     Args:
         folder: The folder to lock; the lock is a file in it.
@@ -158,7 +159,7 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    # -- kept by the system --------------------------------------------------------------------------------------
+    # -- locks of the system -------------------------------------------------------------------------------------
 
     def _take_from_system(self) -> bool:
         """Take the lock, and return whether the file system has locks."""
@@ -175,7 +176,7 @@ class RunLock:
                 time.sleep(0.025)  # a process that checks the lock holds it for a moment
             before = read_holder(self.file)
             if before is not None and before.by == "beat" and before.is_alive(self.file):
-                raise make_in_use_error(self.folder, self.file, before)  # from a machine without such locks
+                raise make_in_use_error(self.folder, self.file, before)  # the holder is on a machine without such locks
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, encode_holder(self.holder), 0)
         except OSError as error:
@@ -197,10 +198,10 @@ class RunLock:
         os.register_at_fork(after_in_child=let_go)
         return True
 
-    # -- kept by signs of life -----------------------------------------------------------------------------------
+    # -- locks with a heartbeat ----------------------------------------------------------------------------------
 
     def _take_by_beat(self) -> None:
-        """Take the lock by the creation of its file, and start the heartbeat."""
+        """Take the lock by creating its file, and start the heartbeat."""
         part = self.folder / f".{LOCK}-{self.holder.token}"
         part.write_bytes(encode_holder(self.holder))
         try:
@@ -213,7 +214,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def _take_over(self, part: Path) -> None:
-        """Replace a lock that no process holds by ``part``. Of several jobs that try, one succeeds."""
+        """Replace a lock that no process holds with ``part``. Of several jobs that try, one succeeds."""
         before = read_holder(self.file)
         if before is not None and before.is_alive(self.file):
             raise make_in_use_error(self.folder, self.file, before)

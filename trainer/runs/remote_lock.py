@@ -18,9 +18,8 @@ class RemoteLock:
     """Lock of a run's folder in an object store, held from its construction on.
 
     A store creates an object for one job only, so two jobs that begin a run at the same time never share it. A takeover
-    from a dead job is less strict: of two jobs that try within a second one fails, because both check again which one
-        wrote
-    last.
+    from a dead job is less strict: of two jobs that try within a second, one fails, because both check again which one
+    wrote last.
 
     Args:
         folder: The folder to lock.

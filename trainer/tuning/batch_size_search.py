@@ -97,7 +97,7 @@ class BatchSizeSearch:
         return size * self.trainer.accelerator.gradient_accumulation_steps
 
     def _try(self, size: int) -> int:
-        """Run a few steps with batches of ``size``, and return the largest batch that the data has for one process."""
+        """Run a few steps with batches of ``size``; return the largest batch that the data provides per process."""
         with rehearsal(self.trainer, **{self.finder.batch_arg_name: size}) as inner:
             assert inner.sources is not None
             inner.sources.limits = dict.fromkeys(inner.sources.limits, 1.0)
@@ -119,7 +119,7 @@ class BatchSizeSearch:
         return inner.sources.train
 
     def _evaluate(self, inner: Trainer) -> Loader:
-        """Run another stage than ``fit`` for a few batches, and return its first dataloader."""
+        """Run a stage other than ``fit`` for a few batches, and return its first dataloader."""
         stage, task = str(inner.stage), inner.task
         assert task is not None
         assert inner.hooks is not None
@@ -148,7 +148,7 @@ class BatchSizeSearch:
             )
 
     def _count_most_samples(self, loader: Loader) -> int:
-        """Return the number of samples in the data for one batch of one process; a huge number if unknown."""
+        """Return the largest batch that the data could provide for one process; a huge number if unknown."""
         dataset = getattr(loader.source, "dataset", None)
         try:
             count = len(dataset)  # type: ignore[arg-type]

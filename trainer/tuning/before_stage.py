@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run_searches(trainer: Trainer) -> None:
-    """Run the searches of the finders among the callbacks: batch sizes first, because a rate suits one batch size.
+    """Run the searches of the finders among the callbacks: batch sizes first, because a rate suits only one batch size.
 
     The stage is set up, but the model is not built or placed yet.
 

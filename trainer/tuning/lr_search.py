@@ -88,7 +88,7 @@ class LRSearch:
 
 
 def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
-    """Warn if ``configure_optimizers`` builds the same for every value of the attribute."""
+    """Warn if ``configure_optimizers`` builds the same optimizers for every value of the attribute."""
     assert inner.task is not None
     rates = []
     for value in (rate, 2 * rate):
@@ -157,7 +157,7 @@ class _StepLoss(Callback):
             self._weight = self._weight + weight
 
     def take(self, trainer: Trainer) -> float:
-        """Return the loss since the last call. All processes must ask."""
+        """Return the loss since the last call. Call it on all processes."""
         both = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64, device="cpu")
         device = trainer.accelerator.device
         both = both.to(device, torch.float32 if device.type == "mps" else torch.float64)

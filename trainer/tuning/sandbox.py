@@ -1,4 +1,4 @@
-"""Copy of a stage for searches, of which nothing remains afterwards."""
+"""Copy of a stage for searches, discarded afterwards."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
 
 
 def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
-    """Restore a dataloader, or those that one combines, at the end of the search."""
+    """Restore a dataloader, or those that it combines, at the end of the search."""
     for loader in source.flattened if isinstance(source, CombinedLoader) else [source]:
         if isinstance(loader, Iterator):
             raise ValueError(
@@ -103,7 +103,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
 
 
 def _copy_datamodule(trainer: Trainer) -> DataModule | None:
-    """Return a copy with its own attributes; data is shared, and what cannot be copied (an open file)."""
+    """Return a copy with its own attributes; data, and objects that cannot be copied (an open file), are shared."""
     datamodule = trainer.datamodule
     if datamodule is None:
         return None
@@ -160,7 +160,7 @@ def _collect_shared(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
 
 @contextmanager
 def _in_host_memory(task: TaskModule | None) -> Iterator[None]:
-    """Move what an earlier stage left on a device to the host within a context, and with it copies made inside."""
+    """Move tensors left on a device by an earlier stage to the host within a context, so copies are made there."""
     assert task is not None
     moved = [
         (tensor, tensor.device)

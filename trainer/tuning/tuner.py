@@ -103,8 +103,8 @@ class Tuner:
             model: The task.
             train_dataloaders: A data module. Dataloaders cannot be rebuilt and are an error.
             val_dataloaders: The validation dataloader, or several.
-            dataloaders: A data module, for another ``method`` than ``"fit"``.
-            datamodule: The data module, if dataloaders are not the task's.
+            dataloaders: A data module, for a ``method`` other than ``"fit"``.
+            datamodule: The data module, if the dataloaders are not the task's own.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. Default: ``"fit"``.
             mode: See `BatchSizeFinder`. Default: ``"power"``.
             steps_per_trial: See `BatchSizeFinder`. Default: 3.

@@ -42,16 +42,16 @@ class Fault:
 
     Args:
         point: The point in the run. The docstring of ``treadle.testing.faults`` begins with the list.
-        action: The action; see there.
+        action: The action; see the same docstring.
         rank: The rank. Default: None, every rank.
         step: The optimizer step, counted from 1. A step lasts until the next one begins, so the validation and the save
             after it belong to it; 0 is everything before the first step in this process. Default: None, any step.
         occurrence: The number of the visit, by this process, of the point with this rank, step and file.
-        match: For disk points, a pattern for the path, such as ``"*/model*"``; of a rename, either name may match.
+        match: For disk points, a pattern for the path, such as ``"*/model*"``; for a rename, either name may match.
 
     Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A name does not exist, with the closest one that does.
+        TypeError: If a value is of the wrong type.
+        ValueError: If a name does not exist; the error names the closest one.
 
     Example:
         >>> Fault("backward:after", "raise:ValueError", rank=1, step=3)

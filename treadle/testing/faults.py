@@ -22,7 +22,7 @@ It may contain ``*``: ``disk:*`` is before every disk operation. An action is on
     oserror[:ENOSPC]          the disk operation fails with this error, EIO by default
     any function              called with the `Firing`
 
-The engine contains no code for this: an armed plan replaces functions of Treadle by its own, and restores them.
+The engine contains no code for this: an armed plan replaces functions of Treadle with its own, and restores them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class FaultPlan:
             recorded firing does not happen again. All processes of a run may share one file.
 
     Raises:
-        ValueError: There are no faults, or one is planned twice.
+        ValueError: If there are no faults, or one is planned twice.
 
     Example:
         >>> with FaultPlan([Fault("disk:fsync", "delay:0.0")], record=None) as plan:
@@ -106,7 +106,7 @@ class FaultPlan:
         self._reached = [0] * len(self.faults)
         self._lock = threading.Lock()
 
-    # -- what happened -------------------------------------------------------------------------------------------
+    # -- firings -------------------------------------------------------------------------------------------------
 
     @property
     def firings(self) -> list[Firing]:
@@ -131,7 +131,7 @@ class FaultPlan:
             world_size: World size of the run.
 
         Raises:
-            FaultsNotFired: Faults did not happen, or happened more than once; names all of them.
+            FaultsNotFired: If faults did not happen, or happened more than once; the error names all of them.
         """
         self._check(
             {
@@ -163,11 +163,11 @@ class FaultPlan:
         if mismatches:
             raise FaultsNotFired("\n".join(mismatches))
 
-    # -- what is to happen ---------------------------------------------------------------------------------------
+    # -- arming --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> FaultPlan:
         if self.record is not None:
-            self.record.open("a").close()  # now, not when something is to happen
+            self.record.open("a").close()  # an error is raised now, not when a fault fires
             _ = self.firings
         self._places.__enter__()
         return self
@@ -208,13 +208,13 @@ class FaultPlan:
                     os.close(file)
             self.faults[firing.fault].happen(firing)
 
-    # -- for scripts that somebody else starts -------------------------------------------------------------------
+    # -- plans of other processes --------------------------------------------------------------------------------
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variable that passes this plan to `armed_from_environment` in another process.
 
         Raises:
-            TypeError: An action is not a string.
+            TypeError: If an action is not a string.
         """
         for fault in self.faults:
             if not isinstance(fault.action, str):
@@ -238,7 +238,7 @@ def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractConte
     return FaultPlan([Fault(**fault) for fault in plan["faults"]], record=plan["record"])
 
 
-# -- every disk operation in turn ------------------------------------------------------------------------------------
+# -- each disk operation in turn -------------------------------------------------------------------------------------
 
 
 class DiskPoint(NamedTuple):
@@ -295,12 +295,12 @@ def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[st
     child = os.fork()
     if child == 0:
         status = 1
-        torch.set_num_threads(1)  # OpenMP's other threads are not in the copy, and it would wait for them for ever
+        torch.set_num_threads(1)  # OpenMP's other threads are not in the fork, which would wait for them forever
         try:
             with FaultPlan(faults, record=record):
                 work()
             status = 0
-        except SystemExit as left:  # as the interpreter ends; fit leaves so after a SIGTERM
+        except SystemExit as left:  # the interpreter would end this way; fit does so after a SIGTERM
             status = left.code if isinstance(left.code, int) else int(left.code is not None)
         except BaseException:
             traceback.print_exc()

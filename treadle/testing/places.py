@@ -38,7 +38,7 @@ Due = TypeVar("Due")
 
 
 class Places(Generic[Due]):
-    """Interception of a run's points: while armed, it asks at each point what is due and lets it happen.
+    """Interception of a run's points: while armed, it asks at each point which firings are due and performs them.
 
     Args:
         due: ``due(point, *paths)`` returns the list of firings that are due, usually empty.
@@ -57,7 +57,7 @@ class Places(Generic[Due]):
         self.active_points = frozenset(active_points)
         self.step = 0
         self._undo: ExitStack | None = None
-        self._inside: Any = None  # the outermost forward that runs
+        self._inside: Any = None  # the outermost forward that is running
         self._accumulations: weakref.WeakSet[Accumulation] = weakref.WeakSet()
         self._progress: weakref.WeakKeyDictionary[Accumulation, Any] = weakref.WeakKeyDictionary()
 
@@ -78,7 +78,7 @@ class Places(Generic[Due]):
 
     def _arm(self, undo: ExitStack) -> None:
         kinds = {point.split(":")[0] for point in self.active_points}
-        _replace(undo, Accumulation, "backward", self._wrap_backward)  # these two tell the step, too
+        _replace(undo, Accumulation, "backward", self._wrap_backward)  # these two also determine the step
         _replace(undo, Hooks, "__init__", self._wrap_hooks)
         if "disk" in kinds:
             for name in OPERATIONS:
@@ -91,7 +91,7 @@ class Places(Generic[Due]):
                 register_optimizer_step_post_hook(functools.partial(self._reach_at_step, "step:after")).remove
             )
         if "forward" in kinds:
-            # A prepared model may be the user's own object: only the Accelerator that prepared it can tell.
+            # A prepared model may be the user's own object, so only the Accelerator that prepared it can identify it.
             self._accumulations.update(o for o in gc.get_objects() if issubclass(type(o), Accumulation))
             _replace(undo, Accelerator, "prepare_model", self._wrap_prepare_model)
             _replace(undo, Accelerator, "method", self._wrap_method)
@@ -100,7 +100,7 @@ class Places(Generic[Due]):
             undo.callback(register_module_forward_hook(after, always_call=True).remove)
 
     def _reach(self, point: str, *paths: str) -> None:
-        # What was made while armed (a Trainer's hooks, a scheduler's wrapper of a step) may outlive it.
+        # Objects created while armed (a Trainer's hooks, a scheduler's wrapper of a step) may outlive it.
         if self._undo is not None and point in self.active_points and (due := self.due(point, *paths)):
             self.happen(due)
 
@@ -110,7 +110,7 @@ class Places(Generic[Due]):
         progress = self._progress.get(accumulation)
         self.step = 1 + (accumulation.steps if progress is None else progress.step)
 
-    # -- what stands in the place of Treadle's functions ---------------------------------------------------------
+    # -- replacements of Treadle's functions ---------------------------------------------------------------------
 
     def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(accumulation: Accumulation, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +155,7 @@ class Places(Generic[Due]):
                 original(*args, **kwargs)
                 os.truncate(paths[0], os.path.getsize(paths[0]) // 2)
                 self.happen(due)
-                os.unlink(paths[0])  # it was a delay: the whole is written now
+                os.unlink(paths[0])  # it was a delay: the whole file has been written now
             result = original(*args, **kwargs)
             self._reach(after, *paths)
             return result
@@ -209,12 +209,12 @@ class Places(Generic[Due]):
     def _leave_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         if self._inside is module:
             self._inside = None
-            if output is not None:  # else it raised
+            if output is not None:  # otherwise it raised an error
                 self._reach("forward:after")
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace a function by ``wrap(function)`` until ``undo`` closes."""
+    """Replace a function with ``wrap(function)`` until ``undo`` closes."""
     if isinstance(owner, type):
         owner = next(kind for kind in owner.__mro__ if name in vars(kind))
     original = vars(owner)[name]

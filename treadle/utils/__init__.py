@@ -111,7 +111,7 @@ from ..strategies import (
     ParallelismConfig,
 )
 from ..strategies.distributed import DistributedOperationException, DistributedType
-from .tqdm import tqdm  # whose module has the same name
+from .tqdm import tqdm  # its module has the same name
 
 __all__ = [
     "AcceleratorState",

@@ -50,7 +50,7 @@ def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
 
 
 def describe_type(argument: Argument) -> str:
-    """Return an argument's annotation in parentheses; empty without one."""
+    """Return an argument's annotation in parentheses; empty if it has none."""
     return "" if argument.type is Any else f" ({describe_annotation(argument.type)})"
 
 

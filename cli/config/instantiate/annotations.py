@@ -39,7 +39,7 @@ _USUAL = (
     "EarlyStopping",
     "CSVLogger",
     "CosineAnnealingLR",
-)  # named first where any would do
+)  # these are named first if any would fit
 
 
 class Checker:
@@ -223,7 +223,7 @@ class Checker:
             return self._report_wrong_type(value, kind, path)
         takes: dict[str, Argument] = {}
         for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-            qualifier = typing.get_origin(hint)  # __required_keys__ misses it where annotations are strings
+            qualifier = typing.get_origin(hint)  # __required_keys__ does not reflect it if annotations are strings
             needed = qualifier is Required or (name in kind.__required_keys__ and qualifier is not NotRequired)
             inner = typing.get_args(hint)[0] if qualifier in (Required, NotRequired) else hint
             takes[name] = Argument(name, inner, REQUIRED if needed else None)
@@ -231,8 +231,8 @@ class Checker:
         return None if recipes is None else MappingRecipe(value, recipes)
 
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
-        """Return a recipe for the first member that fits; else report the problems of the member of equal shape."""
-        # A number is taken as text where nothing in the union is a number.
+        """Return a recipe for the first member that fits; else report the problems of the member of the same kind."""
+        # A number is accepted as text if no member of the union is a number.
         numbers = any(candidate in (int, float, bool) for candidate in members)
         for strict in (True,) if numbers else (True, False):
             for member in sorted(members, key=lambda candidate: candidate is not type(value.data)):
@@ -276,7 +276,7 @@ class Checker:
     def check_object(
         self, value: Value, base: Any, path: Path, supplied: Iterable[str] = (), target: Any = None
     ) -> ObjectRecipe | None:
-        """Return a recipe for an object. Report a problem and return None if it can't be built.
+        """Return a recipe for an object. Report a problem and return None if it cannot be built.
 
         Args:
             value: ``{class: ..., argument: ...}``, or the class's name. A known class may be omitted.
@@ -308,7 +308,7 @@ class Checker:
         needs_user_class = base in (
             TaskModule,
             DataModule,
-        )  # of which the user's are wanted, not whichever happens to be loaded
+        )  # the user's classes are listed, not any that happen to be imported
         short = () if needs_user_class else catalog.list_short_names(base)
         example = next((name for name in (*_USUAL, *sorted(short)) if name in short), "my_module.MyClass")
         if isinstance(data, dict):
@@ -425,7 +425,8 @@ class Checker:
                 tuple(to_plain(value)) if isinstance(default, tuple) and isinstance(value.data, list) else value.data
             )
             if type(comparable) is type(default) and comparable == default:
-                return PlainRecipe(value, default)  # as of `x: int = None`, whose default is not what it is said to be
+                # As in `x: int = None`, where the default does not match the annotation.
+                return PlainRecipe(value, default)
         if argument.type is Any and isinstance(default, tuple) and isinstance(value.data, list):
             return self._check_items(value, tuple, [Any] * len(value.data), path)
         if supplied and (nested := self._check_nested(value, argument.type, path, supplied)) is not None:
@@ -433,7 +434,7 @@ class Checker:
         return self.check(value, argument.type, path)
 
     def _check_nested(self, value: Value, annotation: Any, path: Path, supplied: set[str]) -> Recipe | None:
-        """Return a recipe for schedulers inside a scheduler, which get the optimizer too."""
+        """Return a recipe for schedulers inside a scheduler, which also receive the optimizer."""
         inner = typing.get_args(annotation)
         if not (isinstance(value.data, list) and inner and isinstance(inner[0], type)):
             return None
@@ -448,5 +449,5 @@ class Checker:
 def _parse_scalar(text: str) -> Any:
     try:
         return parse_scalar(text)
-    except ValueError:  # a number of more digits than Python reads
+    except ValueError:  # the number has more digits than Python accepts
         return text

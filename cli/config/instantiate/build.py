@@ -70,7 +70,7 @@ class CheckedConfig:
         optimizers: The replacement of ``configure_optimizers``, or None.
         seed: The seed. None leaves the RNG state alone.
         ckpt_path: The checkpoint to resume from or to evaluate.
-        schedule: Whose learning rates and schedule apply after a resume, ``"saved"`` or ``"script"``.
+        schedule: Source of the learning rates and schedule after a resume, ``"saved"`` or ``"script"``.
         run_name: The run's name.
         run_dir: The folder of all runs.
     """
@@ -163,7 +163,7 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
         data: The data module's class, if the configuration need not name one.
 
     Raises:
-        ConfigError: The configuration is wrong.
+        ConfigError: If the configuration is invalid.
     """
     checked = check(config, model, data)
     return Built(
@@ -180,7 +180,7 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
         data: The data module's class, if the configuration need not name one.
 
     Raises:
-        ConfigError: The configuration is wrong; names every problem with file, line and key.
+        ConfigError: If the configuration is invalid; the error names every problem with file, line and key.
     """
     checker = Checker(config.secrets)
     root = config.root
@@ -209,7 +209,7 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
 
 
 def _get_trainer_signature() -> Signature:
-    """Return the Trainer's arguments without ``**unknown``, which exists to be refused."""
+    """Return the Trainer's arguments without ``**unknown``, which only collects unknown names."""
     return replace(signature(Trainer), open=False)
 
 
@@ -318,7 +318,7 @@ def locate_error(config: Config, error: Exception, section: str = "trainer") -> 
     Args:
         config: The configuration.
         error: The error. Its message may begin with the name of a flag or section, such as ``devices=0``.
-        section: The section to blame if it does not.
+        section: The section to name if it does not.
     """
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     name = (re.match(r"\w*", text) or [""])[0]

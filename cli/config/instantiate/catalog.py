@@ -37,7 +37,7 @@ def list_shelved() -> list[type]:
 
 
 def is_shelved(base: Any) -> bool:
-    """Return whether ``base`` can't be used itself, so that a configuration must name a subclass."""
+    """Return whether ``base`` cannot be used itself, so that a configuration must name a subclass."""
     return base in (TaskModule, DataModule, *(kind for kind, _ in _SHELVES)) or inspect.isabstract(base)
 
 
@@ -55,7 +55,7 @@ def list_short_names(base: Any) -> dict[str, str]:
             continue
         module = importlib.import_module(home)
         for name in getattr(module, "__all__", None) or dir(module):
-            # What is imported when it is first used need not be for its name.
+            # An export that is imported on first use should not be imported just to compare its name.
             lazy = kind is base and name not in vars(module) and name[:1].isupper()
             if name != kind.__name__ and (lazy or _is_subclass(getattr(module, name, None), base)):
                 homes[name] = home
@@ -72,7 +72,7 @@ def find(name: str, base: Any) -> Any:
         base: The class that the result must extend; ``object`` for any.
 
     Raises:
-        ConfigError: Nothing has this name, which names the closest one; or several classes do.
+        ConfigError: If nothing has this name (the error names the closest one), or several classes have it.
     """
     homes = list_short_names(base)
     if name in homes:
@@ -107,7 +107,7 @@ def import_target(name: str) -> Any:
         name: The import path.
 
     Raises:
-        ConfigError: There is no such object, which names the closest one.
+        ConfigError: If there is no such object; the error names the closest one.
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):

@@ -90,7 +90,8 @@ class MappingRecipe(Recipe):
 
     def resolve_defaults(self) -> Value:
         """Return the entries with all defaults."""
-        items = zip(self.value.data, self.items.values(), strict=True)  # keys as written: made ones may be paths
+        # Keys as written, because built ones may be paths.
+        items = zip(self.value.data, self.items.values(), strict=True)
         return Value({key: item.resolve_defaults() for key, item in items}, self.value.source)
 
 
@@ -153,7 +154,7 @@ class ObjectRecipe(Recipe):
         return positional + (arguments.pop(variadic_name) if variadic_name in arguments else [])
 
     def _explain_error(self, error: Exception) -> Exception:
-        """Return Treadle's and torch's errors as a ConfigError with the place, any other with a note."""
+        """Return Treadle's and torch's errors as a ConfigError with the place, and any other error with a note."""
         name = self.name or getattr(self.target, "__name__", str(self.target))
         home = getattr(self.target, "__module__", "") or ""
         if isinstance(error, ConfigError):
@@ -177,7 +178,7 @@ class ObjectRecipe(Recipe):
 
 @dataclass(frozen=True)
 class Opaque:
-    """Default that can't be written as plain data.
+    """Default that cannot be written as plain data.
 
     Attributes:
         words: The default as it is written in Python.

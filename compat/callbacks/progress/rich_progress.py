@@ -61,7 +61,7 @@ class _StyledColumn(ProgressColumn):
 class CustomTimeColumn(_StyledColumn):
     """Column with the elapsed and the remaining time."""
 
-    max_refresh = 0.5  # seconds between two computations of the estimate, which jumps otherwise
+    max_refresh = 0.5  # seconds between two computations of the estimate, which would otherwise jump
 
     def render(self, task: Task) -> Text:
         """See rich's ``ProgressColumn.render``."""

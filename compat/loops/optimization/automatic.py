@@ -42,7 +42,7 @@ class ClosureResult(OutputResult):
             normalize: The divisor of the loss.
 
         Raises:
-            ValueError: The output is of another kind.
+            ValueError: If the output is of another kind.
         """
         extra: dict[str, Any] = {}
         loss = training_step_output

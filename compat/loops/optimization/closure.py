@@ -30,7 +30,7 @@ class AbstractClosure(ABC, Generic[T]):
         """Return the result of the last call and clear it.
 
         Raises:
-            ValueError: It was not called since the last result was consumed.
+            ValueError: If the closure was not called since the last result was consumed.
         """
         result, self._result = self._result, None
         if result is None:

@@ -27,7 +27,7 @@ class ManualResult(OutputResult):
             training_step_output: The return value of the step.
 
         Raises:
-            ValueError: The output is not a loss, a dict, or None.
+            ValueError: If the output is not a loss, a dict, or None.
         """
         output = {"loss": training_step_output} if isinstance(training_step_output, Tensor) else training_step_output
         if output is not None and not isinstance(output, Mapping):

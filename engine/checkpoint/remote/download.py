@@ -47,8 +47,8 @@ class Download:
             names: The files.
 
         Raises:
-            ValueError: If one is missing, or has other content than was committed.
-            OSError: If the store or the disk refused.
+            ValueError: If a file is missing, or its content is not what was committed.
+            OSError: If the store rejects a request, or a disk operation fails.
         """
         missing = [name for name in names if name not in self._here]
         for name in missing:
@@ -61,7 +61,7 @@ class Download:
 
     def _fetch(self, name: str) -> None:
         file = self.folder / name
-        with suppress(FileNotFoundError):  # `check_file` says that it is missing
+        with suppress(FileNotFoundError):  # `check_file` reports that it is missing
             (self._source / self._manifest.path_of(name)).download(file)
         try:
             filesystem.check_file(self.folder, name, self._entries[name], digests=True, links=True)
@@ -82,6 +82,6 @@ class Download:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 try:
                     os.link(folder / name, self.folder / name)
-                except OSError:  # a file system without links
+                except OSError:  # a file system that does not support links
                     shutil.copyfile(folder / name, self.folder / name)
                 self._here.add(name)

@@ -1,4 +1,4 @@
-"""Checkpoints of a folder in an object store: which count, what is left over, and how one is deleted.
+"""Checkpoints of a folder in an object store: which ones count, which objects are leftovers, and how to delete one.
 
 Under a checkpoint's URL there are ``manifest.json`` and one folder of files, ``data-<random>``, which the manifest
 names. A new save to the same URL therefore does not change the existing one: its files go to a new folder, and one
@@ -19,14 +19,14 @@ from ..manifest import FOLDER, MANIFEST, Manifest, read_manifest
 
 
 def check_target(target: RemotePath) -> None:
-    """Check that a checkpoint may be written here.
+    """Check that a checkpoint may be written to a URL.
 
     Args:
         target: The checkpoint's URL.
 
     Raises:
-        ValueError: If something else is here.
-        OSError: If the store refused.
+        ValueError: If other objects exist at the URL.
+        OSError: If the store rejects a request.
     """
     objects = target.sizes()
     if MANIFEST not in objects and (foreign := _find_foreign(objects)):
@@ -39,13 +39,13 @@ def check_target(target: RemotePath) -> None:
 
 
 def check_writable(directory: RemotePath) -> None:
-    """Check before a run that it can save here, by writing an object and deleting it.
+    """Check before a run that checkpoints can be saved, by writing an object and deleting it.
 
     Args:
         directory: The URL of the checkpoints.
 
     Raises:
-        OSError: If it can't. The text gives the reason.
+        OSError: If checkpoints cannot be saved. The text gives the reason.
     """
     probe = directory / f".probe-{os.urandom(8).hex()}"
     try:
@@ -60,7 +60,7 @@ def check_writable(directory: RemotePath) -> None:
 
 
 def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, RemotePath]], list[str]]:
-    """Return the committed checkpoints of a folder with their manifests, the latest last, and problems of others.
+    """Return the committed checkpoints of a folder with their manifests, latest last, and the problems of others.
 
     Args:
         directory: The URL of the checkpoints.
@@ -92,7 +92,7 @@ def find_next_sequence(directory: RemotePath) -> int:
 
 @lru_cache(maxsize=8)
 def _known_sequences(directory: RemotePath) -> list[int]:
-    """Return a list with the highest sequence that this process knows in a folder, once it has listed it."""
+    """Return a list for the highest sequence in a folder, empty until this process has listed the folder."""
     return []
 
 
@@ -104,7 +104,7 @@ def check_files(path: RemotePath, manifest: Manifest) -> None:
         manifest: Its manifest.
 
     Raises:
-        ValueError: If one does not.
+        ValueError: If an object is missing or has another size.
     """
     compare_sizes(path, manifest, path.sizes())
 
@@ -118,7 +118,7 @@ def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, in
         objects: The sizes by name.
 
     Raises:
-        ValueError: If one is missing or has another size.
+        ValueError: If an object is missing or has another size.
     """
     for name, entry in {**manifest.files, **manifest.others}.items():
         size = objects.get(manifest.path_of(name))
@@ -135,8 +135,8 @@ def remove(path: RemotePath) -> None:
         path: The checkpoint's URL.
 
     Raises:
-        ValueError: If it is not a checkpoint, or contains foreign objects; nothing is changed then.
-        OSError: If the store refused.
+        ValueError: If it is not a checkpoint, or contains foreign objects. In that case, nothing is changed.
+        OSError: If the store rejects a request.
     """
     manifest, objects = read_manifest(path), path.sizes()
     if others := [name for name in _find_foreign(objects) if name not in manifest.names]:
@@ -161,7 +161,7 @@ def delete(path: RemotePath, names: Iterable[str]) -> None:
 
 
 def delete_superseded(target: RemotePath, folder: str) -> None:
-    """Delete what earlier saves left under a checkpoint's URL. A failure is a warning: the new one is saved.
+    """Delete what earlier saves left under a checkpoint's URL. A failure gives only a warning.
 
     Args:
         target: The checkpoint's URL.
@@ -198,7 +198,7 @@ def recover(directory: RemotePath) -> list[str]:
             try:
                 folder = read_manifest(path).folder
             except ValueError:
-                continue  # nobody knows what is its own
+                continue  # its own entries cannot be determined
         if stale := [name for name in names if name.partition("/")[0] != folder]:
             delete(path, stale)
             done.append(f"{path}: removed a checkpoint that was never completed")

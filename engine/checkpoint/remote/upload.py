@@ -51,7 +51,7 @@ class Upload:
             files: The content of each file.
 
         Raises:
-            OSError: If the disk or the store refused, the latter after several attempts.
+            OSError: If a disk operation fails, or the store rejects a request several times.
         """
 
         def transfer(name: str) -> filesystem.Entry:
@@ -69,7 +69,7 @@ class Upload:
         return dict(zip(files, _run_side_by_side(transfer, list(files)), strict=True))
 
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
-        """Make what all processes uploaded the checkpoint of the URL; see `store.commit`.
+        """Commit the files that all processes uploaded as the URL's checkpoint; see `store.commit`.
 
         Args:
             files: The entries of all processes.
@@ -78,7 +78,7 @@ class Upload:
 
         Raises:
             ValueError: If a file is not in the store, or has another size.
-            OSError: If the store refused. An earlier commit stays.
+            OSError: If the store rejects a request. An earlier commit remains.
         """
         target = self._target
         check_target(target)
@@ -91,8 +91,8 @@ class Upload:
         try:
             (target / MANIFEST).write_bytes(data)
         except OSError:
-            # The request may have succeeded and its answer been lost; the store knows. Where it can't be asked, nothing
-            # is deleted.
+            # The request may have succeeded although its response was lost, so the store is asked. If it does not
+            # answer, nothing is deleted.
             self._may_be_committed = self._is_committed(data)
             if not self._may_be_committed:
                 raise
@@ -105,7 +105,7 @@ class Upload:
             return False
 
     def _upload_others(self, files: set[str]) -> dict[str, filesystem.Entry]:
-        """Upload what hooks wrote beside ``files``, and return its entries for a manifest."""
+        """Upload what hooks wrote in addition to ``files``, and return the entries for a manifest."""
         names = [name for name in filesystem.list_leaves(self.staging) if name not in files]
         for name in names:
             if name == MANIFEST or not (self.staging / name).is_file():
@@ -113,7 +113,7 @@ class Upload:
                 raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}, so it can't be saved.")
 
         def transfer(name: str) -> filesystem.Entry:
-            file = (self.staging / name).resolve()  # a store has no links
+            file = (self.staging / name).resolve()  # a store does not support links
             (self._target / self._folder / name).upload(file)
             return filesystem.describe(file)
 
@@ -137,7 +137,7 @@ def open_staging(target: RemotePath) -> Path:
         target: The checkpoint's URL.
     """
     folder = temporary_folder(str(target))
-    note_unfinished(folder)  # if the process is killed, the job's last one removes it
+    note_unfinished(folder)  # if the process is killed, the last process of the job deletes it
     return folder
 
 

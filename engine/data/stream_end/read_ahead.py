@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from ..sampler_rng import get_stateful
 from ..source_libraries import copies_state
 
-_LEVELS = 5  # the network of an agent of a source of experience of a dataset; a pipeline's list is a level too
+# For example the network of an agent of a source of experience of a dataset; a pipeline's list is a level too.
+_LEVELS = 5
 _OBJECTS = 1000
 _ITEMS = 100  # a longer list is treated as data
 
@@ -23,8 +24,8 @@ def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
     """Return whether a stream may be read ahead of the loop.
 
     It may not if this process reads it and its samples may depend on the training, such as samples that the model
-    generates. It may not either if it has a state that could be expensive to read before each batch, or that could
-    change after it was read.
+    generates. Nor may it if it has a state that could be expensive to read before each batch, or that could change
+    after it was read.
 
     Args:
         source: The user's loader of an ``IterableDataset``.
@@ -34,7 +35,7 @@ def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
     if source.num_workers == 0:
         if holds_model(source.dataset):
             return False
-        owners.append(get_stateful(source.dataset))  # a loader with a state asks the dataset for its own
+        owners.append(get_stateful(source.dataset))  # a loader with a state asks the dataset for its state
     return all(owner is None or copies_state(owner) for owner in owners)
 
 
@@ -66,7 +67,7 @@ def _iter_held(value: Any) -> Iterator[Any]:
         yield from value.args
     elif isinstance(value, FunctionType):
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # not filled yet
+            with suppress(ValueError):  # it is not filled yet
                 yield cell.cell_contents
         yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
     elif isinstance(value, list | tuple | dict):
