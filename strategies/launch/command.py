@@ -8,6 +8,7 @@ import re
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NoReturn
 
 from ...common.messages import nearest
@@ -63,12 +64,23 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
 
-    def add(*names: str, **settings: object) -> None:
-        # Both spellings of each option, as in torchrun.
-        spellings = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
-        spellings += [name[:2] + name[2:].replace("_", "-") for name in names if "_" in name]
-        command_parser.add_argument(*dict.fromkeys((*names, *spellings)), **settings)  # type: ignore[arg-type]
+    _add_processes(command_parser)
+    _add_output(command_parser)
+    command_parser.add_argument("script", help="script, or module with -m, or program with --no-python")
+    command_parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return command_parser
 
+
+def _add_option(command_parser: argparse.ArgumentParser, *names: str, **settings: object) -> None:
+    """Add an option in both spellings, with hyphens and with underscores, as in torchrun."""
+    spellings = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
+    spellings += [name[:2] + name[2:].replace("_", "-") for name in names if "_" in name]
+    command_parser.add_argument(*dict.fromkeys((*names, *spellings)), **settings)  # type: ignore[arg-type]
+
+
+def _add_processes(command_parser: argparse.ArgumentParser) -> None:
+    """Add the options of the processes, their machines and their restarts."""
+    add = partial(_add_option, command_parser)
     add("--nproc-per-node", metavar="N", help="processes on this machine, or auto, gpu, cpu. Default: its GPUs, or 1")
     add(
         "--nnodes",
@@ -106,6 +118,11 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
         default=0.1,
         help="seconds between checks of the other machines. Default: 0.1",
     )
+
+
+def _add_output(command_parser: argparse.ArgumentParser) -> None:
+    """Add the options of the script, its output and its devices."""
+    add = partial(_add_option, command_parser)
     add("--log-dir", metavar="FOLDER", help="folder for the files of --redirects and --tee")
     add(
         "--redirects",
@@ -121,9 +138,6 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
     add("--cpu", action="store_true", help="hide the GPUs of this machine from the ranks")
     add("--multi_gpu", action="store_true", help="fail without a GPU")
     add("--standalone", action="store_true", help="one machine only, which is the default")
-    command_parser.add_argument("script", help="script, or module with -m, or program with --no-python")
-    command_parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return command_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
