@@ -236,7 +236,7 @@ def test_evaluation(tmp_path):
     assert noisy == pytest.approx(their_noisy, rel=1e-2)
     # "The state of callbacks after test": there a ModelCheckpoint names a file that is gone.
     assert (ours.pop("path_after_test_exists"), theirs.pop("path_after_test_exists")) == (True, False)
-    # "What `test` returns of several loaders": names that say themselves which loader they are of.
+    # "Names logged with `add_dataloader_idx=False`": here each dict has them, there only the dict of their loader.
     for stage in ("test", "validate"):
         for mine, found in zip(ours["metrics"][stage], theirs["metrics"][stage], strict=True):
             for name in mine.keys() - found.keys():
@@ -247,7 +247,7 @@ def test_evaluation(tmp_path):
 
 # What is otherwise in the programs' results: where, and the first cell of the row of docs/differences that says why.
 OTHERWISE = {
-    "coefficients": ("/validated/", "What `test` returns of several loaders"),
+    "coefficients": ("/validated/", "Names logged with `add_dataloader_idx=False`"),
     "hydra_template": ("/rate", "`trainer.optimizers` after `test`"),
 }
 
