@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Write the full model of a checkpoint, without its optimizer, as safetensors. Shards are merged one tensor at a time, so
-a model that is larger than memory can be exported, too.
+even a model larger than memory can be exported.
 
     treadle export runs/last.ckpt model.safetensors                     one file
     treadle export runs/last.ckpt weights/                              a folder in Hugging Face's format

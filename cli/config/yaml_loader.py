@@ -186,7 +186,9 @@ class _NodeReader:
     def _check_tag(self, node: yaml.Node, allowed: tuple[str, ...], source: str) -> None:
         if node.tag not in [_CORE + name for name in allowed]:
             short = node.tag.replace(_CORE, "!!")
-            raise ConfigError(f"{source}: the tag {short!r} is refused: a configuration is plain data. Remove it.")
+            raise ConfigError(
+                f"{source}: the tag {short!r} is not allowed, because a configuration is plain data. Remove it."
+            )
 
 
 def _format_place(name: str, mark: yaml.Mark | None, lines: bool) -> str:

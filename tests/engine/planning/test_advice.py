@@ -172,7 +172,7 @@ def test_the_command(capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "give either --config run.yaml or --model 7b"),
+        ([], "pass either --config run.yaml or --model 7b"),
         (["--model", "6b"], "Did you mean"),
         (["--model", "7b", "--gpu", "h1000"], "Did you mean 'h100'"),
         (["--model", "7b", "--strategy", "fsdpp"], "Did you mean 'fsdp'"),
