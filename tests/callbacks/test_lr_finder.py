@@ -645,11 +645,11 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
         (lambda: BatchSizeFinder(margin=1.0), "margin=1.0"),
         (lambda: BatchSizeFinder(init_val=0), "init_val=0"),
         (lambda: BatchSizeFinder(init_val=16, max_val=8), "more than max_val=8"),
-        (lambda: Tuner(treadle.Trainer(**QUIET)).lr_find(Plain(), method="test"), "only 'fit'"),
+        (lambda: Tuner(treadle.Trainer(**QUIET)).lr_find(Plain(), method="test"), "must be 'fit'"),
         (lambda: Tuner(treadle.Trainer(**QUIET)).scale_batch_size(Plain(), method="tets"), "Did you mean 'test'"),
         (
             lambda: Tuner(treadle.Trainer(**QUIET)).scale_batch_size(Plain(), dataloaders=[1]),
-            "dataloaders has no meaning",
+            "dataloaders does not apply",
         ),
         (
             lambda: Tuner(treadle.Trainer(**QUIET, callbacks=[LearningRateFinder()])).lr_find(Plain()),

@@ -236,7 +236,9 @@ def test_a_custom_state_that_is_not_data_is_refused_when_it_is_saved(tmp_path) -
         def state_dict(self):
             return {"args": argparse.Namespace(lr=0.1)}
 
-    with pytest.raises(TypeError, match=r"a Holder whose state holds argparse.Namespace, which only running code"):
+    with pytest.raises(
+        TypeError, match=r"a Holder whose state holds argparse.Namespace, which cannot be loaded without running code"
+    ):
         save_custom_state(Holder(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

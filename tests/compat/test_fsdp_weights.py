@@ -137,7 +137,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, version: int, files: list[str])
         assert all(rank), rank
     assert sorted(os.listdir(tmp_path)) == files
     if version == 2:
-        with pytest.raises(ValueError, match="Use the folder of a model's weights"):
+        with pytest.raises(ValueError, match="Pass the folder of a model's weights"):
             merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path)
 
 

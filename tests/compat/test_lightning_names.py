@@ -478,7 +478,7 @@ def test_compiled_tasks() -> None:
     assert to_uncompiled(task) is task
     with pytest.raises(ValueError, match="not compiled"):
         to_uncompiled(task)
-    with pytest.raises(ValueError, match="what torch\\.compile returned"):
+    with pytest.raises(ValueError, match="the result of torch\\.compile"):
         from_compiled(nn.Linear(1, 1))
 
 

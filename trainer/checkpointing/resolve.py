@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _ELSEWHERE = {
-    "hpc": "checkpoints saved after a scheduler's signal are like all others; use 'auto'",
-    "registry": "Treadle has no model registry; pass a checkpoint's directory",
+    "hpc": "checkpoints saved after a scheduler's signal are ordinary checkpoints. Use 'auto'",
+    "registry": "Treadle has no model registry. Pass a checkpoint's directory",
 }
 
 
@@ -114,7 +114,10 @@ class CheckpointResolver:
                 "from one of them, pass its path."
             )
         if opened is None:
-            announce(f"ckpt_path='auto': a fresh start, no checkpoint to resume from in {report.describe_searched()}")
+            announce(
+                "ckpt_path='auto': a fresh start, because there is no checkpoint to resume from in "
+                f"{report.describe_searched()}"
+            )
             return None
         action, step = "resumes from" if self.stage == "fit" else "loads the weights of", opened.manifest.step
         behind = f"; the run had reached step {report.steps_reached:,}" if report.steps_reached > step else ""
@@ -161,7 +164,7 @@ class CheckpointResolver:
             if (path := callback.resume_path()) is not None:
                 return self._open(as_path(path))
         if keepers and not trainer.checkpoint_callbacks:
-            report.searched = [f"what {callback.keeper} keeps" for callback in keepers]
+            report.searched = [f"{callback.keeper}'s checkpoints" for callback in keepers]
             if self.ckpt_path == "auto":
                 return None
             raise self._none_intact()
@@ -268,7 +271,7 @@ class CheckpointResolver:
             if is_main and not callback.best_model_path and stage != "fit" and not has_run:
                 raise ValueError(
                     f"ckpt_path='best': {stage} was called without a fit in this process, so its ModelCheckpoint has "
-                    "saved no best checkpoint. Pass a path, call fit before, or use the folder of a run (RunFolder, "
+                    "saved no best checkpoint. Pass a path, call fit first, or use the folder of a run (RunFolder, "
                     "--from-run), which has that run's checkpoints."
                 )
         latest = None

@@ -75,7 +75,10 @@ class Fit:
             with trainer.preemption.catching_interrupts() if saves else nullcontext():
                 measured(trainer.profiler, "training", loop.run)(random_state)
         if idle := list_unused(task):
-            warn(f"compiled but never called by the steps (except for methods, perhaps): {', '.join(idle)}.")
+            warn(
+                f"no step called the forward of the compiled modules {', '.join(idle)}. Their other methods run "
+                "uncompiled."
+            )
         for hook in hooks.on_fit_end:
             hook()
 

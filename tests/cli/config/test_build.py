@@ -120,7 +120,7 @@ def test_known_classes_need_no_name():
     other = checked("model: {class: Bare}", model=cli_samples.Line)
     assert type(other.build_task()) is cli_samples.Bare
     assert type(checked("seed: 1", model=cli_samples.Line).build_task()) is cli_samples.Line
-    with pytest.raises(ConfigError, match="'cli_samples.Blank' must be a subclass of Line"):
+    with pytest.raises(ConfigError, match=r"'cli_samples.Blank' must be a subclass of Line"):
         checked("model: {class: cli_samples.Blank}", model=cli_samples.Line)
 
 

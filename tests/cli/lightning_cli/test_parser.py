@@ -241,7 +241,7 @@ def test_single_options():
     }.items():
         with pytest.raises(ConfigError, match=message):
             parser.parse_args(list(words))
-    with pytest.raises(ValueError, match="positional arguments are not supported. Name it --file"):
+    with pytest.raises(ValueError, match=r"positional arguments are not supported. Name it --file"):
         parser.add_argument("file")
 
 
