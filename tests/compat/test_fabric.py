@@ -156,7 +156,7 @@ def test_attributes_are_the_models_own() -> None:
 def test_errors() -> None:
     fabric = made()
     model = fabric.setup(Net())
-    with pytest.raises(ValueError, match="Net is set up already"):
+    with pytest.raises(ValueError, match="Net is already set up"):
         fabric.setup(model)
     with pytest.raises(TypeError, match="a model that is set up"):
         fabric.no_backward_sync(Net())
