@@ -88,7 +88,9 @@ class Throughput:
                 )
             for name in row.keys() & before.keys() - {"flops"}:
                 if not row[name] > before[name]:
-                    raise ValueError(f"{name}={row[name]} must exceed the last total, {before[name]}. Pass totals.")
+                    raise ValueError(
+                        f"{name}={row[name]} must exceed the last total, {before[name]}. Pass cumulative totals."
+                    )
         self._rows.append(row)
 
     def compute(self) -> dict[str, float]:

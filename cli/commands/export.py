@@ -134,8 +134,8 @@ def _is_folder(output: str | Path) -> bool:
     suffix = PurePosixPath(target.name).suffix
     if suffix in _OTHER_ENDINGS:
         raise ValueError(
-            f"{target}: weights are written as safetensors, so a file's name must end in .safetensors. For a "
-            "new folder of this name add a slash at its end."
+            f"{target}: weights are written as safetensors, so a file's name must end in .safetensors. "
+            "To create a folder of this name, add a slash at its end."
         )
     return suffix != ".safetensors"
 

@@ -348,8 +348,8 @@ def _read_leading_size(batch: Any) -> int:
         elif isinstance(value, list | tuple):
             pending[:0] = value
     raise ValueError(
-        f"the number of samples in a {type(batch).__name__} is unknown, because it contains no tensor. Give the "
-        "DataLoader a batch_size."
+        f"the number of samples in a {type(batch).__name__} is unknown, because it contains no tensor. Set "
+        "batch_size of the DataLoader."
     )
 
 

@@ -305,7 +305,7 @@ def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> N
             raise ConfigError(
                 f"{value.source}: {format_path(path)}={value.data!r}: no reference uses it."
                 f"{nearest(format_path(path), valid_targets)} "
-                "In an earlier run's configuration references are replaced by values: set those."
+                "In the configuration of an earlier run, references are replaced by their values. Set those instead."
             )
 
 
@@ -324,7 +324,7 @@ def _interpolate(value: Value, path: Path, carried: Any) -> Value:
             for variable in _VARIABLE.finditer(text)
             if variable[0].endswith("}") and variable[1] not in os.environ
         ]
-        reason = "too many references in a row" if "recursion depth" in str(error) else _get_first_line(error)
+        reason = "references are nested too deeply" if "recursion depth" in str(error) else _get_first_line(error)
         words = _describe_unset_variable(unset[0]) if unset else f"{reason}."
         raise ConfigError(f"{value.source}: {format_path(path)}={text!r}: {words}") from error
     return make_value(node, value.source)
@@ -362,7 +362,7 @@ class _References:
             try:
                 extent = self.measure_extent(path)
             except RecursionError as error:
-                raise ConfigError(f"{value.source}: {format_path(path)}: too many references in a row.") from error
+                raise ConfigError(f"{value.source}: {format_path(path)}: references are nested too deeply.") from error
             if extent > MOST_EXPANDED:
                 raise ConfigError(
                     f"{value.source}: {format_path(path)}={value.data!r:.100} expands to more than "

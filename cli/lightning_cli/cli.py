@@ -266,7 +266,7 @@ class LightningCLI:
             if name in given and name not in linked and not _is_written_alike(value, given[name])
         }
         if changed:
-            announce(f"model: {', '.join(changed)} as saved in {path}.")
+            announce(f"model: {', '.join(changed)} set to the values saved in {path}.")
             self.config = self.parser.parse_object({subcommand: {"model": changed}}, self.config)
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:

@@ -53,8 +53,8 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
         if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
             raise ValueError(
-                "save_to_log_dir=False saves nothing unless a subclass of SaveConfigCallback defines save_config: "
-                "define it, or pass LightningCLI(save_config_callback=None)."
+                "save_to_log_dir=False saves nothing unless a subclass of SaveConfigCallback defines save_config. "
+                "Define it, or pass LightningCLI(save_config_callback=None)."
             )
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:

@@ -504,7 +504,7 @@ class Fabric:
         if not isinstance(filters, Mapping) or not all(map(callable, filters.values())):
             raise TypeError(f"filter={filter!r} must be a dict of functions.")
         if unknown := sorted(set(filters) - set(state)):
-            raise ValueError(f"filter names {unknown}, which are not in state. It has {sorted(state)}.")
+            raise ValueError(f"filter has {unknown}, which are not in state. state has {sorted(state)}.")
         with self._accelerator.world.together():
             plain = {name: self._to_state(name, value) for name, value in state.items()}
             for name, keeps in filters.items():

@@ -637,7 +637,7 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
     ("make", "text"),
     [
         (lambda: LearningRateFinder(mode="exponentiel"), "Did you mean 'exponential'"),
-        (lambda: LearningRateFinder(min_lr=0.0), "more than 0"),
+        (lambda: LearningRateFinder(min_lr=0.0), "above 0"),
         (lambda: LearningRateFinder(min_lr=1.0, max_lr=0.1), "min_lr must be smaller than max_lr"),
         (lambda: LearningRateFinder(num_training_steps=1), "num_training_steps=1"),
         (lambda: LearningRateFinder(early_stop_threshold=0.5), "more than 1"),

@@ -270,7 +270,7 @@ class CheckpointResolver:
             has_run = any(map(_run_record, run_folders))
             if is_main and not callback.best_model_path and stage != "fit" and not has_run:
                 raise ValueError(
-                    f"ckpt_path='best': {stage} was called without a fit in this process, so its ModelCheckpoint has "
+                    f"ckpt_path='best': {stage} was called without a fit in this process, so the ModelCheckpoint has "
                     "saved no best checkpoint. Pass a path, call fit first, or use the folder of a run (RunFolder, "
                     "--from-run), which has that run's checkpoints."
                 )
@@ -288,13 +288,13 @@ class CheckpointResolver:
 
     def _path_of_best(self, callback: ModelCheckpoint, latest: OpenCheckpoint | None) -> AnyPath:
         """Return the best checkpoint's path, from a ModelCheckpoint or from its state in the latest checkpoint."""
-        best, source = callback.best_model_path, "its ModelCheckpoint"
+        best, source = callback.best_model_path, "the Trainer's ModelCheckpoint"
         if not best:
             if latest is None:
                 other_runs = self.report.describe_other_runs()
                 others = f" Those of other runs: {other_runs}." if other_runs else ""
                 raise ValueError(
-                    f"ckpt_path='best', but its ModelCheckpoint has saved no best checkpoint, and no intact checkpoint "
+                    f"ckpt_path='best', but the ModelCheckpoint has saved no best checkpoint, and no intact checkpoint "
                     f"of this run in {self.report.describe_searched()} records one.{others} Pass a path."
                 )
             best, source = _recorded_best(callback, latest), str(latest.path)

@@ -42,9 +42,8 @@ class Added(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         raise KeyError(
             f"{key!r} is not available to hooks, which get only the entries that hooks have added, 'state_dict', "
-            "'epoch', "
-            "'global_step' and 'hyper_parameters'. The states of optimizers, schedulers and callbacks are in other "
-            "files."
+            "'epoch', 'global_step' and 'hyper_parameters'. The states of optimizers, schedulers and callbacks are in "
+            "other files."
         )
 
 

@@ -72,7 +72,7 @@ class Sources:
             source = self._find("train")
             if source is None:
                 raise ValueError(
-                    "fit has no training dataloader: pass train_dataloaders or a datamodule, or define "
+                    "fit has no training dataloader. Pass train_dataloaders or a datamodule, or define "
                     "train_dataloader in the task."
                 )
             if is_collection(source):

@@ -281,7 +281,7 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
         if ranks > 1:
             raise ValueError(
                 f"{name} returned no optimizer. On {ranks} ranks gradients are averaged when a returned optimizer "
-                "steps, so another one would train each rank separately. Return it."
+                "steps, so any other optimizer would train each rank separately. Return the optimizer."
             )
         warn(f"{name} returned no optimizer, so each batch counts as a step, and checkpoints have no optimizer state.")
     return optimizers, schedulers

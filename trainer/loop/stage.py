@@ -57,7 +57,7 @@ class Stage:
     ) -> None:
         if trainer.stage is not None:
             raise ValueError(
-                f"trainer.{name} was called within trainer.{trainer.stage}, which would lose its model and optimizers. "
+                f"trainer.{name} was called within trainer.{trainer.stage}, whose model and optimizers would be lost. "
                 "Call it afterwards, or on another Trainer."
             )
         first = next(iter(loaders))

@@ -90,7 +90,7 @@ CASES = {
     "doubles with spaces": (MODEL + DOUBLES.replace("{vars", "{ vars"), [], ["run.yaml:", "expands to more than"]),
     "doubles behind backslashes": (MODEL + DOUBLES.replace("$", "\\\\$"), [], ["run.yaml:", "expands to more than"]),
     "doubles of odd keys": (MODEL + re.sub(r"a(\d)", r"a/\1", DOUBLES), [], ["run.yaml:", "expands to more than"]),
-    "a long chain": (MODEL + DEEP, [], ["run.yaml:", "too many references"]),
+    "a long chain": (MODEL + DEEP, [], ["run.yaml:", "references are nested too deeply"]),
     "variable of a variable": (
         MODEL + "seed: ${oc.env:${vars.a}}\n",
         [],

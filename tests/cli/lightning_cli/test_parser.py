@@ -89,7 +89,7 @@ def test_the_arguments_that_another_class_takes_are_kept(capsys):
     words = ("--optimizer=Adam", "--optimizer.lr=0.5", "--optimizer.amsgrad=true", "--optimizer=SGD")
     optimizer = parse(*words).optimizer
     assert (optimizer.class_path, optimizer.init_args.lr) == ("torch.optim.SGD", 0.5)
-    assert "SGD does not accept amsgrad, removed from the settings." in capsys.readouterr().err
+    assert "removed from the settings: amsgrad, which SGD does not accept." in capsys.readouterr().err
 
 
 def test_words_added_to_the_last_callback():

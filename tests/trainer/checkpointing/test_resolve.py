@@ -174,7 +174,7 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
 def test_nothing_is_there_yet(tmp_path, words):
     with pytest.raises(ValueError, match=r"ckpt_path='last', but there is no intact checkpoint in .*/c"):
         fit(tmp_path, each(tmp_path), ckpt_path="last")
-    with pytest.raises(ValueError, match=r"ckpt_path='best', but its ModelCheckpoint has saved no best checkpoint"):
+    with pytest.raises(ValueError, match=r"ckpt_path='best', but the ModelCheckpoint has saved no best checkpoint"):
         fit(tmp_path, each(tmp_path), ckpt_path="best")
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 0
     said = [text for text in words if "ckpt_path" in text]
