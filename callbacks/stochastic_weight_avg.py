@@ -135,8 +135,8 @@ class StochasticWeightAveraging(Averaging):
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
         if len(rates) != len(groups):
             raise ValueError(
-                f"swa_lrs has {len(rates)} rates, but the optimizer has {len(groups)} parameter group(s). Pass one rate "
-                "for each."
+                f"swa_lrs has {len(rates)} rates, but the optimizer has {len(groups)} parameter group(s). Pass one "
+                "rate for each."
             )
         if self._initial is None:
             self._initial = [float(group["lr"]) for group in groups]
