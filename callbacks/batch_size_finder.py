@@ -77,7 +77,7 @@ class BatchSizeFinder(Callback):
         self.max_trials = check_int("max_trials", max_trials, 1)
         self.batch_arg_name = batch_arg_name
         if not check_number("margin", margin, 0.0) < 1:
-            raise ValueError(f"margin={margin!r} must be a share from 0.0 to less than 1.0.")
+            raise ValueError(f"margin={margin!r} must be at least 0.0 and less than 1.0.")
         self.margin = margin
         self.max_val = check_int("max_val", max_val, 1)
         if init_val > max_val:

@@ -335,7 +335,7 @@ class BackboneFinetuning(BaseFinetuning):
     ) -> None:
         super().__init__()
         if not callable(lambda_func):
-            raise TypeError(f"lambda_func={lambda_func!r} must be a function of an epoch.")
+            raise TypeError(f"lambda_func={lambda_func!r} must be a function of the epoch.")
         first = backbone_initial_lr
         self.unfreeze_backbone_at_epoch = check_int("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0)
         self.lambda_func = lambda_func

@@ -45,7 +45,7 @@ class GradientAccumulationScheduler(Callback):
         if not scheduling:
             raise ValueError("scheduling={} must not be empty. Pass {epoch: micro-batches per optimizer step}.")
         for epoch, number in scheduling.items():
-            check_int("an epoch of scheduling", epoch, 0)
+            check_int("scheduling: epoch", epoch, 0)
             check_int(f"scheduling[{epoch}]", number, 1)
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)

@@ -222,8 +222,8 @@ class LearningRateFinder(Callback):
         )
         if not self.min_lr < self.max_lr < math.inf or (self.mode == "exponential" and not self.min_lr):
             raise ValueError(
-                f"min_lr={min_lr!r}, max_lr={max_lr!r}: min_lr must be smaller than max_lr, which must be finite, and "
-                "more than 0 with mode='exponential'."
+                f"min_lr={min_lr!r}, max_lr={max_lr!r}: min_lr must be smaller than max_lr and, with "
+                "mode='exponential', above 0. max_lr must be finite."
             )
         self.num_training_steps = check_int("num_training_steps", num_training_steps, 2)
         if early_stop_threshold is not None and not check_number("early_stop_threshold", early_stop_threshold) > 1:

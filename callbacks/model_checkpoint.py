@@ -399,7 +399,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         if last.step <= self._top_k.saved_step:
             return
         if last.lost:
-            warn(f"the run is not saved: {last.lost}. Its checkpoints are of earlier steps.")
+            warn(f"the run is not saved, because {last.lost}. Its checkpoints are from earlier steps.")
             return
         values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values, **last.counts}
         if self.save_last:

@@ -279,7 +279,7 @@ def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
         for number, document in _parse_note(path, notes):
             batch = decode(document, tensors)
             if not isinstance(batch, dict) or batch.keys() != {"prediction", "indices"}:
-                raise ValueError(f"{path}: batch {number} was not written by a PredictionWriter.")
+                raise ValueError(f"batch {number} of {path} was not written by a PredictionWriter.")
             yield number, batch
 
 
@@ -288,7 +288,7 @@ def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
     document = filesystem.parse_json(path, notes.get(_NOTE, "").encode())
     pairs: list[Any] = document if isinstance(document, list) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs):
-        raise ValueError(f"{path}: was not written by a PredictionWriter.")
+        raise ValueError(f"{path} was not written by a PredictionWriter.")
     return [(number, batch) for number, batch in pairs]
 
 

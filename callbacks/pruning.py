@@ -181,7 +181,8 @@ class ModelPruning(Callback):
         ):
             raise ValueError(
                 f"ModelPruning(prune_on_train_epoch_end=False) prunes when a validation ends, but "
-                f"{type(late[0]).__name__} still has its averages in the model then. List it before ModelPruning."
+                f"at that point {type(late[0]).__name__} still has its averages in the model. List it before "
+                "ModelPruning."
             )
         saved: Mapping[str, Any] | None = None
         if trainer.opened_checkpoint is not None:

@@ -112,8 +112,8 @@ class StochasticWeightAveraging(Averaging):
         """Check that the run can be averaged, and create the averages."""
         if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
             raise ValueError(
-                f"StochasticWeightAveraging needs one optimizer and automatic_optimization=True, but there are "
-                f"{len(trainer.optimizers)}, and automatic_optimization is {pl_module.automatic_optimization}."
+                f"StochasticWeightAveraging needs one optimizer and automatic_optimization=True, but the task has "
+                f"{len(trainer.optimizers)} optimizer(s) and automatic_optimization={pl_module.automatic_optimization}."
             )
         if isinstance(self.swa_epoch_start, float) and trainer.max_epochs == -1:
             raise ValueError(
@@ -134,7 +134,10 @@ class StochasticWeightAveraging(Averaging):
         groups = trainer.optimizers[0].param_groups
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
         if len(rates) != len(groups):
-            raise ValueError(f"swa_lrs has {len(rates)} rates, but must have one for each of {len(groups)} groups.")
+            raise ValueError(
+                f"swa_lrs has {len(rates)} rates, but the optimizer has {len(groups)} parameter group(s). Pass one "
+                "rate for each."
+            )
         if self._initial is None:
             self._initial = [float(group["lr"]) for group in groups]
             announce(f"stochastic weight averaging starts in epoch {trainer.progress.epoch}; the schedulers stop")

@@ -192,7 +192,7 @@ class WeightAveraging(Averaging):
         if self._averages is not None and self._averages.is_applied and not self._ended:
             raise ValueError(
                 "a checkpoint must hold the trained weights, but during a validation the model has the averaged ones. "
-                "Save in on_step_end; or in on_validation_end, with the averaging callback listed before the one that "
+                "Save in on_step_end, or in on_validation_end, with the averaging callback listed before the one that "
                 "saves."
             )
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
@@ -249,7 +249,7 @@ class EMAWeightAveraging(WeightAveraging):
         self._average = lerp(1.0 - decay)
         self.decay = decay
         self.update_every_n_steps = check_int(
-            "update_every_n_steps", update_every_n_steps, 0, "is at epochs' ends only"
+            "update_every_n_steps", update_every_n_steps, 0, "means only at the ends of epochs"
         )
         step, epoch = update_starting_at_step, update_starting_at_epoch
         self.update_starting_at_step = None if step is None else check_int("update_starting_at_step", step, 0)

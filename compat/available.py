@@ -151,7 +151,10 @@ def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not is_installed("torchao"):
-            raise ImportError(f"{func.__name__} needs the package 'torchao', which is not installed.", name="torchao")
+            raise ImportError(
+                f"{func.__name__} needs the package 'torchao', which is not installed: pip install torchao.",
+                name="torchao",
+            )
         return func(*args, **kwargs)
 
     return checked

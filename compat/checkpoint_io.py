@@ -73,7 +73,7 @@ class TorchCheckpointIO(CheckpointIO):
             TypeError: If ``storage_options`` is not None.
         """
         if storage_options is not None:
-            raise TypeError(f"storage_options={storage_options!r} is not supported; leave it out.")
+            raise TypeError(f"storage_options={storage_options!r} is not supported. Remove it.")
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -182,7 +182,7 @@ def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
     """
     program = shutil.which("nvidia-smi")
     if program is None:
-        raise FileNotFoundError("nvidia-smi is not installed: use torch.cuda.memory_stats(device) instead.")
+        raise FileNotFoundError("nvidia-smi is not installed. Use torch.cuda.memory_stats(device) instead.")
     index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     identifier = visible[index] if index < len(visible) and visible[index] else str(index)
@@ -212,7 +212,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     if num_devices == 0:
         return []
     if not count or num_devices > count:
-        raise ValueError(f"num_devices={num_devices}, but torch sees {count} CUDA device(s).")
+        raise ValueError(f"num_devices={num_devices}, but torch detects only {count} CUDA device(s).")
     usable: list[int] = []
     for index in range(count):
         if len(usable) == num_devices:
@@ -223,5 +223,5 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             continue
         usable.append(index)
     if len(usable) < num_devices:
-        raise RuntimeError(f"num_devices={num_devices}, but only these CUDA devices can be used: {usable}.")
+        raise RuntimeError(f"num_devices={num_devices}, but only these CUDA devices are usable: {usable}.")
     return usable

@@ -97,7 +97,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     from tqdm.auto import tqdm as bar
 
     if args and isinstance(args[0], bool):
-        raise TypeError("tqdm's first argument is the iterable; pass main_process_only as a keyword.")
+        raise TypeError("tqdm's first argument is the iterable. Pass main_process_only as a keyword.")
     if main_process_only and current_place()[2] != 0:
         kwargs["disable"] = True
     return bar(*args, **kwargs)
@@ -114,7 +114,7 @@ def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
         RuntimeError: Always.
     """
     raise RuntimeError(
-        "write_basic_config is not supported: Treadle reads no configuration file of the machine. Pass the settings "
+        "write_basic_config is not supported: Treadle has no machine-wide configuration file. Pass the settings "
         "to Accelerator(...), and the number of processes to torchrun or `treadle launch`."
     )
 
@@ -131,7 +131,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """
     word = value.lower()
     if word not in _TRUE_WORDS and word not in _FALSE_WORDS:
-        raise ValueError(f"invalid truth value {value!r}; use one of {', '.join((*_TRUE_WORDS, *_FALSE_WORDS))}.")
+        raise ValueError(f"invalid truth value {value!r}. Use one of {', '.join((*_TRUE_WORDS, *_FALSE_WORDS))}.")
     truth = word in _TRUE_WORDS
     return truth if to_bool else int(truth)
 
@@ -190,7 +190,8 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
             lines.append(f"{key}={value}\n")
         else:
             warn(
-                f"{key}={value!r} is left out: a variable must not be empty or contain ';', '<', '>', spaces or breaks."
+                f"{key}={value!r} is skipped, because a variable must not be empty or contain ';', '<', '>', spaces "
+                "or line breaks."
             )
     return lines
 
@@ -320,7 +321,7 @@ def check_os_kernel() -> None:
         return
     version = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
     if version < (5, 5):
-        warn(f"Linux {platform.release()} is older than 5.5, and processes may hang; upgrade the kernel.")
+        warn(f"Linux {platform.release()} is older than 5.5, and processes may hang. Upgrade the kernel.")
 
 
 def convert_bytes(size: float) -> str:

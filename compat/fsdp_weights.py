@@ -103,7 +103,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     for group in optimizer.param_groups:
         missing = [tuple(parameter.shape) for parameter in group["params"] if parameter.data_ptr not in mapping]
         if missing:
-            raise KeyError(f"mapping has no parameter for {len(missing)} of the optimizer's, of shapes {missing[:5]}.")
+            raise KeyError(f"mapping lacks {len(missing)} of the optimizer's parameters, of shapes {missing[:5]}.")
         group["params"] = [mapping[parameter.data_ptr] for parameter in group["params"]]
 
 
@@ -145,7 +145,7 @@ def fsdp2_load_full_state_dict(
     missing = [name for name in module.state_dict() if name not in state] if accelerator.is_main_process else []
     missing = current_world().broadcast(missing, 0)  # all ranks raise an error, or none
     if missing:
-        raise KeyError(f"the full state lacks {missing[:5]} of the model. Give the state of the same model.")
+        raise KeyError(f"the full state lacks {missing[:5]} of the model. Pass the state of the same model.")
     _set_model_state(module, state, full=True)
     return model
 
@@ -270,7 +270,7 @@ def merge_fsdp_weights(
     folder, world = Path(checkpoint_dir), current_world()
     inside = [str(folder / name) for name in (f"{_MODEL}_0", f"{_OPTIMIZER}_0") if (folder / name).is_dir()]
     if inside or not folder.is_dir():
-        raise ValueError(f"{folder} is not a checkpoint. Use {' or '.join(inside) or 'a folder that exists'}.")
+        raise ValueError(f"{folder} is not a checkpoint. Pass {' or '.join(inside) or 'a folder that exists'}.")
     if world.rank == 0:
         if (folder / ".metadata").is_file():
             weights = _merge_distributed(folder)
@@ -278,7 +278,7 @@ def merge_fsdp_weights(
             weights = {name: piece.get() for name, piece in open_weights(folder).items()}
         others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
         if others:
-            raise ValueError(f"{folder}: {others[0]!r} is not a tensor. Use the folder of a model's weights.")
+            raise ValueError(f"{folder}: {others[0]!r} is not a tensor. Pass the folder of a model's weights.")
         write_weights(*split_tied(weights), Path(output_path), _NO_LIMIT, safe_serialization)
         if remove_checkpoint_dir:
             shutil.rmtree(folder)

@@ -21,7 +21,10 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
         hparams: The hyperparameters, which are changed in place.
     """
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
-        warn(f"hyperparameter {name!r} can't be pickled and is removed; save_hyperparameters(ignore=[{name!r}]) too.")
+        warn(
+            f"hyperparameter {name!r} can't be pickled and is removed. save_hyperparameters(ignore=[{name!r}]) avoids "
+            "this warning."
+        )
         del hparams[name]
 
 

@@ -168,7 +168,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
         storages.add(storage)
         cleaned[name] = value.clone() if shares_memory else value.contiguous()
     if removed:
-        warn(f"{', '.join(removed)} shared their tensors with other names and are left out; tie them after loading.")
+        warn(f"{', '.join(removed)} share their tensors with other names and are omitted. Tie them after loading.")
     return cleaned
 
 
@@ -243,8 +243,8 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
             unsafe = re.search(r"GLOBAL (\S+)", str(error))
             raise TypeError(
                 f"save_custom_state got a {type(obj).__name__} whose state holds "
-                f"{unsafe[1] if unsafe else 'an object'}, which only running code would load. Give its state_dict "
-                "numbers, text, tensors, arrays, lists and dicts."
+                f"{unsafe[1] if unsafe else 'an object'}, which cannot be loaded without running code. Return only "
+                "numbers, text, tensors, arrays, lists and dicts from its state_dict."
             ) from error
         (Path(path) / f"custom_checkpoint_{index}.pkl").write_bytes(buffer.getvalue())
 

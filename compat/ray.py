@@ -32,8 +32,8 @@ def RayLightningEnvironment() -> LaunchEnvironment:
     launched = LaunchEnvironment.read()
     if launched is None or launched.launcher != "ray":
         raise RuntimeError(
-            "this is not a worker of Ray Train: create the Trainer in the function passed to "
-            "ray.train.torch.TorchTrainer, or leave RayLightningEnvironment() out."
+            "this is not a worker of Ray Train. Create the Trainer in the function passed to "
+            "ray.train.torch.TorchTrainer, or remove RayLightningEnvironment()."
         )
     return launched
 
@@ -51,7 +51,7 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
     if (trainer.global_rank, trainer.world_size) != (launched.rank, launched.world_size):
         raise RuntimeError(
             f"the Trainer is rank {trainer.global_rank} of {trainer.world_size}, but Ray has started rank "
-            f"{launched.rank} of {launched.world_size}. Leave devices= and num_nodes= out."
+            f"{launched.rank} of {launched.world_size}. Remove devices= and num_nodes=."
         )
     return trainer
 

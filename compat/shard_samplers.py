@@ -77,8 +77,8 @@ class BatchSamplerShard(BatchSampler):
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
             raise ValueError(
-                f"split_batches=True shares each batch of batch_size={self.batch_size} among "
-                f"num_processes={num_processes}; make the batch size a multiple of it."
+                f"batch_size={self.batch_size} must be a multiple of num_processes={num_processes}, because "
+                "split_batches=True shares each batch among the processes."
             )
 
     @property
@@ -181,8 +181,8 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
     ) -> None:
         if split_batches and batch_size > 1 and batch_size % num_processes:
             raise ValueError(
-                f"split_batches=True shares each batch of batch_size={batch_size} among "
-                f"num_processes={num_processes}; make the batch size a multiple of it."
+                f"batch_size={batch_size} must be a multiple of num_processes={num_processes}, because "
+                "split_batches=True shares each batch among the processes."
             )
         self.dataset = dataset
         self.batch_size = batch_size

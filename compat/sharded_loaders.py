@@ -323,8 +323,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         if torch_device_mesh is not None and "tp" in torch_device_mesh.mesh_dim_names:
             raise ValueError(
-                "dispatch_batches=True shares every batch among all processes, and with tensor parallelism several "
-                "need the same rows. Use dispatch_batches=False."
+                "dispatch_batches=True shares every batch among all processes, but with tensor parallelism several "
+                "processes need the same rows. Use dispatch_batches=False."
             )
         self.split_batches = split_batches
         self.skip_batches = skip_batches
@@ -351,7 +351,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             return parts[0] if len(parts) == 1 else concatenate(parts, dim=0)
         except RuntimeError as error:
             raise RuntimeError(
-                f"dispatch_batches=True joins {wanted} batches of the loader, and they have different forms ({error}). "
+                f"dispatch_batches=True joins {wanted} batches of the dataloader, but their shapes differ ({error}). "
                 "Use split_batches=True to share one batch, or dispatch_batches=False."
             ) from error
 
@@ -369,7 +369,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if failure is not None:
             raise failure
         if text is not None:
-            raise RuntimeError(f"rank 0 failed to read a batch: {text}")
+            raise RuntimeError(f"rank zero failed to read a batch: {text}")
         return send_to_device(batch[0], self.state.device, non_blocking=self._non_blocking) if batch else _END
 
     def __iter__(self) -> Iterator[Any]:
@@ -525,7 +525,7 @@ def _decide_dispatch(dataloader: Any, dispatch_batches: bool | None, put_on_devi
     if dispatch_batches is None:
         return put_on_device and isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches and not put_on_device:
-        raise ValueError("dispatch_batches=True sends batches to every device; give put_on_device=True as well.")
+        raise ValueError("dispatch_batches=True sends batches to every device. Pass put_on_device=True as well.")
     return dispatch_batches
 
 
@@ -604,13 +604,13 @@ def _check_split(dataloader: Any, count: int) -> None:
         size = getattr(dataloader.batch_sampler, "batch_size", None)
     if size is None:
         raise ValueError(
-            f"split_batches=True needs a batch_size of the DataLoader or of its batch sampler, and "
+            f"split_batches=True needs a batch_size of the DataLoader or of its batch sampler, but "
             f"{type(dataloader.batch_sampler).__name__} has none."
         )
     if size > 1 and size % count:
         raise ValueError(
-            f"split_batches=True shares each batch of batch_size={size} among num_processes={count}; make the batch "
-            "size a multiple of it."
+            f"batch_size={size} must be a multiple of num_processes={count}, because split_batches=True shares each "
+            "batch among the processes."
         )
 
 

@@ -111,7 +111,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     world = current_world()
     owners = [rank for rank, given in enumerate(world.gather_objects(tensor is not None)) if given]
     if len(owners) != 1:
-        raise ValueError(f"copy_tensor_to_devices takes the tensor of one process; ranks {owners} gave one.")
+        raise ValueError(f"copy_tensor_to_devices takes the tensor of one rank, but ranks {owners} passed one.")
     shape, dtype = world.broadcast(None if tensor is None else (tensor.shape, tensor.dtype), owners[0])
     copied = torch.empty(shape, dtype=dtype, device=world.device) if tensor is None else tensor.to(world.device).clone()
     return world.broadcast_tensor(copied, owners[0])
@@ -138,7 +138,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
         if any(form != forms[0] for form in forms):
             lines = "\n".join(f"  rank {rank}: {shape} on {kind}" for rank, (shape, kind) in enumerate(forms))
             raise DistributedOperationException(
-                f"{function.__module__}.{function.__name__} needs tensors of one shape on every process:\n{lines}"
+                f"{function.__module__}.{function.__name__} needs tensors of the same shape on every rank:\n{lines}"
             )
         return function(*args, **kwargs)
 
@@ -179,7 +179,7 @@ class ConvertOutputsToFp32:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> Any:
-        raise pickle.PicklingError("a forward that converts its outputs can not be pickled; pickle the model instead.")
+        raise pickle.PicklingError("a forward that converts its outputs cannot be pickled. Pickle the model instead.")
 
 
 @contextmanager

@@ -101,7 +101,8 @@ class PruningCallback(Callback):
             with trainer.accelerator.world.together():
                 if trainer.is_global_zero and self._trial is None:
                     raise ValueError(
-                        "PruningCallback(trial=None, ...) is allowed on other ranks than zero only. Pass the trial."
+                        "PruningCallback(trial=None, ...) is allowed only on ranks other than zero. Pass the trial on "
+                        "rank zero."
                     )
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:

@@ -84,7 +84,7 @@ class CometLogger(ServiceLogger):
         if online is not None:
             check_bool("online", online)
         if experiment_config is not None and kwargs:
-            raise ValueError(f"experiment_config=... contradicts {', '.join(kwargs)}: set them in the configuration")
+            raise ValueError(f"experiment_config=... contradicts {', '.join(kwargs)}. Set them in experiment_config.")
         texts = {"api_key": api_key, "workspace": workspace, "project": project, "mode": mode}
         super().__init__(
             name=project,

@@ -64,7 +64,7 @@ class CSVLogger(DirectoryLogger):
         super().__init__(save_dir, name, version, prefix)
         self.strict = check_bool("strict", strict)
         self._flush_every = check_int(
-            "flush_logs_every_n_steps", flush_logs_every_n_steps, 1, "writes every row at once"
+            "flush_logs_every_n_steps", flush_logs_every_n_steps, 1, "writes every row immediately"
         )
 
     @property

@@ -317,7 +317,9 @@ def _check_store(uri: str) -> None:
                 "MLFLOW_ALLOW_FILE_STORE=true."
             )
     elif uri.startswith(DATABASES) and not is_installed("sqlalchemy"):
-        raise ModuleNotFoundError(f"tracking_uri={uri!r} needs more than mlflow-skinny: pip install mlflow")
+        raise ModuleNotFoundError(
+            f"tracking_uri={uri!r} needs the full mlflow package, not only mlflow-skinny: pip install mlflow"
+        )
 
 
 def _drop_forbidden_characters(name: str) -> str:

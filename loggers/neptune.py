@@ -127,7 +127,7 @@ class NeptuneLogger(ServiceLogger):
     def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
         missing = [name for name, value in row.items() if math.isnan(value)]
         for name in missing:
-            warn(f"GoodSeed cannot store NaN. Values of {name} that are NaN are left out.")
+            warn(f"GoodSeed cannot store NaN. Values of {name} that are NaN are omitted.")
         run.log_metrics({name: value for name, value in row.items() if name not in missing}, step=step)
 
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float 
     result: dict[str, float | dict[str, float]] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f"metric name {name!r} must be a string that is not empty. Pass str(name).")
+            raise TypeError(f"metric name {name!r} must be a non-empty string. Pass str(name).")
         if isinstance(value, Mapping):
             result[prefix + name] = {str(key): as_number(f"{name}/{key}", inner) for key, inner in value.items()}
         else:

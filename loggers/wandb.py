@@ -174,7 +174,7 @@ class WandbLogger(Logger):
             if run.id != self._requested["id"]:
                 warnings.warn(
                     f"WandbLogger logs to the active W&B run {run.id!r}. To log to a new run, call wandb.finish() "
-                    "before, or pass a name, a project or an id.",
+                    "first, or pass a name, a project or an id.",
                     stacklevel=4,
                 )
             return run

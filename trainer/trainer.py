@@ -476,7 +476,7 @@ class Trainer(LightningAliases):
         loaders = sources.evaluation(kind)
         if not loaders:
             raise ValueError(
-                f"{stage} has no dataloader: pass one or a datamodule, or define {kind}_dataloader in the task."
+                f"{stage} has no dataloader. Pass one or a datamodule, or define {kind}_dataloader in the task."
             )
         check_step(task, stage)
         self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)

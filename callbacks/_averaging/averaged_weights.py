@@ -270,8 +270,8 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
         return place
     if strict:
         raise ValueError(
-            f"{name}(device={str(device)!r}) with strategy={strategy.name!r}: the averages of a sharded model are on "
-            "the device of its shards. Remove device."
+            f"{name}(device={str(device)!r}) cannot run with strategy={strategy.name!r}, because the averages of a "
+            "sharded model are on the device of its shards. Remove device."
         )
     return None
 

@@ -38,7 +38,10 @@ class Averaging(Callback):
             ValueError: If the run cannot be averaged, or another callback averages too.
         """
         if sum(isinstance(callback, Averaging) for callback in trainer.callbacks) > 1:
-            raise ValueError("callbacks has two that average weights, but a model can end with only one. Remove one.")
+            raise ValueError(
+                "callbacks has two callbacks that average weights, but only one of them can set the final weights. "
+                "Remove one."
+            )
         self._averages = Averages(task, buffers, resolve_averages_device(trainer, device, type(self).__name__, strict))
         self._ended, self._latest_epoch = False, -1
 

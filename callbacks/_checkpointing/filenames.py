@@ -70,7 +70,7 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
     if not parts[-1] or any(part.startswith(".") for part in parts):
         raise ValueError(
             f"filename={filename!r} must end in a name, and no part of it may begin with a dot, which marks incomplete "
-            "checkpoints. Remove it for '{epoch}-{step}'."
+            "checkpoints. Remove filename to use the default, '{epoch}-{step}'."
         )
     if re.search("[{}]", _FIELD.sub("", filename)):
         raise ValueError(

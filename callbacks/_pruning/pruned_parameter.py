@@ -102,7 +102,8 @@ class PrunedParameter:
         """
         if saved is None:
             raise ValueError(
-                f"the checkpoint was saved by a run that did not prune {self.full_name}. Prune the same parameters."
+                f"the checkpoint was saved by a run that did not prune {self.full_name}. Prune the same parameters as "
+                "that run."
             )
         if self.first is not None and saved["first"] is not None:
             self.first.copy_(saved["first"][...])

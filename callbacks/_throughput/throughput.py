@@ -47,7 +47,7 @@ class Throughput:
             None if available_flops is None else check_number("available_flops", available_flops, 1.0)
         )
         self.world_size = check_int("world_size", world_size, 1)
-        self.window_size = check_int("window_size", window_size, 2, "is what a rate needs")
+        self.window_size = check_int("window_size", window_size, 2, "is the minimum for a rate")
         self.separator = separator
         self._rows: deque[dict[str, float]] = deque(maxlen=window_size)
         self._flops = 0.0
@@ -84,11 +84,13 @@ class Throughput:
             before = self._rows[-1]
             if before.keys() - {"flops"} != row.keys() - {"flops"}:
                 raise ValueError(
-                    f"a measurement of {sorted(row)} follows one of {sorted(before)}. Always pass the same values."
+                    f"update() got {sorted(row)} after {sorted(before)}. Pass the same arguments in every call."
                 )
             for name in row.keys() & before.keys() - {"flops"}:
                 if not row[name] > before[name]:
-                    raise ValueError(f"{name}={row[name]} must exceed the last total, {before[name]}. Pass totals.")
+                    raise ValueError(
+                        f"{name}={row[name]} must exceed the last total, {before[name]}. Pass cumulative totals."
+                    )
         self._rows.append(row)
 
     def compute(self) -> dict[str, float]:

@@ -213,7 +213,7 @@ def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str
     if progress.samples > samples and (spent := history.spent.get("training", 0.0) - seconds) > 0:
         tiles["samples per second of training"] = format_number((progress.samples - samples) / spent)
     if progress.skipped:
-        tiles["steps skipped as not finite"] = f"{progress.skipped:,}"
+        tiles["steps skipped because not finite"] = f"{progress.skipped:,}"
     if (best := find_best(trainer)) is not None:
         tiles[f"best {best['metric']}"] = format_number(best["value"])
     return tiles

@@ -33,8 +33,8 @@ OPTIONS = {
     "KEY+=VALUE": "add to a list: trainer.callbacks+=LearningRateMonitor",
     "~KEY": "remove a key",
     "--from-run RUN": "start from an earlier run's configuration: its number, NAME/NUMBER, folder, or a checkpoint",
-    "--print-config": "print the whole configuration with defaults and the source of each value, and run nothing",
-    "-h, --help [NAME]": "this, or help of a section or class: --help model, --help EarlyStopping, --help my.Task",
+    "--print-config": "print the full configuration, with defaults and the source of each value, and exit",
+    "-h, --help [NAME]": "print help, also for a section or class: --help model, --help EarlyStopping, --help my.Task",
 }
 
 
@@ -129,9 +129,9 @@ def parse_options(arguments: Sequence[str]) -> Options:
         elif equals or word.startswith("~"):
             options.overrides.append(word)
         elif word.endswith((".yaml", ".yml")):
-            raise ConfigError(f"{COMMAND_LINE}: {word}: write a file after --config, as in --config {word}.")
+            raise ConfigError(f"{COMMAND_LINE}: {word}: a file needs --config before it. Write --config {word}.")
         else:
-            raise ConfigError(f"{COMMAND_LINE}: {word}: write it as key.path=value, or a file after --config.")
+            raise ConfigError(f"{COMMAND_LINE}: {word}: expected key.path=value, or a file after --config.")
     if options.from_run is not None:
         options.from_run = _locate_run(options.from_run, options.overrides)
     return options
@@ -189,7 +189,7 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
         return str(folder), _read_checkpoint_config(folder)
     file = folder / CONFIG if folder.is_dir() else folder
     if not file.is_file():
-        problem = f"has no {CONFIG} and is not a checkpoint" if folder.is_dir() else "there is no such folder"
+        problem = f"has no {CONFIG} and is not a checkpoint" if folder.is_dir() else "there is no such file or folder"
         raise ConfigError(f"--from-run {place}: {problem}.")
     return str(file), read_text(local_folder(folder) / CONFIG if isinstance(file, RemotePath) else file)
 
@@ -205,7 +205,10 @@ def _read_checkpoint_config(folder: AnyPath) -> str:
                 return text
     except (ValueError, OSError) as error:
         raise ConfigError(f"--from-run {error}") from error
-    raise ConfigError(f"--from-run {folder}: this checkpoint holds no configuration: its run was not started from one.")
+    raise ConfigError(
+        f"--from-run {folder}: this checkpoint holds no configuration, because its run was not started from one. "
+        "Use --config FILE."
+    )
 
 
 def say(text: str) -> None:

@@ -44,7 +44,7 @@ def describe_target(target: Any, title: str = "") -> str:
             description = description.removesuffix(f' Default: "{argument.default}".')
         lines += _wrap_text(description, "      ")
     if takes.open and target is not Trainer:
-        lines += ["", "  and other arguments, which its signature does not name."]
+        lines += ["", "  and other arguments that its signature does not list."]
     return "\n".join(lines)
 
 
@@ -70,7 +70,7 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
             raise ConfigError(f"{name}: {SECTIONS[name]}.")
         if not isinstance(named, str):
             raise ConfigError(
-                f"the configuration names no class for {name!r}. Use --config FILE, or --help my_module.MyClass."
+                f"the configuration names no class for {name!r}. Pass --config FILE, or use --help my_module.MyClass."
             )
         name = named
     if "." in name:
@@ -80,7 +80,7 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
             return catalog.find(name, base)
     all_names = [short_name for base in catalog.list_shelved() for short_name in catalog.list_short_names(base)]
     hint = nearest(name, [*SECTIONS, *all_names])
-    raise ConfigError(f"there is no section and no class {name!r}.{hint} A user-defined class needs its import path.")
+    raise ConfigError(f"{name!r} is neither a section nor a class.{hint} A user-defined class needs its import path.")
 
 
 def _format_default(default: Any) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Check what a run would use: versions on all ranks, devices, backends, disks, limits, environment variables, clocks, and
 an all-reduce with its latency and bandwidth. Prints one line for each, marked good, note or FAULT, and exits with
-status 1 if anything is at fault.
+status 1 if there is a FAULT.
 
     treadle doctor                                                   two ranks, or one per GPU if there are several
     treadle launch --nproc-per-node 8 -m treadle doctor              the ranks that the launcher starts
@@ -46,7 +46,9 @@ def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--dir", default=".", metavar="FOLDER", help="where the run would write (default: .)")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for a rank (30)")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for a rank (default: 30)"
+    )
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks to start if no launcher has started any")
     parser.add_argument("--cpu", action="store_true", help="measure the all-reduce on the CPU")
     parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
@@ -106,13 +108,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     names = [name for name in parser._option_string_actions if name not in ("--report", "-h")]
     for word in arguments:
         if word.startswith("--") and (name := word.partition("=")[0]) not in parser._option_string_actions:
-            raise ValueError(f"there is no option {name}.{nearest(name, names)} `treadle doctor --help` lists them.")
+            raise ValueError(
+                f"there is no option {name}.{nearest(name, names)} `treadle doctor --help` lists the options."
+            )
     options = parser.parse_args(arguments)
     if not options.timeout > 0:
         raise ValueError(f"--timeout {options.timeout:g} must be a positive number of seconds.")
     if options.nproc_per_node is not None and options.nproc_per_node < 2:
         raise ValueError(
-            f"--nproc-per-node {options.nproc_per_node} must be at least 2: an all-reduce needs two ranks."
+            f"--nproc-per-node {options.nproc_per_node} must be at least 2, because an all-reduce needs two ranks."
         )
     return options
 

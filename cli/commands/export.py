@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Write the full model of a checkpoint, without its optimizer, as safetensors. Shards are merged one tensor at a time, so
-a model that is larger than memory can be exported, too.
+even a model larger than memory can be exported.
 
     treadle export runs/last.ckpt model.safetensors                     one file
     treadle export runs/last.ckpt weights/                              a folder in Hugging Face's format
@@ -134,8 +134,8 @@ def _is_folder(output: str | Path) -> bool:
     suffix = PurePosixPath(target.name).suffix
     if suffix in _OTHER_ENDINGS:
         raise ValueError(
-            f"{target}: weights are written as safetensors, so a file's name must end in .safetensors. For a "
-            "new folder of this name add a slash at its end."
+            f"{target}: weights are written as safetensors, so a file's name must end in .safetensors. "
+            "To create a folder of this name, add a slash at its end."
         )
     return suffix != ".safetensors"
 

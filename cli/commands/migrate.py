@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from ..migrate import Finding, Migration
 
 DESCRIPTION = """\
-Rewrite a project's imports of lightning, pytorch_lightning, lightning_fabric and accelerate, and what uses them:
-lightning.pytorch.X becomes treadle.X, or treadle.compat.X. Everything else in the files is unchanged.
+Rewrite a project's imports of lightning, pytorch_lightning, lightning_fabric and accelerate, and the code
+that uses them: lightning.pytorch.X becomes treadle.X or treadle.compat.X. The rest of each file is left unchanged.
 
     treadle migrate .                   print what would change, as a diff
     treadle migrate src/train.py        the same for a single file
     treadle migrate . --write           change the files
 
-Looks at Python files, code cells of notebooks, and class paths in configurations. Hidden folders, virtual
-environments and symbolic links are left out. Lists, by file and line, what has no counterpart and what behaves
-differently. Ends with status 1 if something needs a change by hand."""
+Covers Python files, code cells of notebooks, and class paths in configurations. Skips hidden folders, virtual
+environments and symbolic links. Lists, by file and line, what has no counterpart and what behaves differently. Exits
+with status 1 if something needs a change by hand."""
 
 NEEDS_A_HAND = "Needs a change by hand"
 DIFFERS = "Runs, but behaves differently (docs/differences)"

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Show what a run would do and need, on one screen: processes, batch, steps, schedule, memory, checkpoint, traffic, and
-the time of a step. One rank of the run takes one step without values, so a laptop can plan in seconds for machines
-that it does not have.
+the time of a step. One step of one rank is simulated without values, so within seconds a laptop can plan a run on
+hardware that it does not have.
 
     treadle plan --config run.yaml                                      the run of a configuration, unchanged
     treadle plan --config run.yaml --world-size 1024 --gpu h100         the same run on other machines
     treadle plan --config run.yaml --world-size 64 model.width=8192     with other values
     treadle plan --model 7b --world-size 1024 --micro-batch 2           a transformer of that size, no configuration
 
-If a plan does not fit, changes that would make it fit are listed; so are changes that would make it faster. Each has
-been planned, too (--no-advice leaves that out)."""
+If the run does not fit, changes that would make it fit are listed, as are changes that would make it faster. Each of
+them is planned as well (--no-advice skips this)."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,7 +51,9 @@ def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
         metavar="FILE",
         help="a run's configuration; may be repeated, later files take precedence",
     )
-    add("--model", metavar="NAME", help="instead: gpt-162m, llama-1b, 7b, 8b, 70b, 405b, trained with AdamW")
+    add(
+        "--model", metavar="NAME", help="instead of --config: gpt-162m, llama-1b, 7b, 8b, 70b, 405b, trained with AdamW"
+    )
     add("--world-size", type=_parse_count, metavar="N", help="world size. Default: the configuration's, or 1")
     add(
         "--gpu",
@@ -60,29 +62,38 @@ def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
     )
     add("--per-machine", type=_parse_count, metavar="N", help="GPUs per machine. Default: the configuration's, or 8")
     add("--strategy", metavar="NAME", help="auto, single, ddp, fsdp. Default: the configuration's, or fsdp for --model")
-    add("--replicate", type=_parse_count, metavar="N", help="shards in N replicas: hybrid sharding")
+    add("--replicate", type=_parse_count, metavar="N", help="number of replicas, for hybrid sharding")
     add("--checkpoint-activations", action="store_true", help="recompute the activations of every block")
     add(
         "--micro-batch",
         type=_parse_count,
         metavar="N",
-        help="samples of one forward. Default: the configuration's, or 1",
+        help="samples per forward pass. Default: the configuration's, or 1",
     )
     add(
         "--accumulate",
         type=_parse_count,
         metavar="N",
-        help="forwards per optimizer step. Default: the configuration's, or 1",
+        help="forward passes per optimizer step. Default: the configuration's, or 1",
     )
-    add("--precision", metavar="NAME", help="as Trainer(precision=...). Default: the configuration's, or bf16-mixed")
-    add("--compile", action="store_true", help="the model is compiled: pointwise operations are fused")
+    add(
+        "--precision",
+        metavar="NAME",
+        help="precision, as in Trainer(precision=...). Default: the configuration's, or bf16-mixed",
+    )
+    add("--compile", action="store_true", help="plan for a compiled model, whose pointwise operations are fused")
     add("--clip", type=_parse_positive, metavar="NORM", help="clip gradients to this norm")
-    add("--length", type=_parse_count, metavar="N", help="tokens of a sample, for --model")
-    add("--samples", type=_parse_count, metavar="N", help="samples of an epoch")
+    add("--length", type=_parse_count, metavar="N", help="for --model: tokens per sample")
+    add("--samples", type=_parse_count, metavar="N", help="samples per epoch")
     add("--max-epochs", type=_parse_count, metavar="N", help="epochs")
     add("--max-steps", type=_parse_count, metavar="N", help="optimizer steps")
-    add("--lr", type=_parse_positive, metavar="X", help="for --model: learning rate, a warm-up and then half a cosine")
-    add("--warmup-steps", type=_parse_count, metavar="N", help="for --lr: steps of the warm-up. Default: none")
+    add(
+        "--lr",
+        type=_parse_positive,
+        metavar="X",
+        help="for --model: peak learning rate of a warm-up and a cosine decay",
+    )
+    add("--warmup-steps", type=_parse_count, metavar="N", help="for --lr: steps of the warm-up. Default: 0")
     add("--no-advice", action="store_true", help="plan only the requested run, without advice")
     add("overrides", nargs="*", metavar="key=value", help="for --config: values that override the files'")
     return parser
@@ -145,13 +156,13 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _check_options(options: argparse.Namespace) -> None:
     if (options.model is None) == (not options.config):
-        raise ValueError("give either --config run.yaml or --model 7b, not both; see `treadle plan --help`.")
+        raise ValueError("pass either --config run.yaml or --model 7b, but not both. See `treadle plan --help`.")
     if options.config:
         model_options = {"--length": options.length, "--lr": options.lr, "--warmup-steps": options.warmup_steps}
         for name in (name for name, value in model_options.items() if value is not None):
-            raise ValueError(f"{name} is for --model. With --config, set it in the configuration.")
+            raise ValueError(f"{name} applies to --model only. With --config, set it in the configuration.")
     elif options.overrides:
-        raise ValueError(f"{options.overrides[0]!r}: overrides need --config.")
+        raise ValueError(f"{options.overrides[0]!r}: overrides need --config. Remove it, or plan a configuration.")
 
 
 def run(options: argparse.Namespace) -> tuple[str, bool]:
@@ -198,7 +209,7 @@ def _choose_gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[G
         gpu = replace(gpu, per_machine=per_machine)
     if options.gpu is not None:
         return gpu, ""
-    return gpu, "this machine's" if local_gpu else "assumed, because none was detected: --gpu names another"
+    return gpu, "this machine's" if local_gpu else "assumed, because none was detected; set another with --gpu"
 
 
 def _build_subject(options: argparse.Namespace) -> Subject:

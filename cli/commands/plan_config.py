@@ -128,7 +128,7 @@ class _PlannedRun:
 
     def _read_placement(self, flags: dict[str, Any]) -> None:
         if flags.get("sync_batchnorm"):
-            raise ValueError("sync_batchnorm=True can't be planned: its traffic is unknown. Set it to false.")
+            raise ValueError("sync_batchnorm=True can't be planned, because its traffic is unknown. Set it to false.")
         devices, nodes = flags.get("devices", 1), flags.get("num_nodes", 1)
         count = len(devices) if isinstance(devices, list) else devices
         count = max(1, int(count)) if isinstance(count, int) or str(count).isdecimal() else 1
@@ -147,7 +147,7 @@ class _PlannedRun:
         trainer, data = self.trainer, self.checked.build_datamodule()
         task = self._make_task()
         if not task.automatic_optimization:
-            raise ValueError("automatic_optimization=False can't be planned: the task controls its own steps.")
+            raise ValueError("automatic_optimization=False can't be planned, because the task controls its own steps.")
         trainer.task, trainer.datamodule = task, data
         if data is not None:
             data.trainer = trainer
@@ -161,7 +161,7 @@ class _PlannedRun:
         self.batch = next(iter(loader), None)
         trainer.accelerator.close_loaders()
         if self.batch is None:
-            raise ValueError(f"{type(self.source).__name__} yields no batch: a plan needs one to know its shapes.")
+            raise ValueError(f"{type(self.source).__name__} yields no batch, but a plan needs one for its shapes.")
         self.size = _count_samples(self.source, self.batch)
 
     def _count_batches(self) -> int | None:
@@ -236,7 +236,7 @@ class _PlannedRun:
         assert task is not None
         optimizers, schedulers = configure(task)
         if not optimizers:
-            raise ValueError("configure_optimizers returned None: nothing is trained, so there is no step to plan.")
+            raise ValueError("configure_optimizers returned None, so nothing is trained and there is no step to plan.")
         self.trainer.accelerator.optimizers[:] = optimizers  # type: ignore[assignment]
         self.trainer.lr_scheduler_configs = schedulers
         return optimizers[0]
@@ -285,7 +285,9 @@ class _PlannedRun:
         elif per_epoch is None and any(config.interval == "epoch" for config in schedulers):
             words = f"learning rate {first} at first; it changes with epochs of unknown length"
         elif total is None or total > _MOST_STEPS:
-            words = f"learning rate {first} at first; drawn for runs of up to {_MOST_STEPS:,} steps"
+            words = (
+                f"learning rate {first} at first; the schedule is drawn only for runs of up to {_MOST_STEPS:,} steps"
+            )
         else:
             rates = _simulate_rates(optimizer, schedulers, total, per_epoch)
         samples = self.options.samples or (
@@ -348,8 +350,8 @@ def _read_leading_size(batch: Any) -> int:
         elif isinstance(value, list | tuple):
             pending[:0] = value
     raise ValueError(
-        f"the number of samples in a {type(batch).__name__} is unknown, because it contains no tensor. Give the "
-        "DataLoader a batch_size."
+        f"the number of samples in a {type(batch).__name__} is unknown, because it contains no tensor. Set "
+        "batch_size of the DataLoader."
     )
 
 

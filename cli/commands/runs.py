@@ -24,18 +24,18 @@ from ..sweep import format_parameters
 from .terminal_plot import plot
 
 DESCRIPTION = """\
-List the runs in a folder, the latest last, or show one of them with its curves.
+List the runs in a folder, latest last, or show one of them with its curves.
 
     treadle runs                        the runs in runs/
-    treadle runs DIR --state failed     failed runs in DIR, which may be a URL, s3://bucket/runs
+    treadle runs DIR --state failed     failed runs in DIR, which may be a URL such as s3://bucket/runs
     treadle runs show                   the latest
-    treadle runs show 3                 the run with this number; NAME/3 if several names have it, or its path
+    treadle runs show 3                 the run with this number; NAME/3 if several runs have it, or its path
     treadle runs show 3 --metric val_loss
     treadle runs compare 3 4            the differences between two runs, and a page with their curves
 
 A run is running, finished, failed, interrupted (Ctrl-C), killed (its process died without recording why) or
-unreadable; a trial of a sweep may also be waiting or pruned. Nothing in the folders is changed, and nothing in them is
-run."""
+unreadable; a trial of a sweep may also be waiting or pruned. The folders are only read: no file is changed, and no
+code in them is run."""
 
 STATES = ("running", "waiting", "finished", "pruned", "failed", "interrupted", "killed", "unreadable")
 _NARROWEST, _WIDEST = 24, 120  # characters in a row
@@ -90,15 +90,15 @@ def build_compare_parser(program: str = "treadle runs compare") -> argparse.Argu
     parser = _make_parser(
         program,
         "Compare runs: state, last values, and the configuration keys, hyperparameters and versions that differ.\n"
-        "A page with the curves of all of them is written into the working directory; any browser opens it, without\n"
-        "a server or a network.",
+        "A page with the curves of all of them is written to the working directory. Any browser can open it, without\n"
+        "a server or a network connection.",
     )
     parser.add_argument("runs", nargs="*", metavar="N|PATH", help="two or more: number, NAME/NUMBER or path")
-    parser.add_argument("--dir", default="runs", help="where the runs are (default: runs)")
-    parser.add_argument("--name", help="only those of this name")
+    parser.add_argument("--dir", default="runs", help="folder of the runs (default: runs)")
+    parser.add_argument("--name", help="only runs of this name")
     parser.add_argument("--output", metavar="FILE", help="the page's file (default: compare-NAME-N-NAME-N.html)")
     parser.add_argument("--no-page", action="store_true", help="print the differences only")
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON, an object; write no page")
+    parser.add_argument("--json", action="store_true", help="print the comparison as a JSON object, and write no page")
     return parser
 
 
@@ -235,7 +235,7 @@ def _show(options: argparse.Namespace) -> str:
         clean = {make_printable(name): (curve["steps"], curve["values"]) for name, curve in curves.items()}
         missing = sum(curve["missing"] for curve in curves.values())
         drawn = plot(make_printable(title), clean, max(_NARROWEST, width), ascii=ascii, colour=colour)
-        text += "\n\n" + drawn + (f"\nnot drawn, as not finite: {missing:,}" if missing else "")
+        text += "\n\n" + drawn + (f"\nnot drawn, because not finite: {missing:,}" if missing else "")
     return text
 
 
@@ -317,7 +317,7 @@ def _format_table(rows: Mapping[str, str]) -> list[str]:
 def _compare(options: argparse.Namespace) -> str:
     if len(options.runs) < 2:
         raise ValueError(
-            f"compare needs two or more runs, {len(options.runs)} given. Name them by number, NAME/NUMBER or path: "
+            f"compare needs two or more runs, but got {len(options.runs)}. Name them by number, NAME/NUMBER or path: "
             "treadle runs compare 1 2."
         )
     directory = as_path(options.dir)

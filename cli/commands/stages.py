@@ -146,7 +146,7 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
         if stage == "fit":
             stage_options["schedule"] = checked.schedule
         elif checked.config.find_source("schedule") == COMMAND_LINE:
-            raise ConfigError(f"{COMMAND_LINE}: schedule applies to fit only, not to {stage}. Leave it out.")
+            raise ConfigError(f"{COMMAND_LINE}: schedule applies to fit only, not to {stage}. Remove it.")
         if stage == "predict" and not keep:
             stage_options["return_predictions"] = False
         try:
@@ -229,7 +229,7 @@ def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) 
         return earlier
     if earlier is not None and (as_path(earlier) / CONFIG).is_file():
         return "best" if any(callback.monitor is not None for callback in trainer.checkpoint_callbacks) else "last"
-    warn("ckpt_path is not set: the task's initial weights are used.")
+    warn("ckpt_path is not set, so the task's initial weights are used.")
     return None
 
 
@@ -268,8 +268,8 @@ def _open_run_folder(
         source = checked.config.find_source(key)
         if source != "defaults" and f"{file}:" not in source:
             raise ConfigError(
-                f"{source}: {key} is for a new run, but ckpt_path={word} resumes the run in {earlier}. Leave {key} "
-                "out, or set ckpt_path=CHECKPOINT to start a new run."
+                f"{source}: {key} applies to a new run only, but ckpt_path={word} resumes the run in {earlier}. "
+                f"Remove {key}, or set ckpt_path=CHECKPOINT to start a new run."
             )
     return RunFolder.open(earlier, flags)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OPTIONS = {
     "-c, --config FILE": "the sweep file, YAML",
     "KEY=VALUE": "set one value: trials=40, processes=4; or a value of the configuration: trainer.max_epochs=3",
-    "--dry-run": "check everything, print the plan, and run nothing",
+    "--dry-run": "check everything, print the plan, and exit",
     "-h, --help": "this help",
 }
 
@@ -41,8 +41,8 @@ def format_usage(program: str = "treadle sweep") -> str:
 
 _DESCRIPTION = (
     "Run many trials of one configuration, each with different values for some of its keys. Each trial is a run,",
-    "NAME/1, NAME/2, ... The same command continues an interrupted sweep. Run on several machines with a shared file",
-    "system, it distributes the trials over them.",
+    "NAME/1, NAME/2, ... The same command continues an interrupted sweep. To distribute the trials over several",
+    "machines with a shared file system, run the command on each of them.",
 )
 
 
@@ -110,15 +110,17 @@ def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
         elif word == "--dry-run":
             dry = True
         elif word.startswith("-"):
-            raise ConfigError(f"command line: there is no option {name}. There are --config, --dry-run and --help.")
+            raise ConfigError(
+                f"command line: there is no option {name}. The options are --config, --dry-run and --help."
+            )
         elif equals or word.startswith("~"):
             overrides.append(word)
         elif word.endswith((".yaml", ".yml")):
             files.append(word)
         else:
-            raise ConfigError(f"command line: {word}: write it as key.path=value, or a file after --config.")
+            raise ConfigError(f"command line: {word}: expected key.path=value, or a file after --config.")
     if len(files) != 1:
-        raise ConfigError(f"command line: expected one sweep file, got {len(files)}: give --config sweep.yaml.")
+        raise ConfigError(f"command line: expected one sweep file, but got {len(files)}. Pass --config sweep.yaml.")
     return files[0], overrides, dry
 
 

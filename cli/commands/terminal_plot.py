@@ -67,7 +67,7 @@ def plot(
         line = f"{mark}{name}  {format_number(values[-1])}"
         rows.append(" " * margin + (_colour_text(line, place) if colour and has_many_lines else line))
     if chart.missing:
-        rows.append(" " * margin + f"not drawn, as not finite: {chart.missing:,}")
+        rows.append(" " * margin + f"not drawn, because not finite: {chart.missing:,}")
     return "\n".join(rows)
 
 

@@ -33,13 +33,13 @@ SECTIONS = {
     "trainer": "the Trainer's flags",
     "model": "the task: {class: my_module.MyTask, argument: ...}",
     "data": "the data module, likewise",
-    "optimizer": "AdamW or {class: AdamW, lr: 1e-3}, in place of the task's configure_optimizers",
+    "optimizer": "AdamW or {class: AdamW, lr: 1e-3}, instead of the task's configure_optimizers",
     "lr_scheduler": "{class: CosineAnnealingLR, T_max: 10, interval: step}, likewise",
     "seed": "the seed of all random number generators; null sets none",
     "ckpt_path": "a checkpoint to resume from or to evaluate",
-    "schedule": "with ckpt_path in fit: whose learning rates and schedule apply, saved or script",
-    "run": "{name: default, dir: runs}: where the run's folder is",
-    "vars": "user-defined values, which ${vars.name} refers to",
+    "schedule": "for fit with ckpt_path: which learning rates and schedule apply, saved or script",
+    "run": "{name: default, dir: runs}: name of the run and folder of all runs",
+    "vars": "user-defined values, for references such as ${vars.name}",
 }
 """Sections of a configuration, with their descriptions."""
 
@@ -53,7 +53,7 @@ _RESOLVER = re.compile(_OPEN.pattern + r"\s*([\w.]+)\s*:")
 _VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)\s*(?:\}|,)")
 _SINGLE_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)\s*(?:,(.*))?\}", re.DOTALL)
 _REFUSED = re.compile(r"oc\.(?!env$|decode$)")  # they create configurations, or depend on the environment
-_REFERENCE_HINT = "Write ${section.key}, ${oc.env:NAME,default}, or \\${ for the characters themselves."
+_REFERENCE_HINT = "Write ${section.key}, ${oc.env:NAME,default}, or \\${ for a literal ${."
 _SECRET = re.compile(r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASS$|_PWD|CREDENTIAL|_AUTH$", re.IGNORECASE)
 
 
@@ -196,7 +196,7 @@ def _apply_override(root: Value, override: str) -> Value:
             return place_value(root, parse_path(override[1:]), None)
         key, equals, text = override.partition("=")
         if not equals:
-            raise ConfigError(f"write it as key.path=value.{nearest(override, root.data)}")
+            raise ConfigError(f"expected key.path=value.{nearest(override, root.data)}")
         add, key = key.endswith("+"), key.removesuffix("+")
         path = parse_path(key)
         if not text:
@@ -248,7 +248,7 @@ def parse_path(key: str) -> Path:
     """
     parts = key.split(".")
     if not all(re.fullmatch(r"[\w-]+", part) for part in parts):
-        raise ConfigError(f"{key!r} is not a key: a key is words joined by dots, such as trainer.max_epochs.")
+        raise ConfigError(f"{key!r} is not a key. Keys are words joined by dots, such as trainer.max_epochs.")
     return tuple("class" if part == "class_path" else part for part in parts if part != "init_args")
 
 
@@ -265,7 +265,7 @@ def resolve_references(root: Value, explicit: Container[str] = (COMMAND_LINE,)) 
     leaves = {path: value for path, value in iterate_values(root) if isinstance(value.data, str)}
     missing = next(((path, value) for path, value in leaves.items() if value.data == "???"), None)
     if missing is not None:
-        raise ConfigError(f"{missing[1].source}: {format_path(missing[0])} is still '???': give it a value.")
+        raise ConfigError(f"{missing[1].source}: {format_path(missing[0])} is still '???'. Set a value.")
     marked = {path: value for path, value in leaves.items() if "${" in value.data}
     for path, value in marked.items():
         if problem := _find_reference_error(value.data):
@@ -282,12 +282,12 @@ def _find_reference_error(text: str) -> str | None:
         resolver = _RESOLVER.match(text, opened.start())
         if resolver is None and _REFERENCE.match(text, opened.start()) is None:
             if "${" in text[opened.end() :].partition("}")[0]:
-                return ": a ${...} can't be inside another's key."
+                return ": a reference can't be nested in the key of another. Write out that key."
             return f" is not a reference. {_REFERENCE_HINT}"
         if resolver is not None and _REFUSED.match(resolver[1]):
-            return f": {resolver[1]!r} is not supported; use ${{section.key}} or ${{oc.env:NAME,default}}."
+            return f": {resolver[1]!r} is not supported. Use ${{section.key}} or ${{oc.env:NAME,default}}."
         if resolver is not None and resolver[1] == "oc.env" and not _VARIABLE.match(text, opened.end() - 2):
-            return ": write the variable's own name: ${oc.env:NAME} or ${oc.env:NAME,default}."
+            return ": the variable's name must be literal, as in ${oc.env:NAME} or ${oc.env:NAME,default}."
     try:
         OmegaConf.create([text])
     except OmegaConfBaseException as error:
@@ -305,7 +305,7 @@ def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> N
             raise ConfigError(
                 f"{value.source}: {format_path(path)}={value.data!r}: no reference uses it."
                 f"{nearest(format_path(path), valid_targets)} "
-                "In an earlier run's configuration references are replaced by values: set those."
+                "In the configuration of an earlier run, references are replaced by their values. Set those instead."
             )
 
 
@@ -324,7 +324,7 @@ def _interpolate(value: Value, path: Path, carried: Any) -> Value:
             for variable in _VARIABLE.finditer(text)
             if variable[0].endswith("}") and variable[1] not in os.environ
         ]
-        reason = "too many references in a row" if "recursion depth" in str(error) else _get_first_line(error)
+        reason = "references are nested too deeply" if "recursion depth" in str(error) else _get_first_line(error)
         words = _describe_unset_variable(unset[0]) if unset else f"{reason}."
         raise ConfigError(f"{value.source}: {format_path(path)}={text!r}: {words}") from error
     return make_value(node, value.source)
@@ -332,7 +332,7 @@ def _interpolate(value: Value, path: Path, carried: Any) -> Value:
 
 def _describe_unset_variable(name: str) -> str:
     default = f"${{oc.env:{name},default}}"
-    return f"the environment has no variable {name!r}. Set it, or give a default: {default}.{nearest(name, os.environ)}"
+    return f"environment variable {name!r} is not set. Set it, or add a default: {default}.{nearest(name, os.environ)}"
 
 
 def _get_first_line(error: Exception) -> str:
@@ -362,7 +362,7 @@ class _References:
             try:
                 extent = self.measure_extent(path)
             except RecursionError as error:
-                raise ConfigError(f"{value.source}: {format_path(path)}: too many references in a row.") from error
+                raise ConfigError(f"{value.source}: {format_path(path)}: references are nested too deeply.") from error
             if extent > MOST_EXPANDED:
                 raise ConfigError(
                     f"{value.source}: {format_path(path)}={value.data!r:.100} expands to more than "

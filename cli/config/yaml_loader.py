@@ -79,10 +79,10 @@ def read_text(file: str | Path) -> str:
         with path.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{file}: longer than {MOST_BYTES:,} bytes, the limit of a configuration.")
+            raise ConfigError(f"{file}: the file has more than {MOST_BYTES:,} bytes, the limit for a configuration.")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not text in UTF-8 (byte {error.start}).") from error
+        raise ConfigError(f"{file}: the file is not UTF-8 text (byte {error.start}).") from error
     except OSError as error:
         raise ConfigError(f"{file!s:.200}: can't be read: {error.strerror}.") from error
 
@@ -116,7 +116,7 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
         ) from error
     if lines and value is not None and not isinstance(value.data, dict | None):
         kind = "list" if isinstance(value.data, list) else "single value"
-        raise ConfigError(f"{name}:1: holds a {kind}, but needs sections with keys, such as `trainer:`.")
+        raise ConfigError(f"{name}:1: the file holds a {kind}, but needs sections with keys, such as `trainer:`.")
     return value
 
 
@@ -131,7 +131,9 @@ class _NodeReader:
         source = _format_place(self.name, line or node.start_mark, self.lines)
         self.count += 1
         if self.count > MOST_VALUES:
-            raise ConfigError(f"{source}: more than {MOST_VALUES:,} values once its aliases are written out.")
+            raise ConfigError(
+                f"{source}: the YAML has more than {MOST_VALUES:,} values after its aliases are expanded."
+            )
         if isinstance(node, yaml.MappingNode):
             self._check_tag(node, ("map",), source)
             return Value(self._read_pairs(node), source)
@@ -165,7 +167,7 @@ class _NodeReader:
         pairs: dict[Any, Value] = {}
         for mapping_node in mapping_nodes:
             if not isinstance(mapping_node, yaml.MappingNode):
-                raise ConfigError(f"{place}: '<<' takes an alias of a mapping, or a list of them.")
+                raise ConfigError(f"{place}: '<<' needs an alias of a mapping, or a list of such aliases.")
             pairs = self._read_pairs(mapping_node) | pairs
         return pairs
 
@@ -186,7 +188,9 @@ class _NodeReader:
     def _check_tag(self, node: yaml.Node, allowed: tuple[str, ...], source: str) -> None:
         if node.tag not in [_CORE + name for name in allowed]:
             short = node.tag.replace(_CORE, "!!")
-            raise ConfigError(f"{source}: the tag {short!r} is refused: a configuration is plain data. Remove it.")
+            raise ConfigError(
+                f"{source}: the tag {short!r} is not allowed, because a configuration is plain data. Remove it."
+            )
 
 
 def _format_place(name: str, mark: yaml.Mark | None, lines: bool) -> str:

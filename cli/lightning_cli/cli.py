@@ -158,7 +158,7 @@ class LightningCLI:
             "--seed_everything",
             type=bool | int,
             default=self.seed_everything_default,
-            help="the seed of all random number generators; true for the default one, false to set none",
+            help="the seed of all random number generators; true for the default seed, false for none",
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -266,7 +266,7 @@ class LightningCLI:
             if name in given and name not in linked and not _is_written_alike(value, given[name])
         }
         if changed:
-            announce(f"model: {', '.join(changed)} as saved in {path}.")
+            announce(f"model: {', '.join(changed)} set to the values saved in {path}.")
             self.config = self.parser.parse_object({subcommand: {"model": changed}}, self.config)
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:
@@ -312,7 +312,7 @@ class LightningCLI:
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Trainer:
         if "callbacks" not in config:
-            warn(f"{self.trainer_class.__qualname__} does not accept callbacks, so those of the settings are ignored.")
+            warn(f"{self.trainer_class.__qualname__} does not accept callbacks, so those in the settings are ignored.")
             return self.trainer_class(**config)
         config["callbacks"] = [
             *_make_list(config["callbacks"]),
@@ -366,7 +366,7 @@ class LightningCLI:
         if type(self.model).configure_optimizers is not TaskModule.configure_optimizers:
             warn(
                 f"{type(self.model).__name__}.configure_optimizers is not used: --{optimizers[0]} replaces it. "
-                "Leave that option out, or pass LightningCLI(auto_configure_optimizers=False)."
+                "Remove that option, or pass LightningCLI(auto_configure_optimizers=False)."
             )
         configure = self.configure_optimizers
 

@@ -117,8 +117,10 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
         return str(chosen)
     commands = ", ".join(parser.subcommands)
     if chosen is None:
-        raise ConfigError(f"a subcommand is missing: {parser.prog} SUBCOMMAND ..., one of {commands}.")
-    raise ConfigError(f"there is no subcommand {chosen!r}.{nearest(chosen, parser.subcommands)} There are {commands}.")
+        raise ConfigError(f"the subcommand is missing. Write {parser.prog} SUBCOMMAND ..., with one of {commands}.")
+    raise ConfigError(
+        f"there is no subcommand {chosen!r}.{nearest(chosen, parser.subcommands)} The subcommands are {commands}."
+    )
 
 
 class _Reader:

@@ -62,7 +62,7 @@ class Option:
         value = self.get_default() if value is None else value
         if value is None or (value.data is None and value.source == "default"):
             if self.required and not checker.partial:
-                checker.problems.append(f"--{self.key} is required: give it a value.")
+                checker.problems.append(f"--{self.key} is required. Pass a value.")
             return PlainRecipe(Value(None, "default"), None)
         if self.untyped and value.text is not None and value.data is not None and is_word(value):
             return PlainRecipe(Value(value.text, value.source), value.text)
@@ -76,7 +76,7 @@ class Option:
             try:
                 return PlainRecipe(value, self.convert(value.text or str(value.data)))
             except (ValueError, TypeError) as error:
-                checker.report(value, path, f"={value.data!r} is refused by {self.convert.__name__}(): {error}")
+                checker.report(value, path, f"={value.data!r} was rejected by {self.convert.__name__}(): {error}")
                 return None
         default = self.argument.default
         if not isinstance(value.data, dict | list) and type(value.data) is type(default) and value.data == default:
@@ -155,7 +155,7 @@ class ClassGroup:
             if key != "class" and not (key in self.ignored_nulls and item.data is None)
         }
         if named is not None and find_class(named.data) is not self.bases[0]:
-            checker.report(named, path, f" is always a {self.bases[0].__name__}: leave class_path={named.data!r} out.")
+            checker.report(named, path, f" is always a {self.bases[0].__name__}. Remove class_path={named.data!r}.")
             return None
         takes, target = self.get_signature(), self.bases[0]
         before = len(checker.problems)
@@ -182,7 +182,7 @@ class ClassGroup:
         if value is None or value.data is None:
             if self.required and not checker.partial:
                 checker.problems.append(
-                    f"--{self.key} is required: name a class, as in --{self.key}=my_module.MyClass."
+                    f"--{self.key} is required. Name a class, as in --{self.key}=my_module.MyClass."
                 )
             return PlainRecipe(Value(None, "default"), None)
         if not isinstance(value.data, str | dict | list):

@@ -14,7 +14,7 @@ from .settings import describe_import_path
 _GENERAL = {
     "-h, --help": "print this help",
     "--config FILE": "read settings from a YAML or JSON file; may be repeated, later files take precedence",
-    "--print_config[=skip_null,skip_default]": "print the settings as YAML and run nothing",
+    "--print_config[=skip_null,skip_default]": "print the settings as YAML and exit",
 }
 
 
@@ -48,7 +48,7 @@ def format_help(
         lines += ["", "subcommands:"]
         for name, parser in subcommands.items():
             lines += _format_entry(name, (parser.description or "").partition("\n")[0])
-        lines.append(f"\n`{prog} SUBCOMMAND --help` lists the options of each.")
+        lines.append(f"\n`{prog} SUBCOMMAND --help` lists the options of a subcommand.")
     return "\n".join(lines) + "\n"
 
 

@@ -150,7 +150,7 @@ class LightningArgumentParser:
             ValueError: If the argument is positional, or the action is unknown.
         """
         if not names or not all(name.startswith("-") for name in names):
-            raise ValueError(f"add_argument{names!r}: positional arguments are not supported; name it --{names[0]}.")
+            raise ValueError(f"add_argument{names!r}: positional arguments are not supported. Name it --{names[0]}.")
         key = dest or max(names, key=len).lstrip("-").replace("-", "_")
         self.aliases |= dict.fromkeys(names, key)
         if action is ActionConfigFile:
@@ -160,7 +160,10 @@ class LightningArgumentParser:
             self.constants[key], default = _FLAG_ACTIONS[action][0], _FLAG_ACTIONS[action][1]
             type = bool
         elif action not in (None, "store"):
-            raise ValueError(f"add_argument({names[0]!r}, action={action!r}): use store_true, store_false or a type.")
+            raise ValueError(
+                f"add_argument({names[0]!r}, action={action!r}): the action must be store_true or store_false. "
+                "Otherwise, pass a type."
+            )
         annotation: Any = Any if type is None else type
         convert = annotation if inspect.isroutine(annotation) else None
         if nargs not in (None, "?"):
@@ -322,7 +325,7 @@ class LightningArgumentParser:
         is_class = isinstance(lightning_class, type)
         if not callable(lightning_class) or (is_class and not issubclass(lightning_class, kinds)):
             raise ValueError(
-                f"add_lightning_class_args({lightning_class!r}): give a class that extends Trainer, TaskModule, "
+                f"add_lightning_class_args({lightning_class!r}): pass a class that extends Trainer, TaskModule, "
                 "DataModule or Callback, or a function that returns such an object."
             )
         if is_class and issubclass(lightning_class, Callback):
@@ -412,7 +415,7 @@ class LightningArgumentParser:
         for key in (*sources, target):
             find_owner(self.declared, key)
         if any(link.target == target for link in self.links):
-            raise ValueError(f"link_arguments: {target!r} is the target of a link already.")
+            raise ValueError(f"link_arguments: {target!r} is already the target of a link. Remove one of the links.")
         self.links.append(Link(sources, target, compute_fn, apply_on == "instantiate"))
         order_by_links(
             self.declared, [link for link in self.links if link.at_instantiation == (apply_on == "instantiate")]
@@ -779,7 +782,7 @@ class LightningArgumentParser:
         """
         file = FilePath(path)
         if file.exists() and not overwrite:
-            raise FileExistsError(f"{file} exists: pass overwrite=True, or write to another file.")
+            raise FileExistsError(f"{file} exists. Pass overwrite=True, or write to another file.")
         text = self.dump(cfg, format or ("json" if file.suffix == ".json" else None), skip_none, **options)
         draft = file.with_name(f".{file.name}.{os.getpid()}")
         draft.write_text(text, encoding="utf-8")

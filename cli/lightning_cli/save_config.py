@@ -53,8 +53,8 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
         if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
             raise ValueError(
-                "save_to_log_dir=False saves nothing unless a subclass of SaveConfigCallback defines save_config: "
-                "define it, or pass LightningCLI(save_config_callback=None)."
+                "save_to_log_dir=False saves nothing unless a subclass of SaveConfigCallback defines save_config. "
+                "Define it, or pass LightningCLI(save_config_callback=None)."
             )
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
@@ -77,7 +77,7 @@ class SaveConfigCallback(Callback):
             path = os.path.join(folder, self.config_filename)
             if not self.overwrite and world.broadcast(os.path.isfile(path) if world.is_main else None):
                 raise RuntimeError(
-                    f"{path} exists already, and holds the configuration of an earlier run. Delete it, pass "
+                    f"{path} already exists and holds the configuration of an earlier run. Delete it, pass "
                     "LightningCLI(save_config_kwargs={'overwrite': True}), or save_config_callback=None to write none."
                 )
             if trainer.is_global_zero:

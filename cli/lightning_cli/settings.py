@@ -90,7 +90,7 @@ def translate_class_path(name: str) -> str:
     if prefix is None:
         return name
     translated = f"treadle.compat.{name.removeprefix(prefix)}"
-    announce(f"class_path {name}: replaced by {translated}.")
+    announce(f"class_path {name} is replaced by {translated}.")
     return translated
 
 
@@ -150,7 +150,7 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
     accepted = signature(target).arguments
     dropped = [str(key) for key in entries if key != "class" and key not in accepted]
     if dropped:
-        announce(f"{named.data} does not accept {', '.join(dropped)}: removed from the settings.")
+        announce(f"removed from the settings: {', '.join(dropped)}, which {named.data} does not accept.")
     return {_CLASS: named} | {key: item for key, item in entries.items() if key in accepted}
 
 

@@ -259,7 +259,7 @@ class _Source:
             if isinstance(find_counterpart(node.module, name), Elsewhere):
                 self._report(node.lineno, describe_missing(node.module, name))
             else:
-                self._report(node.lineno, f"import {name} by its name: {best} does not export it to a star import.")
+                self._report(node.lineno, f"import {name} by name: {best} does not export it to star imports.")
         return best
 
     @staticmethod

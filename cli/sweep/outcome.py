@@ -59,7 +59,7 @@ def judge(folder: Path, status: int | None = None) -> Outcome:
         return Outcome(End.CUT_SHORT, error=str(error))
     steps = int(run.facts.get("steps", 0))
     if status is not None and (ended_by := _find_signal(status)) is not None:
-        return Outcome(End.CUT_SHORT, error=f"{ended_by.name} has ended its process", steps=steps)
+        return Outcome(End.CUT_SHORT, error=f"{ended_by.name} ended its process", steps=steps)
     if run.state == "pruned":
         return Outcome(End.PRUNED, steps=steps)
     if status == 0 or run.state == "finished":  # a run that had nothing left to train does not write it again

@@ -23,8 +23,8 @@ _LOGARITHMIC = ("log_uniform_values", "loguniform")
 _DISTRIBUTIONS = (*_CATEGORICAL, "constant", *_FLOATS, *_INTEGERS)
 _MOST_GRID_VALUES = 100_000
 _REFUSED = {
-    "log_uniform": "its min and max are exponents. Write log_uniform_values, with the values themselves.",
-    "probabilities": "every value is equally likely. Leave it out, or list a value in a parameter of its own.",
+    "log_uniform": "its min and max are exponents. Use log_uniform_values, which takes the values themselves.",
+    "probabilities": "not supported, because every value is equally likely. Remove it.",
 }
 
 
@@ -143,7 +143,9 @@ def parse_parameters(section: Value, problems: list[str]) -> list[Parameter]:
 def _iterate_entries(section: Value, before: str, problems: list[str]) -> Iterator[tuple[str, str, Value]]:
     """Yield key, source and values of each parameter; W&B's nested form is flattened."""
     if not isinstance(section.data, dict) or not section.data:
-        problems.append(f"{section.source}: parameters: write keys and their values, as in model.lr: [0.1, 0.01].")
+        problems.append(
+            f"{section.source}: parameters must be a mapping of keys to values, such as model.lr: [0.1, 0.01]."
+        )
         return
     for key, value in section.data.items():
         nested = value.data.get("parameters") if isinstance(value.data, dict) else None
@@ -169,7 +171,7 @@ def _parse_space(value: Value) -> Choices | Range:
         if distribution in _REFUSED:
             raise ConfigError(f"distribution={distribution!r}: {_REFUSED[distribution]}")
         hint = nearest(distribution, _DISTRIBUTIONS)
-        raise ConfigError(f"there is no distribution {distribution!r}.{hint} There are {', '.join(_DISTRIBUTIONS)}.")
+        raise ConfigError(f"there is no distribution {distribution!r}.{hint} Use one of {', '.join(_DISTRIBUTIONS)}.")
     if "values" in words:
         _refuse_others(words, "values", distribution, _CATEGORICAL)
         return _parse_choices(words["values"])
@@ -177,7 +179,7 @@ def _parse_space(value: Value) -> Choices | Range:
         _refuse_others(words, "value", distribution, ("constant",))
         return Choices((words["value"],))
     if "min" not in words or "max" not in words or distribution in (*_CATEGORICAL, "constant"):
-        raise ConfigError("give its values, or min and max.")
+        raise ConfigError("a parameter needs values, or min and max.")
     return _parse_range(words, distribution)
 
 
@@ -208,7 +210,7 @@ def _refuse_others(words: Mapping[str, Value], kept: str, distribution: Any, all
 
 def _parse_choices(value: Value) -> Choices:
     if not isinstance(value.data, list) or not value.data:
-        raise ConfigError("values must be a list of at least one.")
+        raise ConfigError("values must be a list of at least one value.")
     labels: list[Any] = []
     for label in Choices(tuple(value.data)).labels:
         if label in labels:  # 1, 1.0 and true are the same value in a study

@@ -94,10 +94,10 @@ class Scheduler:
         if not trials and self.folder.has_runs():
             raise ConfigError(
                 f"{self.sweep.file}: {self.folder.path} has runs of the sweep, but its study is not in the storage. "
-                "Name the storage that it was started with, or give the sweep another name."
+                "Set storage to the one that the sweep was started with, or give the sweep another name."
             )
         ended = sum(trial.state.is_finished() for trial in trials)
-        begun = f"; {ended} have ended, {len(trials) - ended} are to be continued" if trials else ""
+        begun = f"; {ended} have ended, {len(trials) - ended} will be continued" if trials else ""
         _say(f"sweep {self.sweep.name}: {self.sweep.trials} trials by {self.sweep.method.kind}{begun}")
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -137,7 +137,9 @@ class Scheduler:
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is None:
                 self._signal = signal.Signals(number)
-                _say_at_once(f"{self._signal.name}: the running trials save and end; a second signal ends them at once")
+                _say_at_once(
+                    f"{self._signal.name}: the running trials save and stop; a second signal kills them immediately"
+                )
             else:
                 self._kills = True
             self.workers.wake()
@@ -237,7 +239,7 @@ class Scheduler:
         label = self._label(int(worker.folder.name))
         if outcome.end is End.CUT_SHORT:
             if self._signal is not None:
-                _say(f"{label}: ended after step {outcome.steps:,}, to be continued")
+                _say(f"{label}: stopped after step {outcome.steps:,}, to be continued")
                 return
             count, steps = self._killed.get(worker.trial, (0, -1))
             count = count + 1 if outcome.steps <= steps else 1
@@ -245,10 +247,10 @@ class Scheduler:
             if count < _MOST_KILLS:
                 _say(f"{label}: {outcome.error} after step {outcome.steps:,}")
                 return
-            error = f"{outcome.error} {count} times at the same place; memory may be short"
+            error = f"{outcome.error} {count} times without progress; the machine may lack memory"
             outcome = Outcome(End.FAILED, error=error, steps=outcome.steps)
         if outcome.end is End.ELSEWHERE:
-            _say(f"{label}: another process runs it")
+            _say(f"{label}: running in another process")
             return
         seconds = time.monotonic() - worker.began
         self._tell(worker.trial, label, outcome, f", after {format_duration(seconds)}")
@@ -309,7 +311,7 @@ class Scheduler:
             _say(f"the same command continues the sweep; {left} trials are left")
             return 128 + self._signal
         if remote := {host for host in self._elsewhere.values() if host != socket.gethostname()}:
-            _say(f"{len(self._elsewhere)} trials still run on {', '.join(sorted(remote))}")
+            _say(f"{len(self._elsewhere)} trials are still running on {', '.join(sorted(remote))}")
         if counts[TrialState.FAIL] and not (counts[TrialState.COMPLETE] or counts[TrialState.PRUNED]):
             _say(f"every trial has failed. The first error: {self._first_error or 'see the report'}")
             return 1

@@ -159,7 +159,9 @@ class Study:
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=share)
         importances = optuna.importance.get_param_importances(self.study, evaluator=evaluator, params=varied)
         best = round(share * len(complete))
-        return dict(importances), f"PED-ANOVA: what tells the best {best} of {len(complete)} trials from the others"
+        return dict(
+            importances
+        ), f"PED-ANOVA: what distinguishes the best {best} of {len(complete)} trials from the others"
 
 
 def make_url(sweep: Sweep) -> str:

@@ -17,12 +17,12 @@ KEYS = {
     "config": "the configuration of every trial: a file, a mapping, or a list of these",
     "name": "the name of the sweep; its trials are the runs NAME/1, NAME/2, ... (default: the file's name)",
     "method": "grid, random or tpe; or a mapping, {type: tpe, n_startup_trials: 5}",
-    "metric": "{name: val_loss, goal: minimize, take: best}: the logged value that counts; take its best or last value",
+    "metric": "{name: val_loss, goal: minimize, take: best}: the logged value to optimize; take its best or last value",
     "parameters": "keys of the configuration with their values",
     "trials": "number of trials; a grid has one per combination",
     "processes": "number of trials at a time, 1 by default",
     "prune": "hyperband, asha, median, percentile, threshold or none; or a mapping, {type: hyperband, min_resource: 1}",
-    "seed": "the seed of the values that are drawn, 0 by default",
+    "seed": "the seed for drawing values, 0 by default",
     "storage": "an Optuna storage URL, or journal; by default an SQLite file in the sweep's folder",
     "max_failures": "number of failed trials that ends the sweep if none succeeded, 3 by default; null for no limit",
 }
@@ -51,7 +51,7 @@ _ELSEWHERE = {
     "command": "a sweep runs `treadle fit` with the configuration that 'config' names",
     "project": "loggers are set in the configuration",
     "entity": "loggers are set in the configuration",
-    "direction": "write metric: {name: ..., goal: ...}",
+    "direction": "the goal is part of the metric, as in metric: {name: ..., goal: ...}",
 }
 _CONTINUABLE = ("trials", "processes", "max_failures")
 """Keys whose values may change between two sessions of one sweep."""
@@ -213,7 +213,7 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
             problems.append(f"{entries[synonym].source}: {synonym} and {_SYNONYMS[synonym]} mean the same; keep one.")
         entries[_SYNONYMS[synonym]] = entries.pop(synonym)
     for key in [key for key in entries if key not in KEYS]:
-        hint = f": {_ELSEWHERE[key]}. Leave it out." if key in _ELSEWHERE else f".{nearest(key, KEYS)}"
+        hint = f": {_ELSEWHERE[key]}. Remove it." if key in _ELSEWHERE else f".{nearest(key, KEYS)}"
         if key in SECTIONS:
             hint = ": it is a section of the configuration. Put it below 'config'."
         problems.append(f"{entries.pop(key).source}: a sweep has no {key!r}{hint}")
@@ -234,16 +234,16 @@ def _read_base(
         path = folder / item.data if isinstance(item.data, str) else item
         if isinstance(path, Path) and not path.is_file():
             raise ConfigError(
-                f"{item.source}: config: there is no file {str(path)!r}. Its path is relative to this file."
+                f"{item.source}: config: there is no file {str(path)!r}. Paths are relative to this file."
             )
         sources.append(path)
     base = merge_sources(sources, overrides, defaults=defaults)
     for key, words in (
         ("ckpt_path", "each trial resumes from its own checkpoints"),
-        ("schedule", "it is for a resume"),
+        ("schedule", "it applies to a resume only"),
     ):
         if key in base.data and base.data[key].data is not None:
-            raise ConfigError(f"{base.data[key].source}: {key}: {words}. Leave it out.")
+            raise ConfigError(f"{base.data[key].source}: {key}: {words}. Remove it.")
     return base
 
 
@@ -273,11 +273,11 @@ class _Reader:
         prune = self._read_choice("prune", (*PRUNERS, "none"), _PRUNER_SYNONYMS)
         parameters: list[Parameter] = []
         if section is None:
-            self.problems.append(f"{self.file}: there are no parameters: add parameters: {{model.lr: [0.1, 0.01]}}.")
+            self.problems.append(f"{self.file}: there are no parameters. Add parameters: {{model.lr: [0.1, 0.01]}}.")
         else:
             parameters = parse_parameters(section, self.problems)
         if method is None:
-            self.problems.append(f"{self.file}: there is no method: add method: grid, random or tpe.")
+            self.problems.append(f"{self.file}: there is no method. Add method: grid, random or tpe.")
             method = Choice("random")
         sweep = Sweep(
             file=self.file,
@@ -320,8 +320,8 @@ class _Reader:
             return "runs"
         if not isinstance(directory.data, str) or "://" in directory.data:
             self.problems.append(
-                f"{directory.source}: run.dir={directory.data!r} must be a folder: the trials of a sweep are locked "
-                "and their study is stored there. Upload them afterwards."
+                f"{directory.source}: run.dir={directory.data!r} must be a local folder, because the trials of a sweep "
+                "are locked and their study is stored there. Upload them afterwards."
             )
             return "runs"
         return directory.data
@@ -365,7 +365,7 @@ class _Reader:
         plain = None if value is None else to_plain(value)
         if not isinstance(plain, dict):
             where = self.file if value is None else value.source
-            self.problems.append(f"{where}: metric: write {{name: val_loss, goal: minimize}}.")
+            self.problems.append(f"{where}: metric must be a mapping such as {{name: val_loss, goal: minimize}}.")
             return Metric()
         words = {"goal": plain.get("direction", plain.get("mode")), "take": "best", **plain}
         words = {word: item for word, item in words.items() if word not in ("direction", "mode")}
@@ -386,7 +386,7 @@ class _Reader:
         trials = self._read_number("trials", 1, None)
         if method.kind != "grid":
             if trials is None and "trials" not in self.values:
-                self.problems.append(f"{self.file}: there is no number of trials: add trials: 20.")
+                self.problems.append(f"{self.file}: the number of trials is missing. Add trials: 20.")
             return trials or 1
         count = 1
         for parameter in parameters:
@@ -403,6 +403,6 @@ class _Reader:
         for parameter in sweep.parameters:
             if parameter.key.partition(".")[0] in ("run", "ckpt_path", "schedule"):
                 self.problems.append(
-                    f"{parameter.source}: parameters: {parameter.key} can't be varied: the sweep decides where its "
-                    "trials are kept and what they resume from."
+                    f"{parameter.source}: parameters: {parameter.key} can't be varied, because the sweep decides where "
+                    "its trials are kept and what they resume from."
                 )

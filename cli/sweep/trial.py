@@ -39,7 +39,7 @@ def _read_assignment(folder: Path) -> Assignment | None:
     try:
         metric = Metric(**json.loads((folder.parent / DESCRIPTION).read_text(encoding="utf-8"))["metric"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        warn(f"{folder} is a trial of a sweep, but its sweep can't be read, so its value is not recorded: {error}")
+        warn(f"{folder} is a trial of a sweep that can't be read, so the trial's value is not recorded: {error}")
         return None
     return Assignment(str(folder), os.getpid(), metric.name, metric.mode, metric.take)
 

@@ -150,7 +150,7 @@ class AlignDevicesHook(ModelHook):
             self.weights_map |= dict.fromkeys(names, tensor.detach().to("cpu"))  # type: ignore[operator]
         source = next((name for name in names if name in self.weights_map), None)
         if source is None:
-            raise ValueError(f"weights_map has no values for {names[0]!r}. Add them, or leave weights_map out.")
+            raise ValueError(f"weights_map has no values for {names[0]!r}. Add them, or remove weights_map.")
         shape, stand_in = make_stand_in(tensor)
         for name in names:
             path, _, last = name.rpartition(".")
@@ -236,7 +236,9 @@ class AlignDevicesHook(ModelHook):
         if isinstance(self.execution_device, torch.device):
             return self.execution_device
         if self.execution_device is None:
-            raise ValueError("a hook with offload=True needs execution_device, to which the weights are moved.")
+            raise ValueError(
+                "a hook with offload=True needs execution_device, the device to which the weights are moved. Pass it."
+            )
         return resolve(self.execution_device)
 
     def _get_skip_keys(self) -> Collection[str]:

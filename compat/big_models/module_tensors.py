@@ -204,9 +204,11 @@ def check_tied_parameters_on_same_device(
         devices = {name: look_up_device(device_map, name) for name in names}
         missing = [name for name, device in devices.items() if device is None]
         if missing:
-            raise ValueError(f"device_map gives no device to {missing[0]!r}. Add it, or '' for all that is not named.")
+            raise ValueError(
+                f"device_map has no device for {missing[0]!r}. Add one, or add '' for everything that is not named."
+            )
         if len(set(devices.values())) > 1:
-            warn(f"device_map: tied parameters are on different devices: {devices}. Give them one device.")
+            warn(f"device_map puts tied parameters on different devices: {devices}. Put them on the same device.")
 
 
 def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
@@ -344,13 +346,14 @@ def _convert(
     assert not isinstance(dtype, str)
     if value is None:
         if old.is_meta and target.type != "meta":
-            raise ValueError(f"{name} is on device meta and has no values to put on {target}. Give value.")
+            raise ValueError(f"{name} is on device meta and has no values to put on {target}. Pass value.")
         new_dtype = dtype if target.type == "meta" and _follows_dtype(old) else None
         return old.detach().to(device=target, dtype=new_dtype or old.dtype, non_blocking=non_blocking)
     value = torch.as_tensor(value)
     if value.shape != old.shape:
         raise ValueError(
-            f"{name} has shape {list(old.shape)}, but value has {list(value.shape)}. Give values of that shape."
+            f"{name} has shape {list(old.shape)}, but value has shape {list(value.shape)}. Pass values of the "
+            "parameter's shape."
         )
     new_dtype = old.dtype if dtype is None else dtype if _follows_dtype(value) else value.dtype
     return value.to(device=target, dtype=new_dtype, non_blocking=non_blocking)
@@ -424,7 +427,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
                     state[f"{path}.{key}" if path else key] = tensor.to("cpu")
     names = list(model.state_dict())
     if missing := [name for name in names if name not in state]:
-        warn(f"the state has no values for {missing}: they are on device meta.")
+        warn(f"the state has no values for {missing}, which are on device meta.")
     return {name: state[name] for name in names if name in state}
 
 

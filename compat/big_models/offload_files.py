@@ -55,7 +55,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
     if size != needed:
         raise ValueError(
-            f"{weight_file}: has {size} bytes, but {weight_info['dtype']} of shape {list(shape)} takes {needed}. "
+            f"{weight_file} has {size} bytes, but {weight_info['dtype']} of shape {list(shape)} takes {needed}. "
             "Offload the weights again."
         )
     weight = torch.empty(shape, dtype=dtype)
@@ -155,7 +155,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: Any = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("OffloadedWeightsLoader got no weights. Give it state_dict, save_folder or index.")
+            raise ValueError("OffloadedWeightsLoader got no weights. Pass state_dict, save_folder or index.")
         if index is None and save_folder is not None:
             index = json.loads((Path(save_folder) / _INDEX).read_text(encoding="utf-8"))
         self.state_dict = {} if state_dict is None else state_dict
@@ -178,7 +178,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             dtype = getattr(torch, info["dtype"]) if "dtype" in info else tensor.dtype
             return tensor.to(device=self.device or "cpu", dtype=dtype)
         if self.save_folder is None:
-            raise ValueError(f"the index names no safetensors_file for {key!r}. Give save_folder, where its .dat is.")
+            raise ValueError(
+                f"the index names no safetensors_file for {key!r}. Pass save_folder, which holds its .dat file."
+            )
         return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
 
     def __contains__(self, key: object) -> bool:

@@ -72,7 +72,7 @@ class Fabric:
     ) -> None:
         precision, sync_batchnorm = unpack_plugins(plugins, precision, False)
         if sync_batchnorm:
-            raise ValueError("Fabric does not convert layers: give the strategy DDP(sync_batchnorm=True) instead.")
+            raise ValueError("Fabric does not convert layers. Pass strategy=DDP(sync_batchnorm=True) instead.")
         spawns = isinstance(strategy, str) and strategy in _SPAWNING
         self._options: dict[str, Any] = {
             "accelerator": accelerator,
@@ -98,8 +98,8 @@ class Fabric:
     def _accelerator(self) -> Accelerator:
         if self._opened is None:
             raise RuntimeError(
-                f"this Fabric runs in {self._process_count} processes, which fabric.launch(function) starts: use it "
-                "inside the function, which gets it as its first argument."
+                f"this Fabric runs in {self._process_count} processes, which fabric.launch(function) starts. Use it "
+                "inside the function, which receives it as its first argument."
             )
         return self._opened
 
@@ -162,12 +162,12 @@ class Fabric:
         """
         if function is None:
             if self._opened is None:
-                raise TypeError(f"launch() has to start {self._process_count} processes: give it a function to run.")
+                raise TypeError(f"launch() has to start {self._process_count} processes. Pass a function to run.")
             return None
         if not callable(function):
-            raise TypeError(f"launch takes a function, not {function!r}: write launch(train), without calling it.")
+            raise TypeError(f"launch takes a function, not {function!r}. Write launch(train), without calling it.")
         if not inspect.signature(function).parameters:
-            raise TypeError(f"launch({function.__name__}) calls it with the Fabric: it must take an argument.")
+            raise TypeError(f"launch({function.__name__}) calls it with the Fabric, so it must accept an argument.")
         if self._opened is not None:
             return function(self, *args, **kwargs)
         with tempfile.TemporaryDirectory() as folder:
@@ -313,7 +313,7 @@ class Fabric:
             ValueError: If the model has been set up already.
         """
         if is_wrapped(module):
-            raise ValueError(f"this {type(unwrap(module)).__name__} is set up already: pass each model once.")
+            raise ValueError(f"this {type(unwrap(module)).__name__} is already set up. Pass each model once.")
         accelerator = self._accelerator
         prepared = accelerator.prepare_model(module, move_to_device)
         accelerator.models.clear()  # a script may set up and release any number of models, for example one per fold
@@ -338,7 +338,7 @@ class Fabric:
 
     def _setup_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
-            raise ValueError(f"this {type(optimizer.optimizer).__name__} is set up already: pass each optimizer once.")
+            raise ValueError(f"this {type(optimizer.optimizer).__name__} is already set up. Pass each optimizer once.")
         prepared = self._accelerator.prepare_optimizer(optimizer)
         self._accelerator.optimizers.clear()
         return prepared
@@ -412,7 +412,7 @@ class Fabric:
         """
         if (clip_val is None) == (max_norm is None):
             raise ValueError(
-                f"clip_gradients takes either clip_val={clip_val} or max_norm={max_norm}: give one of them."
+                f"clip_gradients takes either clip_val={clip_val} or max_norm={max_norm}. Pass exactly one of them."
             )
         accelerator = self._accelerator
         accelerator.unscale_gradients(optimizer)
@@ -423,7 +423,9 @@ class Fabric:
             return None
         norm = accelerator.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(f"the gradients' norm is {norm.item()}; error_if_nonfinite=False continues with it.")
+            raise RuntimeError(
+                f"the gradients' norm is {norm.item()}. Pass error_if_nonfinite=False to continue regardless."
+            )
         return norm
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -438,7 +440,7 @@ class Fabric:
         """
         wrapper = getattr(module, "_orig_mod", module)
         if not isinstance(wrapper, FabricModule):
-            raise TypeError("no_backward_sync takes a model that is set up: model = fabric.setup(model).")
+            raise TypeError("no_backward_sync takes a model that is set up. Call model = fabric.setup(model) first.")
         return self._accelerator.no_sync(wrapper._forward_module) if enabled else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -477,7 +479,7 @@ class Fabric:
 
     def sharded_model(self) -> AbstractContextManager[Any]:
         """Return the context of `init_module` if the strategy shards, otherwise an empty one. Deprecated."""
-        warn("Fabric.sharded_model() is deprecated: use Fabric.init_module() instead.")
+        warn("Fabric.sharded_model() is deprecated. Use Fabric.init_module() instead.")
         return self.init_module() if self.strategy.sharded else nullcontext()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -503,7 +505,7 @@ class Fabric:
         if not isinstance(filters, Mapping) or not all(map(callable, filters.values())):
             raise TypeError(f"filter={filter!r} must be a dict of functions.")
         if unknown := sorted(set(filters) - set(state)):
-            raise ValueError(f"filter names {unknown}, which are not in state; state has {sorted(state)}.")
+            raise ValueError(f"filter has {unknown}, which are not in state. state has {sorted(state)}.")
         with self._accelerator.world.together():
             plain = {name: self._to_state(name, value) for name, value in state.items()}
             for name, keeps in filters.items():
@@ -517,8 +519,8 @@ class Fabric:
             return self._accelerator.get_state_dict(value._forward_module)
         if isinstance(value, Optimizer) and self.strategy.sharded:
             raise ValueError(
-                f"state[{name!r}] is the optimizer of a sharded model, which one file does not hold: use "
-                "fabric.accelerator.save_state(folder), with what treadle.Accelerator has prepared."
+                f"state[{name!r}] is the optimizer of a sharded model, which does not fit into one file. Use "
+                "fabric.accelerator.save_state(folder), with the objects that treadle.Accelerator has prepared."
             )
         return value.state_dict() if hasattr(value, "state_dict") else value
 
@@ -549,7 +551,8 @@ class Fabric:
         missing = sorted((state or {}).keys() - saved.keys())
         if missing and strict:
             raise KeyError(
-                f"{os.fspath(path)!r} has no {missing}; it has {sorted(saved)}. strict=False leaves them out."
+                f"{os.fspath(path)!r} has no {missing}. It has {sorted(saved)}. Pass strict=False to skip the missing "
+                "names."
             )
         for name in (state or {}).keys() & saved.keys():
             assert state is not None
@@ -612,8 +615,8 @@ class Fabric:
                 continue
             if not callable(method):
                 warn(
-                    f"{type(callback).__name__}.{hook_name} is a {type(method).__name__}, not a method: it is not "
-                    "called."
+                    f"{type(callback).__name__}.{hook_name} is a {type(method).__name__}, not a method, so it "
+                    "is not called."
                 )
                 continue
             parameters = inspect.signature(method).parameters.values()
@@ -634,7 +637,7 @@ class Fabric:
             IndexError: If there are no loggers.
         """
         if not self._loggers:
-            raise IndexError("this Fabric has no logger: give it some, Fabric(loggers=...).")
+            raise IndexError("this Fabric has no logger. Pass one with Fabric(loggers=...).")
         return self._loggers[0]
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:

@@ -146,7 +146,7 @@ def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) ->
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
-            f"{type(module).__name__}.{name}() calls layers without passing through the strategy: use "
+            f"{type(module).__name__}.{name}() calls layers without passing through the strategy. Use "
             f"model.mark_forward_method({name!r}) after fabric.setup()."
         )
 
@@ -180,7 +180,7 @@ class FabricDataLoader:
 
     def __init__(self, loader: Any, world: World, device: torch.device | None, shared: bool) -> None:
         if isinstance(loader, FabricDataLoader):
-            raise ValueError("this DataLoader is set up already: pass each once.")
+            raise ValueError("this DataLoader is already set up. Pass each DataLoader once.")
         if not isinstance(loader, DataLoader):
             raise TypeError(f"setup_dataloaders takes DataLoaders, not a {type(loader).__name__}.")
         is_stream = isinstance(loader.dataset, IterableDataset)
@@ -230,7 +230,7 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
     """Return a copy of a dataloader that reads this rank's share, in Lightning's order."""
     if loader.batch_sampler is not None and not hasattr(loader.batch_sampler, "sampler"):
         raise TypeError(
-            f"{type(loader.batch_sampler).__name__} has no attribute 'sampler' to share out: use "
+            f"{type(loader.batch_sampler).__name__} has no attribute 'sampler' to shard. Use "
             "setup_dataloaders(..., use_distributed_sampler=False), and let it yield this rank's batches."
         )
     inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler.sampler

@@ -48,7 +48,9 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
         self.total_size = len(self.dataset)  # type: ignore[arg-type]
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
         if self.total_size and not self.num_samples:
-            raise ValueError(f"rank {self.rank} of {self.num_replicas} gets none of {self.total_size} samples.")
+            raise ValueError(
+                f"rank {self.rank} of {self.num_replicas} gets none of the {self.total_size} samples. Use fewer ranks."
+            )
 
     def __iter__(self) -> Iterator[Any]:
         order = list(range(self.total_size))

@@ -67,11 +67,11 @@ class ServableModuleValidator(Callback):
         exit_on_failure: bool = True,
     ) -> None:
         if optimization is not None:
-            raise ValueError(f"optimization={optimization!r} is not supported; leave it out.")
+            raise ValueError(f"optimization={optimization!r} is not supported. Remove it.")
         self.optimization = optimization
         self.server = choose("server", server, ("fastapi",))
         self.host, self.port = host, check_int("port", port, 0)
-        self.timeout = check_positive("timeout", timeout, "seconds")
+        self.timeout = check_positive("timeout", timeout, "in seconds")
         self.exit_on_failure = check_bool("exit_on_failure", exit_on_failure)
         self.resp: Response | None = None
 
@@ -83,10 +83,12 @@ class ServableModuleValidator(Callback):
 
     def _validate(self, task: Any) -> None:
         if not isinstance(task, ServableModule):
-            raise TypeError(f"ServableModuleValidator needs a task that is a ServableModule too, not {type(task)!r}.")
+            raise TypeError(
+                f"ServableModuleValidator needs a task that is also a ServableModule, not a {type(task).__name__}."
+            )
         payload = task.configure_payload()
         if "body" not in payload:
-            raise ValueError(f"configure_payload returned {list(payload)}; it needs the name 'body'.")
+            raise ValueError(f"configure_payload returned {list(payload)}, but it must contain 'body'.")
         server = ThreadingHTTPServer((self.host, self.port), _make_handler(task))
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -99,11 +101,11 @@ class ServableModuleValidator(Callback):
             thread.join()
         if not self.successful:
             if self.exit_on_failure:
-                raise ValueError(f"the model does not answer its example request: {self.resp.text}")
+                raise ValueError(f"the model failed to answer its example request: {self.resp.text}")
             return
         expected = task.configure_response()
         if self.resp.json() != expected:
-            raise ValueError(f"the model answered {self.resp.json()!r}; configure_response expects {expected!r}.")
+            raise ValueError(f"the model answered {self.resp.json()!r}, but configure_response expects {expected!r}.")
 
     def _ask(self, address: str, payload: dict[str, Any]) -> Response:
         body = json.dumps(payload).encode()
@@ -134,7 +136,7 @@ def _make_handler(model: ServableModule) -> type[BaseHTTPRequestHandler]:
         with torch.no_grad():
             results = model.serve_step(**arguments)
         if not isinstance(results, dict):
-            raise TypeError(f"serve_step returned a {type(results).__name__}; it must return a dict.")
+            raise TypeError(f"serve_step returned a {type(results).__name__}, but it must return a dict.")
         return {name: serializers.get(name, lambda value: value)(value) for name, value in results.items()}
 
     class Handler(BaseHTTPRequestHandler):

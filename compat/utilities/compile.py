@@ -21,7 +21,7 @@ def from_compiled(model: Any) -> TaskModule:
     """
     task = uncompiled(model)
     if task is model or not isinstance(task, TaskModule):
-        raise ValueError(f"from_compiled takes what torch.compile returned for a TaskModule, not a {_name(model)}.")
+        raise ValueError(f"from_compiled takes the result of torch.compile for a TaskModule, not a {_name(model)}.")
     return task
 
 

@@ -14,7 +14,7 @@ from ...strategies import Strategy
 
 __all__ = ["extract_batch_size", "has_iterable_dataset", "has_len", "has_len_all_ranks", "sized_len"]
 
-_GIVE = "give it as self.log(..., batch_size=...), or simplify the batch."
+_GIVE = "Pass it as self.log(..., batch_size=...), or simplify the batch."
 
 
 def extract_batch_size(batch: Any) -> int:
@@ -34,11 +34,13 @@ def extract_batch_size(batch: Any) -> int:
         first = next(sizes, None)
         differs = first is not None and any(size != first for size in sizes)
     except RecursionError:
-        raise RecursionError(f"the batch contains itself, so its size is unknown: {_GIVE}") from None
+        raise RecursionError(f"the batch contains itself, so its size is unknown. {_GIVE}") from None
     if first is None:
-        raise ValueError(f"the batch is a {type(batch).__name__} without tensors, so its size is unknown: {_GIVE}")
+        raise ValueError(f"the batch is a {type(batch).__name__} without tensors, so its size is unknown. {_GIVE}")
     if differs:
-        warn(f"tensors of the batch differ in length; its size is taken as {first}, that of the first: {_GIVE}")
+        warn(
+            f"tensors of the batch differ in length, so its size is taken as {first}, that of the first tensor. {_GIVE}"
+        )
     return first
 
 
@@ -82,7 +84,7 @@ def has_len(dataloader: object) -> bool:
     """
     length = sized_len(dataloader)
     if length == 0:
-        warn(f"{type(dataloader).__name__} has length 0: it yields no batch.")
+        warn(f"{type(dataloader).__name__} has length 0, so it yields no batch.")
     return length is not None and _warn_of_claimed_length(dataloader)
 
 
@@ -91,7 +93,8 @@ def _warn_of_claimed_length(dataloader: object) -> bool:
     if has_iterable_dataset(dataloader):
         name = type(dataloader).__name__
         warn(
-            f"the IterableDataset of {name} has a length; with workers it is correct only if each reads its own share."
+            f"the IterableDataset of {name} has a length, which with workers is correct only if each worker reads its "
+            "own share."
         )
     return True
 
@@ -117,6 +120,8 @@ def has_len_all_ranks(
         warn(f"{name} has no batches on any rank.")
     elif not length:
         if not allow_zero_length_dataloader_with_multiple_devices:
-            raise RuntimeError(f"{name} has no batches on rank {strategy.world.rank}: give every rank at least one.")
+            raise RuntimeError(
+                f"{name} has no batches on rank {strategy.world.rank}. Provide at least one on every rank."
+            )
         warn(f"{name} has no batches on rank {strategy.world.rank}.")
     return _warn_of_claimed_length(dataloader)

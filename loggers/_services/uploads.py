@@ -36,8 +36,8 @@ class Uploads:
         """Yield path, callback and metadata of each checkpoint to upload at the end of a fit."""
         if self._mode and not self._was_notified:
             warnings.warn(
-                f"log_model={self._mode!r}, but this logger was told of no checkpoint: nothing is uploaded. "
-                "Call its after_save_checkpoint(callback) once one is saved",
+                f"log_model={self._mode!r}, but this logger was not notified of any checkpoint, so nothing is "
+                "uploaded. Call its after_save_checkpoint(callback) after each save.",
                 stacklevel=4,
             )
         for callback in self._callbacks.values():

@@ -637,7 +637,7 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
     ("make", "text"),
     [
         (lambda: LearningRateFinder(mode="exponentiel"), "Did you mean 'exponential'"),
-        (lambda: LearningRateFinder(min_lr=0.0), "more than 0"),
+        (lambda: LearningRateFinder(min_lr=0.0), "above 0"),
         (lambda: LearningRateFinder(min_lr=1.0, max_lr=0.1), "min_lr must be smaller than max_lr"),
         (lambda: LearningRateFinder(num_training_steps=1), "num_training_steps=1"),
         (lambda: LearningRateFinder(early_stop_threshold=0.5), "more than 1"),
@@ -645,11 +645,11 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
         (lambda: BatchSizeFinder(margin=1.0), "margin=1.0"),
         (lambda: BatchSizeFinder(init_val=0), "init_val=0"),
         (lambda: BatchSizeFinder(init_val=16, max_val=8), "more than max_val=8"),
-        (lambda: Tuner(treadle.Trainer(**QUIET)).lr_find(Plain(), method="test"), "only 'fit'"),
+        (lambda: Tuner(treadle.Trainer(**QUIET)).lr_find(Plain(), method="test"), "must be 'fit'"),
         (lambda: Tuner(treadle.Trainer(**QUIET)).scale_batch_size(Plain(), method="tets"), "Did you mean 'test'"),
         (
             lambda: Tuner(treadle.Trainer(**QUIET)).scale_batch_size(Plain(), dataloaders=[1]),
-            "dataloaders has no meaning",
+            "dataloaders does not apply",
         ),
         (
             lambda: Tuner(treadle.Trainer(**QUIET, callbacks=[LearningRateFinder()])).lr_find(Plain()),

@@ -47,7 +47,7 @@ def test_rates_by_hand():
     }
     with pytest.raises(ValueError, match=r"time=6.0 must exceed the last total, 6.0"):
         meter.update(time=6.0, batches=8, samples=31, lengths=300)
-    with pytest.raises(ValueError, match="Always pass the same"):
+    with pytest.raises(ValueError, match="Pass the same arguments"):
         meter.update(time=7.0, batches=8, samples=31)
     meter.reset()
     meter.update(time=0.0, batches=0, samples=0)

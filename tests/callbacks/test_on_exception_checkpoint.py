@@ -233,7 +233,10 @@ class HalfWay(Task):
 
 
 def test_nothing_is_saved_of_half_a_step(tmp_path):
-    with pytest.warns(UserWarning, match="the run is not saved: the error came between"), pytest.raises(RuntimeError):
+    with (
+        pytest.warns(UserWarning, match="the run is not saved, because the error came after the optimizer"),
+        pytest.raises(RuntimeError),
+    ):
         made(tmp_path, saver(tmp_path)).fit(HalfWay(), *loaders())
     assert list((tmp_path / "c").iterdir()) == []
 
@@ -253,7 +256,7 @@ class Averages(Callback):
 
 def test_weights_that_are_only_for_a_validation_are_not_saved(tmp_path):
     with (
-        pytest.warns(UserWarning, match="the run is not saved: .* the model had other weights"),
+        pytest.warns(UserWarning, match="the run is not saved, because .* the model had other weights"),
         pytest.raises(RuntimeError),
     ):
         made(tmp_path, Averages(), Fails("validation", 2), saver(tmp_path)).fit(Task(), *loaders())

@@ -204,7 +204,7 @@ def test_what_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="the averaging callback listed before the one that saves"):
         fit(tmp_path, EMAWeightAveraging(), SavesInValidation())
-    with pytest.raises(ValueError, match="two that average"):
+    with pytest.raises(ValueError, match="two callbacks that average"):
         fit(tmp_path, EMAWeightAveraging(), StochasticWeightAveraging(0.1))
     with pytest.raises(TypeError, match=r"no argument 'avg_fun'.*avg_fn"):
         WeightAveraging(avg_fun=None)

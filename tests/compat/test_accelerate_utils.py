@@ -203,7 +203,7 @@ def exchange():
     state = PartialState()
     rank = state.process_index
     copied = copy_tensor_to_devices(torch.tensor([1.5, 2.0]) if rank == 1 else None)
-    with pytest.raises(ValueError, match=r"ranks \[\] gave one"):
+    with pytest.raises(ValueError, match=r"ranks \[\] passed one"):
         copy_tensor_to_devices()
     with pytest.raises(DistributedOperationException, match=r"rank 1: \[2\]"):
         verify_operation(treadle.utils.gather)(torch.ones(rank + 1))
@@ -236,7 +236,9 @@ def test_a_custom_state_that_is_not_data_is_refused_when_it_is_saved(tmp_path) -
         def state_dict(self):
             return {"args": argparse.Namespace(lr=0.1)}
 
-    with pytest.raises(TypeError, match=r"a Holder whose state holds argparse.Namespace, which only running code"):
+    with pytest.raises(
+        TypeError, match=r"a Holder whose state holds argparse.Namespace, which cannot be loaded without running code"
+    ):
         save_custom_state(Holder(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

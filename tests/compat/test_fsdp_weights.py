@@ -137,7 +137,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, version: int, files: list[str])
         assert all(rank), rank
     assert sorted(os.listdir(tmp_path)) == files
     if version == 2:
-        with pytest.raises(ValueError, match="Use the folder of a model's weights"):
+        with pytest.raises(ValueError, match="Pass the folder of a model's weights"):
             merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path)
 
 
@@ -178,7 +178,7 @@ def test_merging_names_the_folder_that_is_meant(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a folder that exists"):
         merge_fsdp_weights(tmp_path / "missing", tmp_path)
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
-    with pytest.raises(ValueError, match=r"Use .*pytorch_model_fsdp_0"):
+    with pytest.raises(ValueError, match=r"Pass .*pytorch_model_fsdp_0"):
         merge_fsdp_weights(tmp_path, tmp_path / "out")
 
 

@@ -106,9 +106,9 @@ def test_the_sampler_s_lists_are_left_as_they_are():
 
 
 def test_an_uneven_split_is_refused():
-    with pytest.raises(ValueError, match="batch_size=3 among num_processes=2"):
+    with pytest.raises(ValueError, match="batch_size=3 must be a multiple of num_processes=2"):
         BatchSamplerShard(BatchSampler(SequentialSampler(range(9)), 3, False), 2, 0, split_batches=True)
-    with pytest.raises(ValueError, match="batch_size=3 among num_processes=2"):
+    with pytest.raises(ValueError, match="batch_size=3 must be a multiple of num_processes=2"):
         IterableDatasetShard(Stream(9), 3, num_processes=2, split_batches=True)
 
 

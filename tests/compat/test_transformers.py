@@ -177,7 +177,7 @@ def test_saving_keeps_what_it_kept(tmp_path):
         ({"push_to_hub": True}, "task.save_pretrained"),
         ({"label_smoothing_factor": 0.1}, "override training_step"),
         ({"train_sampling_strategy": "group_by_length"}, "groups by length"),
-        ({"num_train_epochs": 2.5}, "give whole epochs"),
+        ({"num_train_epochs": 2.5}, "must be a whole number"),
         ({"save_steps": 0.1}, "whole number of optimizer steps"),
         ({"report_to": "codecarbon"}, "write a Logger"),
         ({"logging_strategy": "epoch"}, "on_epoch=True"),

@@ -63,7 +63,7 @@ def test_environment_comes_back():
         os.environ["TREADLE_TEST_B"] = "x"
     assert dict(os.environ) == before
     assert u.release_memory(1, 2) == [None, None]
-    with pytest.raises(RuntimeError, match="no configuration file"):
+    with pytest.raises(RuntimeError, match="no machine-wide configuration file"):
         u.write_basic_config(mixed_precision="fp16")
 
 

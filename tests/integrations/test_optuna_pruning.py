@@ -123,7 +123,7 @@ def lonely(folder):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rank_zero_needs_the_trial(ranks, tmp_path):
     for words in run(lonely, ranks, str(tmp_path)):
-        assert "is allowed on other ranks than zero only" in words
+        assert "is allowed only on ranks other than zero" in words
 
 
 def test_a_value_that_is_never_logged_is_an_error(tmp_path, monkeypatch):

@@ -230,7 +230,7 @@ def test_a_wrong_argument_is_named(kind, arguments, error, message, tmp_path):
         ({"loss": None}, 0, TypeError, "metric 'loss' is None"),
         ({"loss": 1j}, 0, TypeError, "metric 'loss' is 1j"),
         ({"top": {"five": []}}, 0, TypeError, "metric 'top/five'"),
-        ({3: 1.0}, 0, TypeError, "metric name 3 must be a string"),
+        ({3: 1.0}, 0, TypeError, "metric name 3 must be a non-empty string"),
         ([1.0], 0, TypeError, "must be a dict of numbers"),
         ({"loss": 1.0}, -1, ValueError, "step=-1 is negative"),
         ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),

@@ -325,7 +325,7 @@ def test_checkpoints_are_artifacts(tmp_path):
 
 
 def test_checkpoints_nobody_tells_of_are_not_forgotten_in_silence(tmp_path):
-    with pytest.warns(UserWarning, match="log_model=True, but this logger was told of no checkpoint"):
+    with pytest.warns(UserWarning, match="log_model=True, but this logger was not notified of any checkpoint"):
         WandbLogger(save_dir=tmp_path, log_model=True).finalize("success")
 
 

@@ -150,8 +150,8 @@ def test_a_loader_that_yields_nothing():
     for source, flags, words in [
         (DataLoader(Nothing()), {}, ["Nothing", "empty"]),
         (loader(3, 8, drop_last=True), {}, ["3 samples", "drop_last=True", "Lower batch_size"]),
-        (iter([]), {}, ["iterated again"]),
-        (iter([batch, batch]), {"max_epochs": 2}, ["iterated again"]),  # exhausted in the first epoch
+        (iter([]), {}, ["iterated more than once"]),
+        (iter([batch, batch]), {"max_epochs": 2}, ["iterated more than once"]),  # exhausted in the first epoch
         (DataLoader(Dry()), {}, ["yielded no batch"]),
         ([], {}, ["yielded no batch"]),
         (loader(), {"limit_train_batches": 0}, ["limit_*_batches"]),
@@ -251,7 +251,7 @@ def of(make):
         (lambda t: ([], []), ValueError, ["empty"]),
         (of(lambda o: ([], [steps(o)])), ValueError, ["optimizers, is empty"]),
         (of(lambda o: (o, steps(o))), TypeError, ["StepLR", "two lists (optimizers, schedulers)"]),
-        (of(lambda o: ([o], [steps(o)], [1])), TypeError, ["list in place of an optimizer"]),
+        (of(lambda o: ([o], [steps(o)], [1])), TypeError, ["list instead of an optimizer"]),
         (lambda t: [adam(t), adam(t)], ValueError, ["2 optimizers", "groups of one"]),
         (lambda t: {"lr_scheduler": 1}, ValueError, ["without 'optimizer'"]),
         (lambda t: {"optimizer": None}, TypeError, ["NoneType"]),

@@ -163,9 +163,9 @@ class LastStep:
         if self._moving and trainer.progress.step_is_unfinished and trainer.world_size == 1:
             self.note()  # the step is taken; with several processes this could wait for the others
         if self._moving:
-            return "the error came between the optimizer's next step and its end"
+            return "the error came after the optimizer's next step had begun and before it was complete"
         if self._sums is not None and not all(map(torch.equal, self._sums, sum_parameters(self._task))):
-            return "the error came in a validation, during which the model had other weights"
+            return "the error came during a validation, when the model had other weights"
         return ""
 
     def save(self, path: AnyPath, weights_only: bool, trainable_only: bool) -> None:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _ELSEWHERE = {
-    "hpc": "checkpoints saved after a scheduler's signal are like all others; use 'auto'",
-    "registry": "Treadle has no model registry; pass a checkpoint's directory",
+    "hpc": "checkpoints saved after a scheduler's signal are ordinary checkpoints. Use 'auto'",
+    "registry": "Treadle has no model registry. Pass a checkpoint's directory",
 }
 
 
@@ -114,7 +114,10 @@ class CheckpointResolver:
                 "from one of them, pass its path."
             )
         if opened is None:
-            announce(f"ckpt_path='auto': a fresh start, no checkpoint to resume from in {report.describe_searched()}")
+            announce(
+                "ckpt_path='auto': a fresh start, because there is no checkpoint to resume from in "
+                f"{report.describe_searched()}"
+            )
             return None
         action, step = "resumes from" if self.stage == "fit" else "loads the weights of", opened.manifest.step
         behind = f"; the run had reached step {report.steps_reached:,}" if report.steps_reached > step else ""
@@ -161,7 +164,7 @@ class CheckpointResolver:
             if (path := callback.resume_path()) is not None:
                 return self._open(as_path(path))
         if keepers and not trainer.checkpoint_callbacks:
-            report.searched = [f"what {callback.keeper} keeps" for callback in keepers]
+            report.searched = [f"{callback.keeper}'s checkpoints" for callback in keepers]
             if self.ckpt_path == "auto":
                 return None
             raise self._none_intact()
@@ -267,8 +270,8 @@ class CheckpointResolver:
             has_run = any(map(_run_record, run_folders))
             if is_main and not callback.best_model_path and stage != "fit" and not has_run:
                 raise ValueError(
-                    f"ckpt_path='best': {stage} was called without a fit in this process, so its ModelCheckpoint has "
-                    "saved no best checkpoint. Pass a path, call fit before, or use the folder of a run (RunFolder, "
+                    f"ckpt_path='best': {stage} was called without a fit in this process, so the ModelCheckpoint has "
+                    "saved no best checkpoint. Pass a path, call fit first, or use the folder of a run (RunFolder, "
                     "--from-run), which has that run's checkpoints."
                 )
         latest = None
@@ -285,13 +288,13 @@ class CheckpointResolver:
 
     def _path_of_best(self, callback: ModelCheckpoint, latest: OpenCheckpoint | None) -> AnyPath:
         """Return the best checkpoint's path, from a ModelCheckpoint or from its state in the latest checkpoint."""
-        best, source = callback.best_model_path, "its ModelCheckpoint"
+        best, source = callback.best_model_path, "the Trainer's ModelCheckpoint"
         if not best:
             if latest is None:
                 other_runs = self.report.describe_other_runs()
                 others = f" Those of other runs: {other_runs}." if other_runs else ""
                 raise ValueError(
-                    f"ckpt_path='best', but its ModelCheckpoint has saved no best checkpoint, and no intact checkpoint "
+                    f"ckpt_path='best', but the ModelCheckpoint has saved no best checkpoint, and no intact checkpoint "
                     f"of this run in {self.report.describe_searched()} records one.{others} Pass a path."
                 )
             best, source = _recorded_best(callback, latest), str(latest.path)

@@ -103,13 +103,13 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     assert task is not None
     saved_class = opened.manifest.info.get("task")
     if isinstance(saved_class, str) and not _matches_class(saved_class, type(task)):
-        return [f"task {saved_class} there, {class_name(type(task))} here"]
+        return [f"task {saved_class} in the checkpoint, {class_name(type(task))} in this run"]
     saved_values = opened.manifest.info.get("configuration")
     lines = []
     if isinstance(saved_values, dict):
         values = configuration(task, trainer.datamodule)
         lines = [
-            f"{name} {saved_values[name]!r} there, {values[name]!r} here"
+            f"{name}={saved_values[name]!r} in the checkpoint, {values[name]!r} in this run"
             for name in values
             if name in saved_values and _makes_another_run(name, saved_values[name], values[name])
         ]

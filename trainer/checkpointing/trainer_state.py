@@ -41,8 +41,9 @@ class Added(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
-            f"{key!r}: hooks get only the entries that hooks have added, 'state_dict', 'epoch', 'global_step' and "
-            "'hyper_parameters'; the states of optimizers, schedulers and callbacks are in other files."
+            f"{key!r} is not available to hooks, which get only the entries that hooks have added, 'state_dict', "
+            "'epoch', 'global_step' and 'hyper_parameters'. The states of optimizers, schedulers and callbacks are in "
+            "other files."
         )
 
 
@@ -389,8 +390,8 @@ class TrainerCheckpointer:
             )
             if info.get("saved_by", 1) > 1:
                 warn(
-                    f"{opened.path} was saved by rank zero alone after an error. It lacks the other processes' RNG "
-                    "state and their share of the epoch's logged means, which start anew."
+                    f"{opened.path} was saved by rank zero alone after an error. It lacks the RNG state of the other "
+                    "ranks and their share of the epoch's logged means, which start from scratch."
                 )
             return random_state()
 

@@ -16,7 +16,7 @@ from ...common.messages import closest_name, nearest, warn
 from ...common.validation import check_int, choose
 
 _FORMS = (
-    "an optimizer; a list of optimizers; two lists (optimizers, schedulers); a dict with 'optimizer' and, if you like, "
+    "an optimizer; a list of optimizers; two lists (optimizers, schedulers); a dict with 'optimizer' and optionally "
     "'lr_scheduler'; a list of such dicts; or None"
 )
 
@@ -78,13 +78,15 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     if isinstance(returned, Mapping):
         return _parse_dict(returned)
     if not isinstance(returned, Sequence):
-        raise TypeError(f"configure_optimizers returned a {type(returned).__name__}; it may return {_FORMS}.")
+        raise TypeError(f"configure_optimizers returned a {type(returned).__name__}. It may return {_FORMS}.")
     parts = list(returned)
     if not parts:
-        raise ValueError(f"configure_optimizers returned an empty {type(returned).__name__}; it may return {_FORMS}.")
+        raise ValueError(f"configure_optimizers returned an empty {type(returned).__name__}. It may return {_FORMS}.")
     if len(parts) == 2 and isinstance(parts[0], list | tuple):
         if not parts[0]:
-            raise ValueError("configure_optimizers returned two lists, and the first, of optimizers, is empty.")
+            raise ValueError(
+                "configure_optimizers returned two lists, but the first, which must contain the optimizers, is empty."
+            )
         # A single scheduler, or its dict, counts as a list of one, as in Lightning.
         schedulers = parts[1] if isinstance(parts[1], list | tuple) else [parts[1]]
         return [_check_optimizer(o) for o in parts[0]], [_parse_scheduler(s, None) for s in schedulers]
@@ -126,7 +128,7 @@ def _check_optimizer(value: Any) -> Optimizer:
     if isinstance(value, Optimizer):
         return value
     raise TypeError(
-        f"configure_optimizers returned a {type(value).__name__} in place of an optimizer; it may return {_FORMS}."
+        f"configure_optimizers returned a {type(value).__name__} instead of an optimizer. It may return {_FORMS}."
     )
 
 

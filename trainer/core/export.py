@@ -238,4 +238,6 @@ def _check_shapes(method: str, expected: list[Any], actual: list[Any]) -> None:
         for want, have in zip(expected, actual, strict=True)
     )
     if not fits:
-        raise ValueError(f"{method}: forward returns tensors of shapes {expected}, but the exported program {actual}.")
+        raise ValueError(
+            f"{method}: forward returns tensors of shapes {expected}, but the exported program returns {actual}."
+        )

@@ -177,7 +177,7 @@ def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tu
         )
     unknown = [name for name in names if name not in arguments]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is not an argument of __init__. Its arguments: {', '.join(arguments)}.")
+        raise ValueError(f"{unknown[0]!r} is not an argument of __init__. The arguments are {', '.join(arguments)}.")
     return {name: arguments[name] for name in names or arguments}
 
 

@@ -211,7 +211,7 @@ class _Flattener:
             return value
         if isinstance(value, enum.Enum):
             if value.name not in type(value).__members__:
-                raise _NoData(f"{value}, which is not one member of {type(value).__name__}")
+                raise _NoData(f"{value}, which is not a single member of {type(value).__name__}")
             return Record("enum", class_name(type(value)), value.name)
         with self._inside(value, place):
             return self._flatten_container(value, place)
@@ -308,7 +308,7 @@ def _list_fields(kind: type) -> list[str]:
         if parameter.default is parameter.empty
     ]
     if dropped := [name for name in needed if name not in names]:
-        raise _NoData(f"{kind.__qualname__}, which is made from {dropped[0]!r} and does not keep it")
+        raise _NoData(f"{kind.__qualname__}, whose argument {dropped[0]!r} is not one of its fields")
     return names
 
 
@@ -376,7 +376,7 @@ class _Rebuilder:
             return Namespace(**content)
         if record.kind in ("DictConfig", "ListConfig"):
             return build_config(content)
-        raise CannotRebuild(f"this version of Treadle does not write {record.kind!r:.40}")
+        raise CannotRebuild(f"{record.kind!r:.40}, a kind that this version of Treadle does not support")
 
     def _find_member(self, record: Record, allowed: tuple[type, ...]) -> Any:
         """Return the enum member that a record names."""
@@ -386,7 +386,7 @@ class _Rebuilder:
         for cls in classes:
             if isinstance(cls, type) and issubclass(cls, enum.Enum) and record.content in cls.__members__:
                 return cls.__members__[record.content]
-        raise CannotRebuild(f"{name}.{record.content}, an enum that is not found")
+        raise CannotRebuild(f"{name}.{record.content}, an enum member that cannot be found")
 
     def _build_dataclass(self, record: Record, allowed: tuple[type, ...]) -> Any:
         """Return the dataclass instance that a record describes."""
@@ -396,7 +396,7 @@ class _Rebuilder:
             (cls for base in bases for cls in _iterate_subclasses(base) if cls.__qualname__ == name), None
         )
         if matching_class is None or not isinstance(record.content, dict):
-            raise CannotRebuild(f"a {name}, a class that no annotation of the argument names")
+            raise CannotRebuild(f"a {name}, which the argument's annotation does not name")
         return self._instantiate(matching_class, record.content)
 
     def _instantiate(self, kind: type, content: Mapping[str, Any]) -> Any:
@@ -409,7 +409,7 @@ class _Rebuilder:
         try:
             return kind(**values)
         except TypeError as error:
-            raise CannotRebuild(f"a {kind.__qualname__} as it was saved: {error}") from error
+            raise CannotRebuild(f"a {kind.__qualname__}, which cannot be rebuilt: {error}") from error
 
     def _interpret(self, value: Any, allowed: tuple[type, ...]) -> Any:
         """Convert a text or a dict to the type of the annotation, if that is another type."""
@@ -449,7 +449,7 @@ def build_config(content: Any) -> Any:
     if content is None:
         return DictConfig(None)
     if not isinstance(content, dict | list):
-        raise CannotRebuild(f"{type(content).__name__} is not the content of a configuration")
+        raise CannotRebuild(f"a {type(content).__name__}, which is not the content of a configuration")
     config = OmegaConf.create(_escape_references(content), flags={"allow_objects": True})
     assert isinstance(config, DictConfig | ListConfig)
     return config

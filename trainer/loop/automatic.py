@@ -246,8 +246,8 @@ class Steps:
         )
         raise ValueError(
             f"on_train_batch_start returned -1 on {leaving_text} in epoch {self.progress.epoch}, but not on every "
-            "rank. All ranks must leave an epoch with the same step. Decide by a value that is the same on all of "
-            "them, such as the index of the batch, global_step or a logged metric."
+            "rank. All ranks must end an epoch at the same step. Base the decision on a value that is the same on all "
+            "ranks, such as the index of the batch, global_step or a logged metric."
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -262,7 +262,7 @@ class Steps:
             RuntimeError: If the loop runs the backward pass itself.
         """
         raise RuntimeError(
-            "manual_backward needs a task with self.automatic_optimization = False; with True, the Trainer calls "
+            "manual_backward needs a task with self.automatic_optimization = False. Otherwise, the Trainer calls "
             "backward on the loss that training_step returns. Set it in __init__, or remove the call."
         )
 

@@ -72,7 +72,7 @@ class Sources:
             source = self._find("train")
             if source is None:
                 raise ValueError(
-                    "fit has no training dataloader: pass train_dataloaders or a datamodule, or define "
+                    "fit has no training dataloader. Pass train_dataloaders or a datamodule, or define "
                     "train_dataloader in the task."
                 )
             if is_collection(source):
@@ -246,7 +246,7 @@ def explain_empty(loader: Loader, processes: int) -> str:
         )
     if loader.limit == 0:
         return "Its limit is 0 batches. Raise limit_*_batches."
-    return f"{kind} ended at once. Pass an iterable that can be iterated again and has at least one batch."
+    return f"Pass an iterable that has at least one batch and can be iterated more than once, not this {kind}."
 
 
 def _overrides(owner: TransferHooks, name: str) -> bool:

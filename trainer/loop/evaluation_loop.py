@@ -199,7 +199,7 @@ class EvaluationLoop:
         if self._before is None or self._before.try_to_leave():
             return True
         self.trainer.preemption.departure.stay()
-        announce("the run ends after this validation, because the model has other weights during it")
+        announce("the run ends after this validation and not within it, because the model currently has other weights")
         return False
 
     def _end_epoch(self, counts: list[int]) -> dict[str, float]:

@@ -75,7 +75,10 @@ class Fit:
             with trainer.preemption.catching_interrupts() if saves else nullcontext():
                 measured(trainer.profiler, "training", loop.run)(random_state)
         if idle := list_unused(task):
-            warn(f"compiled but never called by the steps (except for methods, perhaps): {', '.join(idle)}.")
+            warn(
+                f"no step called the forward of the compiled modules {', '.join(idle)}. Their other methods run "
+                "uncompiled."
+            )
         for hook in hooks.on_fit_end:
             hook()
 
@@ -282,7 +285,7 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
         if ranks > 1:
             raise ValueError(
                 f"{name} returned no optimizer. On {ranks} ranks gradients are averaged when a returned optimizer "
-                "steps, so another one would train each rank separately. Return it."
+                "steps, so any other optimizer would train each rank separately. Return the optimizer."
             )
         warn(f"{name} returned no optimizer, so each batch counts as a step, and checkpoints have no optimizer state.")
     return optimizers, schedulers

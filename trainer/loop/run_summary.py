@@ -67,13 +67,13 @@ class RunSummary:
         if processes > 1 and not trainer.use_distributed_sampler:
             lines.append("each process reads its own dataloader unchanged (use_distributed_sampler=False)")
         if not accelerator.optimizers and task.automatic_optimization:
-            lines.append("configure_optimizers returned None: nothing is trained")
+            lines.append("configure_optimizers returned None, so nothing is trained")
         else:
             lines.append(self._describe_steps() if task.automatic_optimization else self._describe_manual_steps())
         if _can_use_tf32(accelerator.device, accelerator.precision):
             lines.append(
                 "float32 products at full precision; float32_matmul_precision='high' computes them in TF32, several "
-                "times faster, with 10 of the 23 bits"
+                "times faster, with 10 of the 23 mantissa bits"
             )
         lines += accelerator.strategy.decisions(task)
         if fused := sorted({type(o.optimizer).__name__ for o in accelerator.optimizers if o.fused_by_choice}):
@@ -94,7 +94,7 @@ class RunSummary:
             kind, factors = "batch", f"x {count(processes, 'process')}"
         if isinstance(size, int):
             return f"{kind} {size * processes * k:,} = {size} per process {factors}"
-        return f"{kind}: what the loader yields {factors}"
+        return f"{kind}: the dataloader's batches {factors}"
 
     def _describe_steps(self) -> str:
         """Return the number of optimizer steps as text."""

@@ -57,7 +57,7 @@ class Stage:
     ) -> None:
         if trainer.stage is not None:
             raise ValueError(
-                f"trainer.{name} was called within trainer.{trainer.stage}, which would lose its model and optimizers. "
+                f"trainer.{name} was called within trainer.{trainer.stage}, whose model and optimizers would be lost. "
                 "Call it afterwards, or on another Trainer."
             )
         first = next(iter(loaders))
@@ -167,7 +167,9 @@ class Stage:
             try:
                 hook(error)
             except Exception as second:
-                error.add_note(f"while it was handled, {name_of(hook)} raised {type(second).__name__}: {second}")
+                error.add_note(
+                    f"while this error was handled, {name_of(hook)} raised {type(second).__name__}: {second}"
+                )
 
     def _tear_down(self) -> None:
         """Run all cleanups; an earlier error is still the one that is raised."""
@@ -209,7 +211,7 @@ class Stage:
         try:
             trainer.logbook.call("finalize", "success" if failure is None else "failed")
         except Exception as error:  # raised by a strict logger
-            self._note_in_teardown("a logger's finalize", error)
+            self._note_in_teardown("the finalize method of a logger", error)
             errors.append(error)
         flush()
         if failure is None:
@@ -224,7 +226,7 @@ class Stage:
     def _note_in_teardown(self, what: Any, error: Exception) -> None:
         """Add an error of the teardown to the notes of the first error."""
         if self.failure is not None:
-            self.failure.add_note(f"in the teardown after it, {what} raised {type(error).__name__}: {error}")
+            self.failure.add_note(f"in the teardown after this error, {what} raised {type(error).__name__}: {error}")
 
 
 def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:

@@ -34,18 +34,19 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
         )
     if output is None and may_skip:
         warn(
-            "training_step returned None: the batch trains nothing, but still counts in the mean of its group. If this "
-            "is a forgotten return, return the loss. To skip a batch, return {'loss': loss, 'weight': 0.0}, and the "
-            "number of samples as the weight of the others."
+            "training_step returned None: the batch trains nothing, but still counts in the mean of its group. If the "
+            "return was forgotten, return the loss. To skip a batch, return {'loss': loss, 'weight': 0.0}, and give "
+            "the other batches the number of their samples as the weight."
         )
         return torch.zeros((), requires_grad=True), None
     if output is None:
         raise ValueError(
             "training_step returned None, which cannot skip a batch on several processes or in float16. Return the "
-            "loss; to skip a batch, return {'loss': loss, 'weight': 0.0}."
+            "loss. To skip a batch, return {'loss': loss, 'weight': 0.0}."
         )
     raise TypeError(
-        f"training_step returned a {type(output).__name__}; it must return the loss, a tensor, or a dict with it."
+        f"training_step returned a {type(output).__name__}. It must return the loss (a tensor) or a dict that "
+        "contains it."
     )
 
 
@@ -63,7 +64,8 @@ def check_loss(loss: Tensor) -> None:
         return
     raise ValueError(
         f"training_step returned a loss without a gradient (shape {tuple(loss.shape)}, requires_grad=False). Compute "
-        "it from the model's output, without detach(), item() or torch.no_grad(), and keep some parameter trainable."
+        "it from the model's output, without detach(), item() or torch.no_grad(), and keep at least one parameter "
+        "trainable."
     )
 
 

@@ -60,11 +60,11 @@ def _iterate_states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, A
         if name == "datamodule":
             yield f"the state of {type(trainer.datamodule).__name__}", value.state_dict()
         elif name not in _TRAINER_ENTRIES:
-            yield f"the state of what is registered as {name!r}", value.state_dict()
+            yield f"the state of the object registered as {name!r}", value.state_dict()
     for scheduler in accelerator.schedulers:
         yield f"the state of {type(scheduler).__name__}", scheduler.state_dict()
     for loader in accelerator.loaders:
-        yield f"the state of the loader over {type(loader.source).__name__}", loader.state_dict()
+        yield f"the state of the dataloader {type(loader.source).__name__}", loader.state_dict()
     for optimizer in trainer.optimizers:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         yield f"{type(optimizer).__name__}.param_groups", groups

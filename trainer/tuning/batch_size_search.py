@@ -87,12 +87,13 @@ class BatchSizeSearch:
         assert task is not None
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(
-                f"{name}={size!r} must be a whole number of at least 1, which keep_global_batch=True preserves. Set it."
+                f"{name}={size!r} must be a whole number of at least 1, because keep_global_batch=True starts from "
+                "it. Set it."
             )
         if not task.automatic_optimization:
             raise ValueError(
-                f"keep_global_batch=True raises accumulate_grad_batches, but {type(task).__name__} has "
-                "automatic_optimization=False. Remove it, and accumulate in training_step."
+                f"keep_global_batch=True increases accumulate_grad_batches, but {type(task).__name__} has "
+                "automatic_optimization=False. Remove keep_global_batch, and accumulate in training_step."
             )
         return size * self.trainer.accelerator.gradient_accumulation_steps
 

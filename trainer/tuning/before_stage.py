@@ -41,7 +41,10 @@ def _restore(finder: Callback, opened: OpenCheckpoint) -> bool:
     state = load_into_memory(open_callback_states(opened)["callbacks"].get(finder.state_key), {}, {})
     if state is None:
         name = type(finder).__name__
-        warn(f"{opened.path} was saved without {name}, so the run continues with its settings, without a search.")
+        warn(
+            f"{opened.path} was saved without {name}, so the run continues with the current settings and without a "
+            "search."
+        )
         return False
     finder.load_state_dict(state)
     return True

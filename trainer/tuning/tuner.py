@@ -73,7 +73,7 @@ class Tuner:
             ValueError: If the Trainer already has a `LearningRateFinder`, or an argument does not fit.
         """
         if method != "fit":
-            raise ValueError(f"lr_find(method={method!r}) is not possible: only 'fit' has a learning rate. Use it.")
+            raise ValueError(f"lr_find(method={method!r}) must be 'fit', the only method that uses a learning rate.")
         finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         loaders_by_kind = _map_loaders(method, train_dataloaders, val_dataloaders, dataloaders)
         self._search(finder, method, model, loaders_by_kind, datamodule)
@@ -160,12 +160,8 @@ def _map_loaders(method: str, train: Any, val: Any, other: Any) -> dict[str, Any
     """Return the passed dataloaders by kind."""
     if method == "fit":
         if other is not None:
-            raise ValueError(
-                "dataloaders has no meaning with method='fit'. Pass train_dataloaders and val_dataloaders."
-            )
+            raise ValueError("dataloaders does not apply to method='fit'. Pass train_dataloaders and val_dataloaders.")
         return {"train": train, "val": val}
     if train is not None or val is not None:
-        raise ValueError(
-            f"train_dataloaders and val_dataloaders have no meaning with method={method!r}. Pass dataloaders."
-        )
+        raise ValueError(f"train_dataloaders and val_dataloaders do not apply to method={method!r}. Pass dataloaders.")
     return {KIND_OF_STAGE[method]: other}

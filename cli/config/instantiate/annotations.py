@@ -111,10 +111,7 @@ class Checker:
     def _report_wrong_type(self, value: Value, annotation: Any, path: Path, more: str = "") -> Any:
         """Report a value of the wrong type and return None."""
         shown = format_value(value, self.secrets)
-        end = "" if more.endswith("?") else "."
-        self.report(
-            value, path, f"={shown} must be {describe_annotation(annotation)}{'.' if not end else ''}{more}{end}"
-        )
+        self.report(value, path, f"={shown} must be {describe_annotation(annotation)}.{more}")
         return None
 
     def _check_plain(self, value: Value, annotation: Any, path: Path, lenient: bool) -> Recipe | None:
@@ -129,15 +126,15 @@ class Checker:
 
     def _suggest_remedy(self, data: Any, expected_type: Any) -> str:
         if expected_type is str and isinstance(data, bool | int | float):
-            return ": quote it"
+            return " Quote it."
         if expected_type is int and isinstance(data, float) and data.is_integer():
-            return f": write {int(data)}"
+            return f" Write {int(data)}."
         if (
             expected_type in (int, float)
             and isinstance(data, str)
             and type(_parse_scalar(data)) in (int, expected_type)
         ):
-            return ": remove its quotes"
+            return " Remove its quotes."
         return ""
 
     def _check_literal(self, value: Value, allowed: tuple[Any, ...], path: Path) -> Recipe | None:
@@ -312,7 +309,7 @@ class Checker:
         short = () if needs_user_class else catalog.list_short_names(base)
         example = next((name for name in (*_USUAL, *sorted(short)) if name in short), "my_module.MyClass")
         if isinstance(data, dict):
-            self.report(value, path, f" names no class: add 'class: {example}', for example.")
+            self.report(value, path, f" names no class. Add one, such as 'class: {example}'.")
         else:
             self.report(
                 value,
@@ -335,11 +332,11 @@ class Checker:
             return False
         if isinstance(target, type) and inspect.isabstract(target):
             missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
-            self.report(value, path, f": {value.data!r} is abstract: use a subclass that implements {missing}.")
+            self.report(value, path, f": {value.data!r} is abstract. Use a subclass that implements {missing}.")
             return False
         protocol = getattr(base, "_is_protocol", False)
         if isinstance(target, type) and isinstance(base, type) and not protocol and not issubclass(target, base):
-            words = f": {value.data!r} must be a {base.__name__}, which {target.__name__} does not extend."
+            words = f": {value.data!r} must be a subclass of {base.__name__}."
             self.report(value, path, words + catalog.suggest_short_name(target.__name__, base))
             return False
         return True
@@ -393,7 +390,7 @@ class Checker:
         for key, item in argument_values.items():
             argument = takes.arguments.get(key)
             if key in supplied and argument is not None:
-                self.report(item, (*path, key), f": {name} gets its {key!r} from the run; remove it.")
+                self.report(item, (*path, key), f": {name} gets its {key!r} from the run. Remove it.")
             elif argument is not None:
                 recipes[key] = self._check_argument(item, argument, (*path, key), supplied)
             elif takes.open and isinstance(key, str):

@@ -188,7 +188,9 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
         if key not in SECTIONS:
             close = _ELSEWHERE.get(str(key)) or closest_name(str(key), SECTIONS)
             hint = f" Did you mean {close!r}?" if close else ""
-            checker.report(item, (key,), f": there is no section {key!r}.{hint} There are {', '.join(SECTIONS)}.")
+            checker.report(
+                item, (key,), f": there is no section {key!r}.{hint} The sections are {', '.join(SECTIONS)}."
+            )
     trainer = _check_trainer(checker, config)
     task = _check_object(checker, config, "model", TaskModule, model)
     module = _check_object(checker, config, "data", DataModule, data)
@@ -199,10 +201,12 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
     if isinstance(schedule, str) and schedule not in SCHEDULES:
         checker.report(root.data["schedule"], ("schedule",), f"={schedule} must be one of {', '.join(SCHEDULES)}.")
     if isinstance(seed, int) and not 0 <= seed < 2**32:
-        checker.report(root.data["seed"], ("seed",), f"={seed} must be from 0 to 2**32 - 1.")
+        checker.report(root.data["seed"], ("seed",), f"={seed} must be between 0 and 2**32 - 1.")
     run = _check_run(checker, config)
     if task is None and not checker.problems:
-        checker.problems.append("there is no model: add a section 'model: {class: my_module.MyTask}', or model=...")
+        checker.problems.append(
+            "there is no model. Add a section 'model: {class: my_module.MyTask}', or pass model=..."
+        )
     if checker.problems or task is None:
         raise ConfigError(*checker.problems)
     return CheckedConfig(config, trainer, task, module, optimizers, seed, ckpt_path, schedule, run["name"], run["dir"])
@@ -259,7 +263,7 @@ def _check_optimizers(checker: Checker, config: Config) -> Optimizers | None:
     section, after = config.get_section("optimizer"), config.get_section("lr_scheduler")
     if section is None:
         if after is not None:
-            words = " replaces configure_optimizers together with an optimizer: add a section 'optimizer'."
+            words = " replaces configure_optimizers only together with an optimizer. Add a section 'optimizer'."
             checker.report(after, ("lr_scheduler",), words)
         return None
     optimizer = checker.check_object(section, Optimizer, ("optimizer",), ("params",))
@@ -290,7 +294,7 @@ def _check_scheduler(checker: Checker, section: Value) -> tuple[ObjectRecipe | N
         section = replace(section, data=rest)
     scheduler = checker.check_object(section, LRScheduler, path, ("optimizer",))
     if scheduler is not None and scheduler.target is ReduceLROnPlateau and schedule_options.get("monitor") is None:
-        checker.report(section, path, ": ReduceLROnPlateau needs a metric: add 'monitor: val_loss', for example.")
+        checker.report(section, path, ": ReduceLROnPlateau needs a metric. Add one, such as 'monitor: val_loss'.")
     return scheduler, schedule_options
 
 
@@ -299,7 +303,7 @@ def _check_run(checker: Checker, config: Config) -> dict[str, str]:
     for key, item in _read_mapping(checker, config, "run").items():
         if key not in run:
             hint = nearest(str(key), run)
-            checker.report(item, ("run", key), f": a run has no {key!r}.{hint} It has name, dir.")
+            checker.report(item, ("run", key), f": a run has no {key!r}.{hint} It has name and dir.")
         elif isinstance(recipe := checker.check(item, str, ("run", key)), PlainRecipe):
             run[key] = recipe.built_value
     return run

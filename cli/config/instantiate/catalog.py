@@ -84,7 +84,7 @@ def find(name: str, base: Any) -> Any:
             if cls.__qualname__ == name
         }
         if len(paths) > 1:
-            raise ConfigError(f"{name!r} may be {' or '.join(sorted(paths))}: use the import path.")
+            raise ConfigError(f"{name!r} is ambiguous: it may be {' or '.join(sorted(paths))}. Use the import path.")
         return _get_attribute(importlib.import_module(homes[name]), name)
     if "." not in name:
         main = getattr(sys.modules.get("__main__"), name, None)
@@ -129,10 +129,12 @@ def import_target(name: str) -> Any:
             if module is None:
                 hint = nearest(parts[0], _list_importable_modules())
                 hint = suggest_short_name(parts[-1]) or hint
-                raise ConfigError(f"there is no module {parts[0]!r} in {Path.cwd()} or installed.{hint}") from None
+                raise ConfigError(
+                    f"there is no module {parts[0]!r}, neither in {Path.cwd()} nor installed.{hint}"
+                ) from None
             break
         except Exception as error:
-            error.add_note(f"while {path!r} was imported, for {name!r} in the configuration")
+            error.add_note(f"while importing {path!r} for {name!r} in the configuration")
             raise
         target = getattr(module, parts[end], None)
         if target is not None and not inspect.ismodule(target):

@@ -161,7 +161,7 @@ class ObjectRecipe(Recipe):
             return error
         if home.startswith(("treadle.", "torch.")) and isinstance(error, ValueError | TypeError):
             return ConfigError(f"{self.value.source}: {format_path(self.path)}: {name}: {error}")
-        error.add_note(f"while {format_path(self.path)} was built: {name}, {self.value.source}")
+        error.add_note(f"while building {format_path(self.path)}: {name}, {self.value.source}")
         return error
 
     def resolve_defaults(self) -> Value:

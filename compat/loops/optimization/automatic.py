@@ -50,9 +50,13 @@ class ClosureResult(OutputResult):
             extra = {name: value for name, value in loss.items() if name != "loss"}
             loss = loss.get("loss")
             if loss is None:
-                raise ValueError(f"training_step returned a dict of {list(training_step_output)}; it needs a 'loss'.")
+                raise ValueError(
+                    f"training_step returned a dict of {list(training_step_output)}, but it needs a 'loss'."
+                )
         if loss is not None and not isinstance(loss, Tensor):
-            raise ValueError(f"training_step returned a {type(loss).__name__}, not a loss, a dict with one, or None.")
+            raise ValueError(
+                f"training_step returned a {type(loss).__name__}. It must return a loss, a dict with a loss, or None."
+            )
         return cls(None if loss is None else loss / normalize, extra=extra)
 
     def asdict(self) -> dict[str, Any]:

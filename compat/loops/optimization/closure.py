@@ -34,7 +34,7 @@ class AbstractClosure(ABC, Generic[T]):
         """
         result, self._result = self._result, None
         if result is None:
-            raise ValueError("the closure was not called: pass it to optimizer.step, or call it in optimizer_step.")
+            raise ValueError("the closure was not called. Pass it to optimizer.step, or call it in optimizer_step.")
         return result
 
     @abstractmethod

@@ -158,7 +158,7 @@ def test_what_can_not_be_gone_on_with_leaves_no_folder(here, capsys):
     assert main(["fit", "--config", "run.yaml", "trainer.max_epochs=1"]) == 0
     (saved,) = (here / "runs" / "default" / "1" / "checkpoints").glob("*.ckpt")
     assert main(["fit", "--from-run", "runs/default/1", "ckpt_path=last", "run.name=other"]) == 2
-    assert "command line: run.name is for a new run" in capsys.readouterr().err
+    assert "command line: run.name applies to a new run only" in capsys.readouterr().err
     assert main(["fit", "--from-run", str(saved), "ckpt_path=last"]) == 2
     assert "is not a run folder (it has no config.yaml), but ckpt_path=last requires one" in capsys.readouterr().err
     assert [str(path.relative_to(here)) for path in here.glob("runs/*/*")] == ["runs/default/1"]

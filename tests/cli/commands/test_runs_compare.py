@@ -108,8 +108,8 @@ def test_a_comparison_is_written_anew_and_nothing_else_is_replaced(runs, capsys)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "needs two or more runs, 0 given"),
-        ([1], "needs two or more runs, 1 given"),
+        ([], "needs two or more runs, but got 0"),
+        ([1], "needs two or more runs, but got 1"),
         ([1, 1], "given twice"),
         ([1, 9], "no run 9"),
         ([1, 2, "--name", "bse"], "Did you mean 'base'"),

@@ -120,7 +120,7 @@ def test_known_classes_need_no_name():
     other = checked("model: {class: Bare}", model=cli_samples.Line)
     assert type(other.build_task()) is cli_samples.Bare
     assert type(checked("seed: 1", model=cli_samples.Line).build_task()) is cli_samples.Line
-    with pytest.raises(ConfigError, match="must be a Line, which Blank does not extend"):
+    with pytest.raises(ConfigError, match=r"'cli_samples.Blank' must be a subclass of Line"):
         checked("model: {class: cli_samples.Blank}", model=cli_samples.Line)
 
 
@@ -178,7 +178,7 @@ def test_errors_while_building_name_the_place():
         checked("optimizer: {class: AdamW, lr: -1}\nmodel: cli_samples.Line").build_task().configure_optimizers()
     with pytest.raises(RuntimeError, match="no such rate") as raised:  # the user's own error, with its traceback
         checked("\nmodel: {class: cli_samples.Picky, lr: -1}").build_task()
-    assert raised.value.__notes__ == ["while model was built: cli_samples.Picky, run.yaml:2"]
+    assert raised.value.__notes__ == ["while building model: cli_samples.Picky, run.yaml:2"]
 
 
 def test_nothing_is_built_to_check(monkeypatch):

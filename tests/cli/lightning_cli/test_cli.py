@@ -391,7 +391,7 @@ def test_a_saved_configuration_is_not_overwritten(here):
     options = {"trainer_defaults": LOGGED, "save_config_callback": SaveConfigCallback}
     words = ("fit", "--trainer.max_epochs=0", "--trainer.logger.version=0")
     execute(*words, **options)
-    with pytest.raises(RuntimeError, match=r"config.yaml exists already.*'overwrite': True"):
+    with pytest.raises(RuntimeError, match=r"config.yaml already exists.*'overwrite': True"):
         execute(*words, **options)
     execute(*words, "--model.lr=0.5", save_config_kwargs={"overwrite": True}, **options)
     assert "lr: 0.5" in (here / "logs" / "version_0" / "config.yaml").read_text()
@@ -428,8 +428,8 @@ def fit_on_two_ranks(folder):
 
 def test_two_processes_write_one_configuration_and_refuse_together(here):
     (first, loss), (second, other_loss) = run(fit_on_two_ranks, 2, str(here))
-    assert "config.yaml exists already" in first
-    assert "config.yaml exists already" in second
+    assert "config.yaml already exists" in first
+    assert "config.yaml already exists" in second
     assert loss == other_loss
     assert [path.name for path in (here / "logs").iterdir()] == ["version_0"]
 

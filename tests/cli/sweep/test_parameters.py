@@ -83,7 +83,7 @@ def test_parameters_in_wandbs_nested_form():
     ("words", "said"),
     [
         ({"vales": [1]}, "a parameter has no 'vales'. Did you mean 'values'?"),
-        ({"min": 1}, "give its values, or min and max."),
+        ({"min": 1}, "a parameter needs values, or min and max."),
         ({"min": 2, "max": 1}, "min=2 must not be larger than max=1."),
         ({"min": "a", "max": 1}, "min='a' must be a number."),
         ({"min": True, "max": 1}, "min=True must be a number."),
@@ -96,7 +96,7 @@ def test_parameters_in_wandbs_nested_form():
         ({"values": [1], "min": 2}, "values and min exclude each other; keep one."),
         ({"values": [1], "type": "float"}, "distribution=float takes min and max, not values."),
         ({"values": [1, 1.0]}, "the value 1.0 appears twice; keep one."),
-        ({"values": []}, "values must be a list of at least one."),
+        ({"values": []}, "values must be a list of at least one value."),
         ({"min": 1, "low": 1, "max": 2}, "low and min mean the same; keep one."),
         ({"distribution": "log_unform_values", "min": 1, "max": 2}, "Did you mean 'log_uniform_values'?"),
         ({"distribution": "log_uniform", "min": 1, "max": 2}, "its min and max are exponents."),

@@ -83,7 +83,7 @@ def test_the_page_shows_every_trial_and_needs_nothing_else(report):
     assert page.count('class="spot') == 4 * 11
     assert "<b>10</b>complete" in page
     assert "<b>2</b>left" in page
-    assert "PED-ANOVA: what tells the best 5 of 10 trials from the others" in page
+    assert "PED-ANOVA: what distinguishes the best 5 of 10 trials from the others" in page
     assert "treadle validate --from-run s/4" in page
     row = re.search(r'<tr data-trial="4">.*?</tr>', page)[0]
     assert "complete</td><td>0.5</td>" in row

@@ -147,7 +147,7 @@ def test_importance_names_the_parameter_that_matters():
             assert study.compute_importances() == ({}, "")
     importances, words = study.compute_importances()
     assert max(importances, key=importances.get) == "model.width"
-    assert words == "PED-ANOVA: what tells the best 5 of 20 trials from the others"
+    assert words == "PED-ANOVA: what distinguishes the best 5 of 20 trials from the others"
     assert study.find_best().value == min(trial.value for trial in study.list_trials())
 
 

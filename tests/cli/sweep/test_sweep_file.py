@@ -109,10 +109,14 @@ def test_changes_are_named_and_some_are_none():
         ("method", "metod", "s.yaml:3: a sweep has no 'metod'. Did you mean 'method'?"),
         ("random", "randm", "s.yaml:3: method='randm' is not one of grid, random, tpe. Did you mean 'random'?"),
         ("trials: 20", "trials: many", "s.yaml:5: trials='many' must be a whole number of at least 1."),
-        ("trials: 20\n", "", "s.yaml: there is no number of trials: add trials: 20."),
+        ("trials: 20\n", "", "s.yaml: the number of trials is missing. Add trials: 20."),
         ("goal: minimize", "goal: minimise", "goal='minimise' is not one of minimize, maximize."),
         (", goal: minimize", "", "goal=None is not one of minimize, maximize."),
-        ("{name: val_loss, goal: minimize}", "val_loss", "metric: write {name: val_loss, goal: minimize}."),
+        (
+            "{name: val_loss, goal: minimize}",
+            "val_loss",
+            "metric must be a mapping such as {name: val_loss, goal: minimize}.",
+        ),
         ("{name:", "{nam:", "metric has no 'nam'. Did you mean 'name'?"),
         ("config: base.yaml", "config: bas.yaml", "there is no file 'bas.yaml'"),
         ("config: base.yaml", "program: train.py", "a sweep runs `treadle fit`"),
@@ -133,4 +137,4 @@ def test_what_is_wrong_is_said_with_its_place(before, after, said):
 
 def test_what_a_trial_resumes_from_is_not_set():
     assert "each trial resumes from its own checkpoints" in wrong(GOOD, "ckpt_path=last")[0]
-    assert "must be a folder" in wrong(GOOD, "run.dir=s3://bucket/runs")[0]
+    assert "must be a local folder" in wrong(GOOD, "run.dir=s3://bucket/runs")[0]

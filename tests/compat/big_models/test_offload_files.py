@@ -99,9 +99,9 @@ def test_weights_in_a_safetensors_file(tmp_path: Path) -> None:
     entry = {"safetensors_file": str(tmp_path / "m.safetensors"), "weight_name": "w", "dtype": "float16"}
     loader = OffloadedWeightsLoader(index={"q": entry, "dat": INDEX["a"]})
     assert torch.equal(loader["q"], torch.arange(3, dtype=torch.float16))
-    with pytest.raises(ValueError, match="Give save_folder"):
+    with pytest.raises(ValueError, match="Pass save_folder"):
         loader["dat"]
-    with pytest.raises(ValueError, match="Give it state_dict"):
+    with pytest.raises(ValueError, match="Pass state_dict"):
         OffloadedWeightsLoader()
 
 

@@ -172,7 +172,7 @@ def test_the_command(capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "give either --config run.yaml or --model 7b"),
+        ([], "pass either --config run.yaml or --model 7b"),
         (["--model", "6b"], "Did you mean"),
         (["--model", "7b", "--gpu", "h1000"], "Did you mean 'h100'"),
         (["--model", "7b", "--strategy", "fsdpp"], "Did you mean 'fsdp'"),
@@ -185,7 +185,7 @@ def test_the_command(capsys):
         (["--model", "7b", "--strategy", "fsdp_cpu_offload"], "cpu_offload"),
         (["--model", "7b", "--world-size", "6", "--replicate", "4"], "must divide"),
         (["--model", "7b", "model.lr=1"], "overrides need --config"),
-        (["--config", "run.yaml", "--lr", "1"], "--lr is for --model"),
+        (["--config", "run.yaml", "--lr", "1"], "--lr applies to --model only"),
     ],
 )
 def test_what_can_not_be_planned_is_explained(options, words, capsys):

@@ -174,11 +174,13 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
 def test_nothing_is_there_yet(tmp_path, words):
     with pytest.raises(ValueError, match=r"ckpt_path='last', but there is no intact checkpoint in .*/c"):
         fit(tmp_path, each(tmp_path), ckpt_path="last")
-    with pytest.raises(ValueError, match=r"ckpt_path='best', but its ModelCheckpoint has saved no best checkpoint"):
+    with pytest.raises(ValueError, match=r"ckpt_path='best', but the ModelCheckpoint has saved no best checkpoint"):
         fit(tmp_path, each(tmp_path), ckpt_path="best")
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 0
     said = [text for text in words if "ckpt_path" in text]
-    assert said == [f"ckpt_path='auto': a fresh start, no checkpoint to resume from in {tmp_path / 'c'}"]
+    assert said == [
+        f"ckpt_path='auto': a fresh start, because there is no checkpoint to resume from in {tmp_path / 'c'}"
+    ]
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 10
 
 
@@ -241,8 +243,13 @@ def test_a_callback_names_the_checkpoint_that_somebody_else_keeps(tmp_path, word
         assert fit(tmp_path, Kept(tmp_path / "vault" / "one"), ckpt_path=word)[1] == 5
     assert fit(tmp_path, Kept(), each(tmp_path), ckpt_path="last")[1] == 4  # it has none, so the folders are searched
     said = [text for text in words if text.startswith("ckpt_path=")]
-    assert said[0] == "ckpt_path='auto': a fresh start, no checkpoint to resume from in what the vault keeps"
-    with pytest.raises(ValueError, match="ckpt_path='last', but there is no intact checkpoint in what the vault keeps"):
+    assert (
+        said[0]
+        == "ckpt_path='auto': a fresh start, because there is no checkpoint to resume from in the vault's checkpoints"
+    )
+    with pytest.raises(
+        ValueError, match="ckpt_path='last', but there is no intact checkpoint in the vault's checkpoints"
+    ):
         fit(tmp_path, Kept(), ckpt_path="last")
 
 
@@ -328,7 +335,7 @@ def test_the_best_of_a_run_that_was_moved(tmp_path):
 @pytest.mark.parametrize(
     ("path", "error", "text"),
     [
-        ("hpc", ValueError, "use 'auto'"),
+        ("hpc", ValueError, "Use 'auto'"),
         ("registry", ValueError, "no model registry"),
         ("registry:name:version:3", ValueError, "no model registry"),
         ("newest", ValueError, "'last', 'best' or 'auto'"),

@@ -67,16 +67,28 @@ class Block:
 
 
 OTHER_RUNS = {
-    "learning rate": (lambda: Line(lr=0.1), lambda: Line(lr=0.01), r"lr 0.1 there, 0.01 here"),
-    "class": (Line, Other, r"task .*test_run_identity.Line there, .*test_run_identity.Other here"),
+    "learning rate": (lambda: Line(lr=0.1), lambda: Line(lr=0.01), r"lr=0.1 in the checkpoint, 0.01 in this run"),
+    "class": (Line, Other, r"task .*test_run_identity.Line in the checkpoint, .*test_run_identity.Other in this run"),
     "shape": (
         lambda: Line(width=1),
         lambda: Line(width=2),
-        r"width 1 there, 2 here",
+        r"width=1 in the checkpoint, 2 in this run",
     ),
-    "nested": (lambda: Line(net={"act": "relu"}), lambda: Line(net={"act": "gelu"}), "net.act 'relu' there, 'gelu'"),
-    "dataclass": (lambda: Line(block={"depth": 2}), lambda: Line(block={"depth": 3}), "block.depth 2 there, 3 here"),
-    "list": (lambda: Line(sizes=[1, 2]), lambda: Line(sizes=[1, 3]), r"sizes \[1, 2\] there, \[1, 3\] here"),
+    "nested": (
+        lambda: Line(net={"act": "relu"}),
+        lambda: Line(net={"act": "gelu"}),
+        "net.act='relu' in the checkpoint, 'gelu'",
+    ),
+    "dataclass": (
+        lambda: Line(block={"depth": 2}),
+        lambda: Line(block={"depth": 3}),
+        "block.depth=2 in the checkpoint, 3 in this run",
+    ),
+    "list": (
+        lambda: Line(sizes=[1, 2]),
+        lambda: Line(sizes=[1, 3]),
+        r"sizes=\[1, 2\] in the checkpoint, \[1, 3\] in this run",
+    ),
 }
 
 
@@ -99,11 +111,11 @@ def test_another_runs_checkpoints_are_skipped_and_said_once(tmp_path, name):
 
 def test_the_newest_of_this_run_is_taken_from_among_others(tmp_path):
     fit(tmp_path, Line(lr=0.1))
-    with pytest.warns(UserWarning, match="lr 0.1 there, 0.2 here"):
+    with pytest.warns(UserWarning, match="lr=0.1 in the checkpoint, 0.2 in this run"):
         assert fit(tmp_path, Line(lr=0.2), max_epochs=3) == 0
-    with pytest.warns(UserWarning, match="lr 0.2 there, 0.1 here"):
+    with pytest.warns(UserWarning, match="lr=0.2 in the checkpoint, 0.1 in this run"):
         assert fit(tmp_path, Line(lr=0.1), max_epochs=2) == 5
-    with pytest.warns(UserWarning, match="lr 0.1 there, 0.2 here"):
+    with pytest.warns(UserWarning, match="lr=0.1 in the checkpoint, 0.2 in this run"):
         assert fit(tmp_path, Line(lr=0.2), "best", max_epochs=4) == 15
 
 
@@ -160,7 +172,7 @@ def test_what_an_ordinary_resume_changes_is_no_other_run(tmp_path, recwarn, befo
 def test_the_data_modules_hyperparameters_count_too(tmp_path):
     fit(tmp_path, Line(), data=Data(crop=1))
     assert fit(tmp_path, Line(), data=Data(batch_size=5), max_epochs=2) == 5
-    with pytest.warns(UserWarning, match=r"data.crop 1 there, 2 here"):
+    with pytest.warns(UserWarning, match=r"data.crop=1 in the checkpoint, 2 in this run"):
         assert fit(tmp_path, Line(), data=Data(crop=2)) == 0
 
 
@@ -195,7 +207,9 @@ def test_a_path_is_never_skipped(tmp_path):
 def test_in_the_folder_of_a_run_nothing_is_begun_beside_it(tmp_path):
     with RunFolder.create(tmp_path) as folder:
         fit(folder.path, Line(), saver=ModelCheckpoint(folder.path / "checkpoints"))
-    with pytest.raises(ValueError, match=r"'auto', but there is no intact checkpoint of this run .*lr 0.1 there, 0.2"):
+    with pytest.raises(
+        ValueError, match=r"'auto', but there is no intact checkpoint of this run .*lr=0.1 in the checkpoint, 0.2"
+    ):
         fit(folder.path, Line(lr=0.2), saver=ModelCheckpoint(folder.path / "checkpoints"))
 
 
@@ -235,7 +249,7 @@ def test_a_script_and_the_module_of_its_file_have_one_class(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     import train
 
-    with pytest.warns(UserWarning, match=r"task copied.Task there, train.Task here"):
+    with pytest.warns(UserWarning, match=r"task copied.Task in the checkpoint, train.Task in this run"):
         assert train.main(3) == "epoch=0-step=3.ckpt"
 
 

@@ -177,7 +177,8 @@ class ReadsOptimizers(Captioner):
 
 def test_other_keys_are_an_error(tmp_path):
     with pytest.raises(
-        KeyError, match="'optimizer_states': hooks get only the entries that hooks have added, 'state_dict'"
+        KeyError,
+        match="'optimizer_states' is not available to hooks, which get only the entries that hooks have added, ",
     ):
         fitted(ReadsOptimizers(), tmp_path / "c")
 

@@ -334,7 +334,7 @@ def test_what_is_compiled_in_vain_is_said(tmp_path):
 
     task = new(Encodes)
     del task.blocks
-    with pytest.warns(UserWarning, match="compiled but never called.*: stem"):
+    with pytest.warns(UserWarning, match="no step called the forward of the compiled modules .*stem"):
         trainer_in(tmp_path, compile={"backend": Counting()}).fit(task, loader())
 
     class Bare(tl.TaskModule):

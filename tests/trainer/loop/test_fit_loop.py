@@ -1001,7 +1001,7 @@ def test_a_strict_logger_ends_training(tmp_path, method):
     if method == "finalize":
         with pytest.raises(ZeroDivisionError, match="first") as caught:
             fit(Bear(), ones(2), logger=logger())
-        assert "a logger's finalize raised OSError: disk full" in " ".join(caught.value.__notes__)
+        assert "the finalize method of a logger raised OSError: disk full" in " ".join(caught.value.__notes__)
 
 
 def test_configure_callbacks():

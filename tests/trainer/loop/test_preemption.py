@@ -316,7 +316,7 @@ def test_ctrl_c_saves_at_the_next_step_boundary_if_asked_to(place, step, saved, 
 @pytest.mark.parametrize(("place", "step"), [("on_train_batch_start", 5), ("on_save_checkpoint", 12)])
 @in_own_process
 def test_a_second_ctrl_c_ends_within_the_step_or_the_save(place, step, tmp_path):
-    with pytest.warns(UserWarning, match="the run is not saved: a second Ctrl-C came"):
+    with pytest.warns(UserWarning, match="the run is not saved, because a second Ctrl-C came"):
         first = fit(tmp_path, [Signals(signal.SIGINT, step, place, times=2)], saving=ASKED)
     assert (first["status"], first["step"], list(tmp_path.iterdir())) == (130, step, [])
 
