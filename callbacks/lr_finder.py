@@ -280,6 +280,5 @@ class LearningRateFinder(Callback):
         tried = len(self.optimal_lr.results["lr"])
         early = "" if tried == self.num_training_steps else f" (of {self.num_training_steps}: the loss diverges)"
         done = f" {name} is set to it." if name and rate is not None else ""
-        announce(
-            f"LearningRateFinder: tried {tried} learning rates{early}; it suggests {rate and f'{rate:.4g}'}.{done}"
-        )
+        suggestion = "none of them" if rate is None else f"{rate:.4g}"
+        announce(f"LearningRateFinder: tried {tried} learning rates{early}; it suggests {suggestion}.{done}")

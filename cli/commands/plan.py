@@ -45,12 +45,7 @@ def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add(
-        "--config",
-        action="append",
-        metavar="FILE",
-        help="a run's configuration; may be repeated, later files take precedence",
-    )
+    add("--config", action="append", metavar="FILE", help="a run's configuration; if repeated, later files win")
     add(
         "--model", metavar="NAME", help="instead of --config: gpt-162m, llama-1b, 7b, 8b, 70b, 405b, trained with AdamW"
     )

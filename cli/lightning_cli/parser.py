@@ -160,10 +160,7 @@ class LightningArgumentParser:
             self.constants[key], default = _FLAG_ACTIONS[action][0], _FLAG_ACTIONS[action][1]
             type = bool
         elif action not in (None, "store"):
-            raise ValueError(
-                f"add_argument({names[0]!r}, action={action!r}): the action must be store_true or store_false. "
-                "Otherwise, pass a type."
-            )
+            raise ValueError(f"add_argument({names[0]!r}, action={action!r}): use store_true, store_false or a type.")
         annotation: Any = Any if type is None else type
         convert = annotation if inspect.isroutine(annotation) else None
         if nargs not in (None, "?"):

@@ -55,6 +55,7 @@ from .lr_schedulers import Schedules
 from .manual import ManualSteps
 from .preemption import save_and_leave
 from .progress import Phase
+from .run_summary import count
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -125,10 +126,10 @@ class FitLoop:
             set_random_state(random_state)
         if progress.step and not progress.step_is_unfinished and (self._is_complete() or self._is_late()):
             spent = f"{progress.seconds:.0f} s of max_time={trainer.max_seconds:.0f} s, " if self._is_late() else ""
+            done = f"{count(progress.step, 'optimizer step')} and {count(progress.epoch, 'epoch')} are done"
             warn(
-                f"nothing is left to train: {spent}{progress.step:,} optimizer steps and {progress.epoch:,} epochs are "
-                f"done, and max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs} (-1: unlimited). Raise the "
-                "limit to continue."
+                f"nothing is left to train: {spent}{done}, and max_steps={trainer.max_steps}, "
+                f"max_epochs={trainer.max_epochs} (-1: unlimited). Raise the limit to continue."
             )
         with trainer.history.spending("training"):
             trainer.history.begin(progress, read_learning_rates(trainer))

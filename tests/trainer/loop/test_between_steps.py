@@ -256,7 +256,7 @@ def test_hooks_of_an_earlier_run_are_gone():
 def test_a_second_fit_with_nothing_left_says_so():
     one = trainer()
     one.fit(Task(), loader(3))
-    with pytest.warns(UserWarning, match=r"nothing is left to train: 3 optimizer steps and 1 epochs are done"):
+    with pytest.warns(UserWarning, match=r"nothing is left to train: 3 optimizer steps and 1 epoch are done"):
         one.fit(Task(), loader(3))
     assert one.global_step == 3
 
