@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from ..common.messages import announce
+from ..common.messages import announce, name_type
 from ..common.validation import check_bool, check_int, choose
 from ..engine import strip_compile_prefix
 from ..engine.checkpoint import open_callback_states
@@ -193,7 +193,7 @@ class ModelPruning(Callback):
             is_in_model = id(part) in names and (hasattr(part, name) or f"{name}_orig" in part._parameters)
             if not is_in_model:
                 raise ValueError(
-                    f"parameters_to_prune has {name!r} of a {type(part).__name__} that is not in the model. Remove it."
+                    f"parameters_to_prune has {name!r} of {name_type(part)} that is not in the model. Remove it."
                 )
         chosen = self.filter_parameters_to_prune(pairs)
         if not chosen:

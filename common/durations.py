@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from .messages import nearest
+from .messages import name_type, nearest
 
 Duration = str | timedelta | Mapping[str, float]
 
@@ -29,7 +29,9 @@ def parse_duration(name: str, value: Any) -> timedelta:
     if isinstance(value, str):
         numbers = _TEXT.fullmatch(value)
         if numbers is None:
-            raise ValueError(f"{name}={value!r} must be 'DD:HH:MM:SS', for example '00:12:00:00' for twelve hours.")
+            raise ValueError(
+                f"{name}={value!r} must have the form DD:HH:MM:SS, such as '00:12:00:00' for twelve hours."
+            )
         units: Mapping[str, Any] = dict(
             zip(("days", "hours", "minutes", "seconds"), map(int, numbers.groups()), strict=True)
         )
@@ -40,7 +42,7 @@ def parse_duration(name: str, value: Any) -> timedelta:
         units = {"days": value.days, "seconds": value.seconds, "microseconds": value.microseconds}
     else:
         raise TypeError(
-            f"{name}={value!r} must be 'DD:HH:MM:SS', a datetime.timedelta or a dict of its arguments, such as "
+            f"{name}={value!r} must be text of the form DD:HH:MM:SS, a datetime.timedelta or a dict of its arguments, such as "
             "{'hours': 12}."
         )
     try:
@@ -60,4 +62,4 @@ def _check_units(name: str, units: Mapping[str, Any]) -> None:
                 f"{', '.join(_UNITS)}.{nearest(str(unit), _UNITS)}"
             )
         if isinstance(amount, bool) or not isinstance(amount, int | float):
-            raise TypeError(f"{name}={dict(units)!r}: {unit} must be a number, not a {type(amount).__name__}.")
+            raise TypeError(f"{name}={dict(units)!r}: {unit} must be a number, not {name_type(amount)}.")

@@ -87,6 +87,18 @@ def nearest(name: object, valid: Iterable[object]) -> str:
     return "" if close is None else f" Did you mean {close!r}?"
 
 
+def name_type(value: object) -> str:
+    """Return the type of a value with its article: ``"an int"``, ``"a dict"``; None is ``"None"``.
+
+    Args:
+        value: The value.
+    """
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def named_ranks(ranks: list[int]) -> str:
     """Format ranks as ``rank 3`` or ``ranks 0-2, 5``.
 

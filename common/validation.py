@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from .messages import nearest
+from .messages import name_type, nearest
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -26,7 +26,7 @@ def check_bool(name: str, value: Any) -> bool:
         TypeError: If the value is neither.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be True or False, not a {type(value).__name__}.")
+        raise TypeError(f"{name}={value!r} must be True or False, not {name_type(value)}.")
     return value
 
 
@@ -61,8 +61,8 @@ def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
         ValueError: If the value is something else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        meaning = f", which {meaning}" if meaning else ""
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {low}{meaning}.")
+        meaning = f" ({low} {meaning})" if meaning else ""
+        raise ValueError(f"{name}={value!r} must be an integer of at least {low}{meaning}.")
     return value
 
 
@@ -79,7 +79,7 @@ def check_number(name: str, value: Any, low: float = -math.inf) -> float:
         ValueError: If the value is NaN, or smaller.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r} must be a number, not a {type(value).__name__}.")
+        raise TypeError(f"{name}={value!r} must be a number, not {name_type(value)}.")
     if not value >= low:
         raise ValueError(f"{name}={value!r} must be a number" + (f" of at least {low:g}." if low > -math.inf else "."))
     return value
@@ -112,7 +112,7 @@ def check_text(name: str, value: Any) -> str:
         TypeError: If the value has another type.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} must be a string, not a {type(value).__name__}.")
+        raise TypeError(f"{name}={value!r} must be a string, not {name_type(value)}.")
     return value
 
 
@@ -127,7 +127,7 @@ def check_path(name: str, value: Any) -> str:
         TypeError: If the value is not a path.
     """
     if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name}={value!r} must be a path, not a {type(value).__name__}.")
+        raise TypeError(f"{name}={value!r} must be a path, not {name_type(value)}.")
     return os.fspath(value)
 
 

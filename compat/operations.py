@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..common.messages import name_type
 from ..common.validation import choose
 from ..engine import collectives, seed_everything
 from ..strategies.distributed import current_place, current_world
@@ -60,7 +61,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     world = current_world()
     collectives.check_process(from_process, world.size, "from_process")
     if not isinstance(object_list, list):
-        raise TypeError(f"broadcast_object_list fills a list in place, not a {type(object_list).__name__}.")
+        raise TypeError(f"broadcast_object_list fills a list in place, not {name_type(object_list)}.")
     object_list[:] = world.broadcast(object_list, from_process)
     return object_list
 

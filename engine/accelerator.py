@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from ..common.messages import warn
+from ..common.messages import name_type, warn
 from ..common.remote_path import AnyPath
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, report_uncaught, resolve_devices
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
@@ -492,7 +492,7 @@ class Accelerator(Process):
         # The loader is from prepare_data_loader, without an Accelerator.
         if "base_dataloader" in getattr(loader, "__dict__", ()):
             raise TypeError(
-                f"prepare got a {type(loader).__name__}, which is already sharded over the processes. Pass the "
+                f"prepare got {name_type(loader)}, which is already sharded over the processes. Pass the "
                 "DataLoader that it was created from, or iterate over it without prepare."
             )
         if self.stream is None:

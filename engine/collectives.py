@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.data import Dataset, IterableDataset, Subset
 
+from ..common.messages import name_type
 from ..common.validation import choose
 from ..strategies import DistributedOperationException, World
 from .data import share
@@ -73,8 +74,7 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     _walk(value, tensors.append, others.append)
     if not tensors:
         raise TypeError(
-            f"gather got a {type(value).__name__} without tensors. Use gather_for_metrics or gather_object for other "
-            "values."
+            f"gather got {name_type(value)} without tensors. Use gather_for_metrics or gather_object for other values."
         )
     if not sync_grads:
         tensors = [t.detach() for t in tensors]
@@ -402,7 +402,7 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
         )
     if isinstance(inputs, Set):
         raise TypeError(
-            f"split_between_processes got a {type(inputs).__name__}, whose order differs between processes. Pass "
+            f"split_between_processes got {name_type(inputs)}, whose order differs between processes. Pass "
             "sorted(inputs)."
         )
     if isinstance(inputs, Mapping):
@@ -420,7 +420,7 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
         listed = list(inputs)
     except TypeError as error:
         raise TypeError(
-            f"split_between_processes got a {type(inputs).__name__}, which is not a collection or iterable ({error}). "
+            f"split_between_processes got {name_type(inputs)}, which is not a collection or iterable ({error}). "
             "Pass a list."
         ) from None
     return len(listed), listed
@@ -449,7 +449,7 @@ def _count_fields(inputs: Any) -> tuple[int, Any]:
             counted[key] = _count_inputs(value)
         except TypeError as error:
             raise TypeError(
-                f"split_between_processes got a {type(inputs).__name__} whose {key!r} can't be split: {error}"
+                f"split_between_processes got {name_type(inputs)} whose {key!r} can't be split: {error}"
             ) from None
     counts = {key: count for key, (count, _) in counted.items()}
     if len(set(counts.values())) > 1:

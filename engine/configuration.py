@@ -610,8 +610,8 @@ def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
         if getattr(kind, "value", kind) != "generator":
             raise ValueError(
                 f"rng_types contains {kind!r}, but only 'generator' is supported: the order of the data is "
-                "synchronized, other RNG states are not. To synchronize those, call seed_everything(seed) or "
-                "utils.synchronize_rng_states."
+                f"synchronized, and other RNG states are not. Remove {kind!r}. To synchronize RNG states, call "
+                "seed_everything(seed) or utils.synchronize_rng_states."
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.messages import name_type
 from ..strategies import SingleDevice
 from .collectives import with_items
 
@@ -74,7 +75,7 @@ def recursively_apply(
         if error_on_other_type:
             name = getattr(func, "__name__", "the function")
             raise TypeError(
-                f"{name} got a {type(value).__name__}, but supports only the values that it applies to, and lists, "
+                f"{name} got {name_type(value)}, but supports only the values that it applies to, and lists, "
                 "tuples and dicts of them."
             )
         return value
@@ -121,9 +122,7 @@ def find_batch_size(data: Any) -> int | None:
     """
     tensors = _list_tensors(data)
     if not tensors:
-        raise TypeError(
-            f"find_batch_size got a {type(data).__name__} without tensors. Pass a batch that contains a tensor."
-        )
+        raise TypeError(f"find_batch_size got {name_type(data)} without tensors. Pass a batch that contains a tensor.")
     return next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
 
 
@@ -171,7 +170,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         items = {key: concatenate([part[key] for part in data], dim) for key in first}
         return items if type(first) is dict else with_items(first, items)
     if not isinstance(first, Tensor):
-        raise TypeError(f"concatenate got a {type(first).__name__}. Pass tensors in lists, tuples or dicts.")
+        raise TypeError(f"concatenate got {name_type(first)}. Pass tensors in lists, tuples or dicts.")
     return torch.cat(data, dim=dim)
 
 

@@ -222,15 +222,15 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
         The seed.
 
     Raises:
-        ValueError: If the seed is not a whole number in that range.
+        ValueError: If the seed is not an integer in that range.
     """
     if seed is None:
         text = os.environ.get("PL_GLOBAL_SEED", "0")
         if not re.fullmatch("[0-9]{1,10}", text):  # isdigit() also accepts "²", which int() cannot read
-            raise ValueError(f"PL_GLOBAL_SEED={text!r} must be a whole number from 0 to 2**32 - 1.")
+            raise ValueError(f"PL_GLOBAL_SEED={text!r} must be an integer from 0 to 2**32 - 1.")
         seed = int(text)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**32 - 1.")
+        raise ValueError(f"seed={seed!r} must be an integer from 0 to 2**32 - 1.")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..common.messages import name_type
 from ..common.mirror import local_folder
 from ..common.remote_path import RemotePath, as_path, is_url
 from ..common.validation import check_text
@@ -177,9 +178,7 @@ def check_version(version: int | str | None) -> int | str | None:
         ValueError: If it is negative.
     """
     if version is not None and (isinstance(version, bool) or not isinstance(version, int | str)):
-        raise TypeError(
-            f"version={version!r} must be a number, a directory name or None, not a {type(version).__name__}."
-        )
+        raise TypeError(f"version={version!r} must be a number, a directory name or None, not {name_type(version)}.")
     if isinstance(version, int) and version < 0:
         raise ValueError(f"version={version} is negative. Pass a number of at least 0, or None for the next free one.")
     return version

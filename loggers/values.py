@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, MutableSequence, Set
 from enum import Enum
 from typing import Any
 
+from ..common.messages import name_type
+
 
 def as_number(name: str, value: Any) -> float:
     """Return a metric's value as a plain number.
@@ -51,7 +53,7 @@ def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float 
         ValueError: If a value is more than one number.
     """
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics={metrics!r} must be a dict of numbers by name, not a {type(metrics).__name__}.")
+        raise TypeError(f"metrics={metrics!r} must be a dict of numbers by name, not {name_type(metrics)}.")
     result: dict[str, float | dict[str, float]] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
@@ -98,7 +100,7 @@ def as_mapping(params: Any) -> Mapping[str, Any]:
     if dataclasses.is_dataclass(params) and not isinstance(params, type):
         return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     raise TypeError(
-        f"params={params!r} must be a dict, a namespace or a dataclass, not a {type(params).__name__}. "
+        f"params={params!r} must be a dict, a namespace or a dataclass, not {name_type(params)}. "
         "Pass {'name': value}."
     )
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from ..common.messages import name_type
 from ..common.optional import require
 from ..common.validation import check_bool
 from ._services import Uploads, check_arguments
@@ -320,7 +321,7 @@ class WandbLogger(Logger):
         options: dict[str, Sequence[Any]],
     ) -> None:
         if not isinstance(values, list):
-            raise TypeError(f"{argument_name}={values!r} must be a list, not a {type(values).__name__}. Pass [value].")
+            raise TypeError(f"{argument_name}={values!r} must be a list, not {name_type(values)}. Pass [value].")
         for option, option_values in options.items():
             if len(option_values) != len(values):
                 raise ValueError(

@@ -7,6 +7,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
+from ..common.messages import name_type
 from ..common.validation import choose
 from .ddp import DDP, make_ddp_factory
 from .distributed import Devices, World
@@ -89,7 +90,7 @@ def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
     if isinstance(strategy, Strategy):
         return strategy
     if not isinstance(strategy, str):
-        raise TypeError(f"strategy={strategy!r} must be a name or a Strategy, not a {type(strategy).__name__}.")
+        raise TypeError(f"strategy={strategy!r} must be a name or a Strategy, not {name_type(strategy)}.")
     if strategy == "auto":
         return DDP() if world.size > 1 else SingleDevice()
     if strategy in _FACTORIES:

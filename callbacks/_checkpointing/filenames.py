@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.messages import nearest, warn
+from ...common.messages import name_type, nearest, warn
 from ...common.remote_path import AnyPath, as_path
 from ...engine.checkpoint import filesystem, store
 
@@ -57,7 +57,7 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
         ValueError: If the name leads out of the directory, begins with a dot, or has an invalid field.
     """
     if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
-        raise TypeError(f"dirpath={dirpath!r} must be the path of a directory, not a {type(dirpath).__name__}.")
+        raise TypeError(f"dirpath={dirpath!r} must be the path of a directory, not {name_type(dirpath)}.")
     if dirpath is not None:
         as_path(dirpath)
     if filename is None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ...common.messages import name_type
 from ...common.optional import require
 from ._refresh import DrawnBar
 
@@ -91,7 +92,7 @@ class RichProgressBar(DrawnBar):
         require("RichProgressBar", "rich", extra="rich")
         super().__init__(refresh_rate, leave, line_every)
         if theme is not None and not isinstance(theme, RichProgressBarTheme):
-            raise TypeError(f"theme={theme!r} must be a RichProgressBarTheme, not a {type(theme).__name__}.")
+            raise TypeError(f"theme={theme!r} must be a RichProgressBarTheme, not {name_type(theme)}.")
         self.theme = theme or RichProgressBarTheme()
         self.progress: Progress | None = None
         self._console_kwargs = dict(console_kwargs or {})

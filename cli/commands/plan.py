@@ -96,7 +96,7 @@ def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
 
 def _parse_count(text: str) -> int:
     if not text.replace(",", "").isdecimal() or int(text.replace(",", "")) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return int(text.replace(",", ""))
 
 

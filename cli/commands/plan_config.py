@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader
 
+from ...common.messages import name_type
 from ...engine import CombinedLoader, JointLoader, Loader, RandomStream, random_state
 from ...engine.data import Cursor, get_length
 from ...engine.planning import Plan, Schedule
@@ -350,7 +351,7 @@ def _read_leading_size(batch: Any) -> int:
         elif isinstance(value, list | tuple):
             pending[:0] = value
     raise ValueError(
-        f"the number of samples in a {type(batch).__name__} is unknown, because it contains no tensor. Set "
+        f"the number of samples in {name_type(batch)} is unknown, because it contains no tensor. Set "
         "batch_size of the DataLoader."
     )
 

@@ -110,9 +110,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
         elif word == "--dry-run":
             dry = True
         elif word.startswith("-"):
-            raise ConfigError(
-                f"command line: there is no option {name}. The options are --config, --dry-run and --help."
-            )
+            raise ConfigError(f"command line: unknown option {name}. The options are --config, --dry-run and --help.")
         elif equals or word.startswith("~"):
             overrides.append(word)
         elif word.endswith((".yaml", ".yml")):

@@ -153,7 +153,7 @@ class _NodeReader:
             key = self.read_value(key_node).data
             if isinstance(key, bool) or not isinstance(key, str | int):
                 shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
-                raise ConfigError(f"{place}: a key must be a word or a whole number, not {shown}.")
+                raise ConfigError(f"{place}: a key must be a word or an integer, not {shown}.")
             absent = isinstance(item, yaml.ScalarNode) and item.tag == _PLAIN and not item.value
             if node.flow_style and absent and ":" in str(key):
                 raise ConfigError(f"{place}: {key!r} is a key without a value: put a space after its ':'.")

@@ -312,7 +312,10 @@ class LightningCLI:
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Trainer:
         if "callbacks" not in config:
-            warn(f"{self.trainer_class.__qualname__} does not accept callbacks, so those in the settings are ignored.")
+            warn(
+                f"{self.trainer_class.__qualname__} has no argument 'callbacks', so the callbacks of the settings, of "
+                "trainer_defaults and of save_config_callback are not used. Add the argument to it."
+            )
             return self.trainer_class(**config)
         config["callbacks"] = [
             *_make_list(config["callbacks"]),

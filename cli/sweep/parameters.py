@@ -236,7 +236,7 @@ def _parse_range(words: Mapping[str, Value], distribution: str | None) -> Range:
     integer = distribution in _INTEGERS or (distribution is None and whole)
     low, high, step = numbers["min"], numbers["max"], numbers.get("step")
     if integer and not whole:
-        raise ConfigError(f"distribution={distribution} takes whole numbers for min, max and step.")
+        raise ConfigError(f"distribution={distribution} takes integers for min, max and step.")
     if low > high:
         raise ConfigError(f"min={low} must not be larger than max={high}.")
     if log and low <= 0:

@@ -333,7 +333,7 @@ class _Reader:
         if number is None and key == "max_failures":
             return None
         if isinstance(number, bool) or not isinstance(number, int) or not low <= number < 2**32:
-            self._report(key, f"={number!r} must be a whole number of at least {low}.")
+            self._report(key, f"={number!r} must be an integer of at least {low}.")
             return default
         return number
 

@@ -179,7 +179,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return tensor.to(device=self.device or "cpu", dtype=dtype)
         if self.save_folder is None:
             raise ValueError(
-                f"the index names no safetensors_file for {key!r}. Pass save_folder, which holds its .dat file."
+                f"the index has no safetensors_file for {key!r}. Pass save_folder, the folder that contains {key}.dat."
             )
         return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...common.peer_names import find_peer_names
 from ...loggers import plain
 from ...trainer.core.stored_hparams import make_config
@@ -62,7 +62,7 @@ def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
         tags_csv: The file.
     """
     if not os.path.isfile(tags_csv):
-        warn(f"there is no file {os.fspath(tags_csv)!r} with hyperparameters.")
+        warn(f"the file {os.fspath(tags_csv)!r} does not exist, so there are no hyperparameters to load.")
         return {}
     with open(tags_csv, newline="", encoding="utf-8") as file:
         return {row[0]: convert(row[1]) for row in list(csv.reader(file))[1:]}
@@ -91,7 +91,7 @@ def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> An
         use_omegaconf: Whether to return a ``DictConfig`` if it can hold all values, otherwise a dict.
     """
     if not os.path.isfile(config_yaml):
-        warn(f"there is no file {os.fspath(config_yaml)!r} with hyperparameters.")
+        warn(f"the file {os.fspath(config_yaml)!r} does not exist, so there are no hyperparameters to load.")
         return {}
     values = yaml.safe_load(Path(config_yaml).read_text(encoding="utf-8"))
     return make_config(values) if use_omegaconf else values
@@ -119,7 +119,7 @@ def save_hparams_to_yaml(
 def _as_mapping(hparams: Any) -> Mapping[str, Any]:
     values = vars(hparams) if isinstance(hparams, Namespace) else hparams
     if not isinstance(values, Mapping):
-        raise TypeError(f"hparams must be a dict or a Namespace, not a {type(hparams).__name__}.")
+        raise TypeError(f"hparams must be a dict or a Namespace, not {name_type(hparams)}.")
     return values
 
 

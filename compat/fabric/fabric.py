@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...engine import Accelerator, collectives, move_data_to_device, seed_everything
 from ...engine.optim import PreparedOptimizer
 from ...loggers import Logger
@@ -615,8 +615,7 @@ class Fabric:
                 continue
             if not callable(method):
                 warn(
-                    f"{type(callback).__name__}.{hook_name} is a {type(method).__name__}, not a method, so it "
-                    "is not called."
+                    f"{type(callback).__name__}.{hook_name} is {name_type(method)}, not a method, so it is not called."
                 )
                 continue
             parameters = inspect.signature(method).parameters.values()

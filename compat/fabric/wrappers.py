@@ -22,6 +22,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from ...common.messages import name_type
 from ...engine import Accelerator, move_data_to_device
 from ...engine.optim import PreparedOptimizer
 from ...strategies import World
@@ -182,7 +183,7 @@ class FabricDataLoader:
         if isinstance(loader, FabricDataLoader):
             raise ValueError("this DataLoader is already set up. Pass each DataLoader once.")
         if not isinstance(loader, DataLoader):
-            raise TypeError(f"setup_dataloaders takes DataLoaders, not a {type(loader).__name__}.")
+            raise TypeError(f"setup_dataloaders takes DataLoaders, not {name_type(loader)}.")
         is_stream = isinstance(loader.dataset, IterableDataset)
         if shared and world.size > 1 and not is_stream and not isinstance(loader.sampler, DistributedSampler):
             loader = _share(loader, world)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...callbacks import Callback
+from ...common.messages import name_type
 from ...common.validation import check_bool, check_int, check_positive, choose
 from ...engine import evaluation_mode
 from .servable_module import ServableModule
@@ -84,7 +85,7 @@ class ServableModuleValidator(Callback):
     def _validate(self, task: Any) -> None:
         if not isinstance(task, ServableModule):
             raise TypeError(
-                f"ServableModuleValidator needs a task that is also a ServableModule, not a {type(task).__name__}."
+                f"ServableModuleValidator needs a task that is also a ServableModule, not {name_type(task)}."
             )
         payload = task.configure_payload()
         if "body" not in payload:
@@ -136,7 +137,7 @@ def _make_handler(model: ServableModule) -> type[BaseHTTPRequestHandler]:
         with torch.no_grad():
             results = model.serve_step(**arguments)
         if not isinstance(results, dict):
-            raise TypeError(f"serve_step returned a {type(results).__name__}, but it must return a dict.")
+            raise TypeError(f"serve_step returned {name_type(results)}, but it must return a dict.")
         return {name: serializers.get(name, lambda value: value)(value) for name, value in results.items()}
 
     class Handler(BaseHTTPRequestHandler):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...strategies import Strategy
 
 __all__ = ["extract_batch_size", "has_iterable_dataset", "has_len", "has_len_all_ranks", "sized_len"]
@@ -36,7 +36,7 @@ def extract_batch_size(batch: Any) -> int:
     except RecursionError:
         raise RecursionError(f"the batch contains itself, so its size is unknown. {_GIVE}") from None
     if first is None:
-        raise ValueError(f"the batch is a {type(batch).__name__} without tensors, so its size is unknown. {_GIVE}")
+        raise ValueError(f"the batch is {name_type(batch)} without tensors, so its size is unknown. {_GIVE}")
     if differs:
         warn(
             f"tensors of the batch differ in length, so its size is taken as {first}, that of the first tensor. {_GIVE}"

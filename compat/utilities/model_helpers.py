@@ -8,6 +8,7 @@ from lightning_utilities.core.overrides import is_overridden as has_other_method
 from torch import nn
 
 from ...callbacks import Callback
+from ...common.messages import name_type
 from ...trainer import DataModule, TaskModule
 
 __all__ = ["get_torchvision_model", "is_overridden"]
@@ -30,7 +31,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         parent = next((base for base in (TaskModule, DataModule, Callback) if isinstance(instance, base)), None)
     if parent is None:
         raise ValueError(
-            f"is_overridden needs parent=...: a {type(instance).__name__} is not a TaskModule, DataModule or Callback."
+            f"is_overridden needs parent=...: {name_type(instance)} is not a TaskModule, DataModule or Callback."
         )
     return bool(has_other_method(method_name, instance, parent))
 

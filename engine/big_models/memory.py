@@ -72,16 +72,15 @@ def resolve(device: Device) -> torch.device:
         ValueError: If this machine has no such device.
     """
     kind, count = accelerators()
-    available = ", ".join([*(str(number) for number in range(count)), "'cpu'", "'disk'"])
+    available = ", ".join([*(str(number) for number in range(count)), "'cpu'"])
     try:
         if isinstance(device, int) and not isinstance(device, bool):
             torch_device = torch.device(kind or "cuda", device)
         else:
             torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"{device!r} is not a device. Use one of {available}.{nearest(str(device), ['cpu', 'disk'])}"
-        ) from error
+        hint = nearest(str(device), ["cpu"])
+        raise ValueError(f"{device!r} is not a valid device. Use one of {available}.{hint}") from error
     if torch_device.type in ("cpu", "meta"):
         return torch_device
     if torch_device.type != kind or (torch_device.index or 0) >= count:

@@ -341,8 +341,10 @@ class _Decoder:
     def _decode_container(self, document: Any, path: tuple[str, ...]) -> Any:
         if type(document) is list:
             return self._decode_items(document, path)
-        if type(document) is not dict or not set(map(type, document)) <= {str}:
-            raise _Malformed(f"{_format_place(path)}: {type(document).__name__} is not part of a JSON document.")
+        if type(document) is not dict:
+            raise _Malformed(f"{_format_place(path)}: {type(document).__name__} is not a JSON type.")
+        if not set(map(type, document)) <= {str}:
+            raise _Malformed(f"{_format_place(path)}: the keys of a JSON object must be strings.")
         if not any(key.startswith("$") for key in document):
             return {key: self.decode_value(item, (*path, key)) for key, item in document.items()}
         return self._decode_tagged(document, path)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from xxhash import xxh3_64
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...common.remote_path import AnyPath
 from ...common.tensor_bytes import view_bytes
 from ...strategies import World
@@ -287,7 +287,7 @@ def _find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict
 
 
 def _describe_form(value: Any) -> str:
-    return str(tuple(value.shape)) if hasattr(value, "shape") else f"a {type(value).__name__}"
+    return str(tuple(value.shape)) if hasattr(value, "shape") else f"{name_type(value)}"
 
 
 def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...common.messages import name_type
 from ...common.remote_path import AnyPath
 from ...strategies.distributed import is_sharded, piece_of
 from ...strategies.processes import note_unfinished
@@ -296,12 +297,12 @@ def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return a model's tensors without tied ones, and the aliases of the latter."""
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"{part} is a {type(state).__name__}, but must be a flat dict of tensors, such as model.state_dict()."
+            f"{part} is {name_type(state)}, but must be a flat dict of tensors, such as model.state_dict()."
         )
     for name, tensor in state.items():
         if type(name) is not str or name == "__metadata__":
             raise ValueError(f"{part}: {name!r} is not a valid name of a tensor in a safetensors file. Rename it.")
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{part}.{name} is a {type(tensor).__name__}, not a tensor. Store it in another part.")
+            raise TypeError(f"{part}.{name} is {name_type(tensor)}, not a tensor. Store it in another part.")
         check_tensor(tensor, f"{part}.{name}")
     return split_tied(state)

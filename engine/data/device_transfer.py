@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...strategies import Precision
 
 
@@ -44,7 +44,7 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
             moved = item.to(device)
         except TypeError as error:
             raise TypeError(
-                f"a {type(item).__name__} in the batch cannot be moved to {device}: {error}. Give it a `to(device)` "
+                f"{name_type(item)} in the batch cannot be moved to {device}: {error}. Give it a `to(device)` "
                 "method that returns the moved object, or override `transfer_batch_to_device`."
             ) from error
         return item if moved is None else moved
@@ -92,7 +92,7 @@ class _HostCopier:
         except RuntimeError as error:
             self._pins = False
             first_line = str(error).partition("\n")[0]
-            warn(f"pinned memory is not available, so the host waits for each copy of a batch: {first_line}")
+            warn(f"memory can't be pinned ({first_line}), so the host waits for each copy of a batch to the device.")
             return None
 
     def _copy_beside(self, pinned: torch.Tensor) -> torch.Tensor:

@@ -372,7 +372,10 @@ class Loader:
         """
         count = self.length
         if count is None:
-            raise TypeError(f"{type(self.source).__name__} has no length.")
+            raise TypeError(
+                f"the length of this {type(self.source).__name__} is unknown: it, its dataset or its sampler does not "
+                "define __len__."
+            )
         return count
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.messages import nearest, warn
+from ...common.messages import name_type, nearest, warn
 from ...strategies import World
 from ..data import Cursor
 from . import metric_state
@@ -172,9 +172,7 @@ class Metrics:
                 f"{name!r} was logged twice in one stage with different arguments. Use another name for one of them."
             )
         if not isinstance(name, str):
-            raise TypeError(
-                f"the name {name!r} in self.log is a {type(name).__name__}, but must be a str. Pass a string."
-            )
+            raise TypeError(f"the name {name!r} in self.log is {name_type(name)}, but must be a str. Pass a string.")
         prog_bar, logger, on_step, on_epoch, reduce_fx = spec
         per_step = self.training and self._entries is self._in_step
         on_step = per_step if on_step is None else on_step
@@ -442,11 +440,9 @@ def _compute_number(entry: Entry) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        returned = (
-            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        )
+        returned = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{name_type(value)}"
         raise TypeError(
-            f"{entry.name!r} was logged as a {type(entry.metric).__name__}, whose compute() returned {returned}, but "
+            f"{entry.name!r} was logged as {name_type(entry.metric)}, whose compute() returned {returned}, but "
             "log needs one number. Call compute() in on_train_epoch_end or on_validation_epoch_end, and log each of "
             "the returned values."
         ) from None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...strategies import World
 from ..data import share
 
@@ -98,7 +98,7 @@ def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Modul
             logged_places[name] = places_by_id[id(metric)]
         elif owner is not None:
             warn(
-                f"{name!r} was logged as a {type(metric).__name__} that is not an attribute of "
+                f"{name!r} was logged as {name_type(metric)} that is not an attribute of "
                 f"{type(owner).__name__}, or can't save its state, so its state is not in the checkpoint."
             )
     return logged_places

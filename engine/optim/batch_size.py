@@ -72,7 +72,7 @@ def find_executable_batch_size(
 
     Raises:
         MemoryError: If a batch of one does not fit.
-        ValueError: If a size is below 1 or not a whole number, or ``reduce_batch_size_fn`` returns no smaller one.
+        ValueError: If a size is below 1 or not an integer, or ``reduce_batch_size_fn`` returns no smaller one.
         TypeError: If the signature of ``function`` does not fit.
 
     Example:
@@ -194,7 +194,7 @@ def _choose_smaller(size: int, starting: int, reduce: Callable[[], int] | None) 
     if isinstance(smaller, bool) or not isinstance(smaller, int) or not 1 <= smaller < size:
         raise ValueError(
             f"no batch size fits into memory: batch_size={size} failed, and reduce_batch_size_fn returned {smaller!r}, "
-            f"which must be a whole number from 1 to {size - 1}."
+            f"which must be an integer from 1 to {size - 1}."
         )
     return smaller
 

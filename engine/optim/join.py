@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from .agreement import Agreement
 from .prepared_optimizer import PreparedScheduler
 
@@ -52,14 +52,12 @@ def join_uneven_inputs(
     if even_batches is not None and not isinstance(even_batches, bool):
         raise TypeError(f"even_batches={even_batches!r} must be True, False or None.")
     if isinstance(joinables, nn.Module) or not isinstance(joinables, Iterable):
-        raise TypeError(
-            f"joinables is a {type(joinables).__name__}, but must be a list of prepared models. Pass [model]."
-        )
+        raise TypeError(f"joinables is {name_type(joinables)}, but must be a list of prepared models. Pass [model].")
     joinables = list(joinables)
     for value in joinables:
         if not isinstance(value, nn.Module) and not hasattr(value, "step"):
             raise TypeError(
-                f"joinables contains a {type(value).__name__}, but may contain only prepared models and optimizers."
+                f"joinables contains {name_type(value)}, but may contain only prepared models and optimizers."
             )
     if even_batches or accelerator.world.size == 1:
         yield

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...strategies import SingleDevice, World
 from ...strategies.distributed import cut_like
 from ..big_models import is_dispatched
@@ -80,7 +80,7 @@ def load_weights(
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r:.100} must be a torch.nn.Module, not a {type(model).__name__}.")
+        raise TypeError(f"model={model!r:.100} must be a torch.nn.Module, not {name_type(model)}.")
     with open_source(source, sha256) as opened_source:
         return load_opened(model, opened_source, strict, prefix, rename)
 
@@ -235,7 +235,9 @@ def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, m
         if not isinstance(new, str):
             raise TypeError(f"rename({name!r:.100}) must be a name or None, not {new!r:.100}.")
         if new in result:
-            raise ValueError(f"{source.place}: prefix and rename map two names to {new!r:.100}. Make them distinct.")
+            raise ValueError(
+                f"{source.place}: rename maps two weights to the name {new!r:.100}. Give each weight a distinct name."
+            )
         result[new] = value
     return result
 

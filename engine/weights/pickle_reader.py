@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...common.messages import name_type
+
 # 30,000 tensors with their optimizer's state take about 2.5 million, which are read in at most 5 s.
 MAX_OPCODES = 3_000_000
 MAX_BYTES = 512 * 2**20
@@ -131,7 +133,7 @@ def _check_key(value: Any) -> Any:
                 raise ValueError("its pickle has deeply nested keys")
             _check_key(item)
     elif not isinstance(value, str | bytes | int | float | Name | None):
-        raise ValueError(f"its pickle has a {type(value).__name__} as a key")
+        raise ValueError(f"its pickle has {name_type(value)} as a key")
     return value
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute, lexists
 from ...strategies.distributed import Whole, is_sharded
 from ..checkpoint import MANIFEST, check_tensor, encode, filesystem
@@ -65,7 +65,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     if safe:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
             raise TypeError(
-                f"safe_serialization=True got a {type(obj).__name__}, but supports only a dict of tensors by name."
+                f"safe_serialization=True got {name_type(obj)}, but supports only a dict of tensors by name."
             )
         _check(obj, any_dtype=False)
         tensors, aliases = split_tied(obj)

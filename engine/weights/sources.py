@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...common.messages import name_type
 from ...common.remote_path import AnyPath
 from ...common.temporary import temporary_folder
 from ..checkpoint import (
@@ -81,7 +82,7 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"the source of weights is a {type(source).__name__}, but must be a path or a URL.")
+        raise TypeError(f"the source of weights is {name_type(source)}, but must be a path or a URL.")
     if not is_url(source):
         yield _open(Path(source), sha256)
         return
@@ -247,7 +248,7 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     bad = {place: name for place, name in file.reader.dropped.items() if place not in before}
     if (bad or others) and (key or weights):
         wrong = [f"{place} is {name}" for place, name in bad.items()]
-        wrong += [f"{n} is a {type(v).__name__}" for n, v in others.items() if not n.endswith("_extra_state")]
+        wrong += [f"{n} is {name_type(v)}" for n, v in others.items() if not n.endswith("_extra_state")]
         if wrong:
             raise ValueError(f"its weights are not all tensors: {abbreviate([w[:120] for w in wrong])}")
     if not weights and not key:
@@ -259,7 +260,7 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _name_kind(document: Any) -> str:
-    return getattr(document, "name", None) or f"a {type(document).__name__}"
+    return getattr(document, "name", None) or f"{name_type(document)}"
 
 
 def _describe_module(document: dict[Any, Any]) -> str:

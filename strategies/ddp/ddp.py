@@ -384,7 +384,9 @@ class DDP(Strategy):
         """See `Strategy.steps_apart`."""
         if self.zero or self.local_steps is not None:
             option = "zero=True" if self.zero else "local_sgd_steps"
-            raise ValueError(f"DDP({option}) exchanges parameters in each step. Remove it to use LocalSGD.")
+            raise ValueError(
+                f"LocalSGD can't be combined with DDP({option}), which exchanges parameters itself. Remove {option}."
+            )
         return self.no_sync(module)
 
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:

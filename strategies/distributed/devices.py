@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...common.messages import name_type
 from ...common.validation import choose
 
 Devices = int | str | Sequence[int]
@@ -65,7 +66,7 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
             raise ValueError(f"devices={devices!r}: {rule}.") from None
         devices = indices if "," in devices else indices[0] if indices else 0
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
-        raise TypeError(f"devices={devices!r} is a {type(devices).__name__}: {rule}.")
+        raise TypeError(f"devices={devices!r} is {name_type(devices)}: {rule}.")
     available = torch.cuda.device_count() if kind == "cuda" else None
     if isinstance(devices, int):
         if devices == -1:

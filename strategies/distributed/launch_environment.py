@@ -408,13 +408,13 @@ class DebugEnvironment:
 
 
 def _parse_number(env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
-    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+    valid = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     try:
         value = int(env[name])
     except ValueError:
-        raise ValueError(f"{name}={env[name]!r} must be a whole number {bounds}.") from None
+        raise ValueError(f"{name}={env[name]!r} must be {valid}.") from None
     if value < low or (high is not None and value > high):
-        raise ValueError(f"{name}={value} must be a whole number {bounds}.")
+        raise ValueError(f"{name}={value} must be {valid}.")
     return value
 
 

@@ -58,9 +58,9 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
             listed = ", ".join(f"{name} is {dtype}" for dtype, name in formats.items())
             location = type(block).__name__ if block is not module else f"{type(block).__name__}, outside of its blocks"
             raise ValueError(
-                f"in {location}, {listed}. Parameters that are gathered together must have the same dtype. Convert "
-                "them, choose a precision that converts them (such as 'bf16-true'), or list the modules in "
-                "auto_wrap_policy."
+                f"the parameters of {location} differ in dtype: {listed}. Parameters that are gathered together must "
+                "have the same dtype. Convert them, choose a precision that converts them (such as 'bf16-true'), or "
+                "list the modules in auto_wrap_policy."
             )
 
 

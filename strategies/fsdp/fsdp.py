@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...common.messages import announce
+from ...common.messages import announce, name_type
 from ..distributed import TENSOR, Layout, World, clip_to_norm, cut_like, keep_random_state, local
 from ..forward_router import Router
 from ..model_init import built_in_place
@@ -293,7 +293,7 @@ class FSDP(Strategy):
                     continue
                 origin = unbuilt[part, name]
                 if origin not in built:
-                    built[origin] = self._compute_value(origin, placeholder, f"{name} of a {type(part).__name__}")
+                    built[origin] = self._compute_value(origin, placeholder, f"{name} of {name_type(part)}")
                 table = next(table for table in _get_tables(part) if name in table)
                 table[name] = built[origin]
 

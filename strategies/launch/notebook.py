@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...common.messages import name_type
 from ...common.validation import check_int, choose
 from ..distributed import (
     LaunchEnvironment,
@@ -184,7 +185,7 @@ class _Launch:
                 f"node_rank={self.node} must be from 0 to {self.nodes - 1}, because num_nodes={self.nodes}."
             )
         if not callable(self.function):
-            raise TypeError(f"function={self.function!r} must be callable, not a {type(self.function).__name__}.")
+            raise TypeError(f"function={self.function!r} must be callable, not {name_type(self.function)}.")
         if (launched := LaunchEnvironment.read()) is not None:
             raise ValueError(
                 f"this process is itself rank {launched.rank} of {launched.world_size}, and a launcher in it would "
@@ -218,9 +219,10 @@ class _Launch:
             )
         if not self.variables and _has_opened_gpu():
             raise ValueError(
-                "this session has opened the GPU's driver, as `torch.cuda.is_available()` does, so a forked process "
-                "could not use a GPU. Restart the session, and start it with "
-                "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1', with which the check does not open the driver."
+                "this session has opened the GPU's driver, for example by calling torch.cuda.is_available(), so forked "
+                "processes can't use a GPU. Restart the session, and start it with "
+                "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1', so that torch.cuda.is_available() does not open "
+                "the driver."
             )
 
     def _run_attempt(self, attempt: int) -> None:

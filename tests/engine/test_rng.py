@@ -45,5 +45,5 @@ def test_processes_that_share_a_sample_draw_alike():
 @pytest.mark.parametrize("text", ["²", "٣", "-1", "1.5", "", "9" * 5000])
 def test_a_seed_from_the_environment_that_is_not_a_number(text, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", text)
-    with pytest.raises(ValueError, match=r"PL_GLOBAL_SEED=.* must be a whole number from 0 to 2\*\*32 - 1"):
+    with pytest.raises(ValueError, match=r"PL_GLOBAL_SEED=.* must be an integer from 0 to 2\*\*32 - 1"):
         treadle.seed_everything()

@@ -221,7 +221,7 @@ def test_fit_then_test_share_the_file(tmp_path):
 
 @pytest.mark.parametrize("value", [0, 2.5, True])
 def test_a_wrong_flush_interval_is_named(value, tmp_path):
-    with pytest.raises(ValueError, match=f"flush_logs_every_n_steps={value} must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=f"flush_logs_every_n_steps={value} must be an integer of at least 1"):
         CSVLogger(tmp_path, flush_logs_every_n_steps=value)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ...common.messages import closest_name, nearest, warn
+from ...common.messages import closest_name, name_type, nearest, warn
 from ...common.validation import check_int, choose
 
 _FORMS = (
@@ -78,14 +78,15 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     if isinstance(returned, Mapping):
         return _parse_dict(returned)
     if not isinstance(returned, Sequence):
-        raise TypeError(f"configure_optimizers returned a {type(returned).__name__}. It may return {_FORMS}.")
+        raise TypeError(f"configure_optimizers returned {name_type(returned)}. It may return {_FORMS}.")
     parts = list(returned)
     if not parts:
         raise ValueError(f"configure_optimizers returned an empty {type(returned).__name__}. It may return {_FORMS}.")
     if len(parts) == 2 and isinstance(parts[0], list | tuple):
         if not parts[0]:
             raise ValueError(
-                "configure_optimizers returned two lists, but the first, which must contain the optimizers, is empty."
+                "configure_optimizers returned two items, but the first, which must contain the optimizers, is empty. "
+                "Return at least one optimizer, or None to train without one."
             )
         # A single scheduler, or its dict, counts as a list of one, as in Lightning.
         schedulers = parts[1] if isinstance(parts[1], list | tuple) else [parts[1]]
@@ -111,14 +112,14 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
     for optimizer in optimizers:
         if not any(id(parameter) in parameter_ids for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
-                f"configure_optimizers returned a {type(optimizer).__name__} that holds none of "
+                f"configure_optimizers returned {name_type(optimizer)} that holds none of "
                 f"{type(module).__name__}'s parameters, so it would train nothing. Build it from self.parameters()."
             )
     for config in schedulers:
         driven = getattr(config.scheduler, "optimizer", None)
         if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in optimizers):
             raise ValueError(
-                f"configure_optimizers returned a {type(config.scheduler).__name__} whose optimizer it did not return. "
+                f"configure_optimizers returned {name_type(config.scheduler)} whose optimizer it did not return. "
                 "Build the scheduler from the returned optimizer."
             )
 
@@ -128,7 +129,7 @@ def _check_optimizer(value: Any) -> Optimizer:
     if isinstance(value, Optimizer):
         return value
     raise TypeError(
-        f"configure_optimizers returned a {type(value).__name__} instead of an optimizer. It may return {_FORMS}."
+        f"configure_optimizers returned {name_type(value)} instead of an optimizer. It may return {_FORMS}."
     )
 
 

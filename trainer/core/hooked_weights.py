@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...common.messages import name_type
+
 
 class HookedWeights:
     """State dict that is passed to checkpoint hooks, and that detects their edits.
@@ -34,7 +36,7 @@ class HookedWeights:
         weights = checkpoint.get("state_dict")
         if not isinstance(weights, Mapping):
             raise ValueError(
-                f"a checkpoint hook left a {type(weights).__name__} as checkpoint['state_dict']. It must be a dict of "
+                f"a checkpoint hook left {name_type(weights)} as checkpoint['state_dict']. It must be a dict of "
                 "weights."
             )
         same = list(weights) == list(self._before) and all(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...engine.checkpoint import (
     DATAMODULE_HPARAMS,
     HPARAMS,
@@ -273,7 +273,7 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
     document = saved.read_part(part) if saved.has(part) else {}
     if not isinstance(document, dict):
         raise ValueError(
-            f"{saved.path}: part {part!r} is damaged: it is a {type(document).__name__}, but must be a dict. Use "
+            f"{saved.path}: part {part!r} is damaged: it is {name_type(document)}, but must be a dict. Use "
             "another checkpoint."
         )
     return document
@@ -445,7 +445,7 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError, csv.Error, TypeError, LookupError, OverflowError) as error:
         raise ValueError(f"hparams_file={str(path)!r} cannot be read as plain data: {error}") from error
     if not isinstance(hparams, dict) or not all(isinstance(name, str) for name in hparams):
-        kind = "a name that is not a string" if isinstance(hparams, dict) else f"a {type(hparams).__name__}"
+        kind = "a name that is not a string" if isinstance(hparams, dict) else f"{name_type(hparams)}"
         kind = "nothing" if hparams is None else kind
         raise ValueError(f"hparams_file={str(path)!r} must contain a mapping of names to values, but contains {kind}.")
     return hparams

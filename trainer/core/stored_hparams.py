@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from ...common.messages import name_type
 from ...common.optional import is_config
 from ...engine.checkpoint import MAX_DEPTH, Record, encode
 
@@ -449,7 +450,7 @@ def build_config(content: Any) -> Any:
     if content is None:
         return DictConfig(None)
     if not isinstance(content, dict | list):
-        raise CannotRebuild(f"a {type(content).__name__}, which is not the content of a configuration")
+        raise CannotRebuild(f"{name_type(content)}, which is not the content of a configuration")
     config = OmegaConf.create(_escape_references(content), flags={"allow_objects": True})
     assert isinstance(config, DictConfig | ListConfig)
     return config

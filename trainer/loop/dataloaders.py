@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_values_match
 from ...engine.data import is_collection
 from .. import arguments
@@ -258,12 +258,12 @@ def _refuse_non_loaders(kind: str, source: Any) -> None:
     """Raise a TypeError for iterables that are not dataloaders and would yield something other than batches."""
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         raise TypeError(
-            f"the {kind} dataloader is a {type(source).__name__}, which yields single samples. Wrap it in a DataLoader "
+            f"the {kind} dataloader is {name_type(source)}, which yields single samples. Wrap it in a DataLoader "
             "(with batch_size=None if its items are batches)."
         )
     if isinstance(source, str | bytes | torch.Tensor):
         raise TypeError(
-            f"the {kind} dataloader is a {type(source).__name__}. Pass a DataLoader, or another iterable of batches."
+            f"the {kind} dataloader is {name_type(source)}. Pass a DataLoader, or another iterable of batches."
         )
 
 

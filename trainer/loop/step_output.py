@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.messages import warn
+from ...common.messages import name_type, warn
 
 
 def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
@@ -45,8 +45,7 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
             "loss. To skip a batch, return {'loss': loss, 'weight': 0.0}."
         )
     raise TypeError(
-        f"training_step returned a {type(output).__name__}. It must return the loss (a tensor) or a dict that "
-        "contains it."
+        f"training_step returned {name_type(output)}. It must return the loss (a tensor) or a dict that contains it."
     )
 
 

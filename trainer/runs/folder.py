@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ...common.messages import name_type
 from ...common.mirror import flush, local_folder
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from .file_names import CHECKPOINTS, CONFIG, CURVES, DESCRIPTIONS, ENVIRONMENT, ERROR, LOCK, RECORD
@@ -432,7 +433,7 @@ def check_name(name: Any) -> str:
     """
     rule = "it becomes the name of a folder"
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r} must be a string, not a {type(name).__name__}: {rule}.")
+        raise TypeError(f"name={name!r} must be a string, not {name_type(name)}: {rule}.")
     if not name or name != name.strip() or name.startswith(".") or re.search(r'[\x00-\x1f\x7f/\\:*?"<>|]', name):
         raise ValueError(
             f"name={name!r} cannot be the name of a run: {rule}, so it must not be empty, begin with a dot, begin or "

@@ -343,7 +343,7 @@ def _read_json(path: AnyPath) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(document, dict):
-        raise ValueError(f"it holds a {type(document).__name__}, not an object")
+        raise ValueError(f"it contains {type(document).__name__}, not a JSON object")
     return document
 
 

@@ -87,7 +87,7 @@ class BatchSizeSearch:
         assert task is not None
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(
-                f"{name}={size!r} must be a whole number of at least 1, because keep_global_batch=True starts from "
+                f"{name}={size!r} must be an integer of at least 1, because keep_global_batch=True starts from "
                 "it. Set it."
             )
         if not task.automatic_optimization:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ...common.messages import name_type
 from ...engine import CombinedLoader, isolated_random_state
 from ...engine.data import preserve_loader_state
 from ...engine.profilers import PassThroughProfiler
@@ -70,7 +71,7 @@ def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
     for loader in source.flattened if isinstance(source, CombinedLoader) else [source]:
         if isinstance(loader, Iterator):
             raise ValueError(
-                f"the {kind} dataloader is a {type(loader).__name__}, which can be read only once, but a search reads "
+                f"the {kind} dataloader is {name_type(loader)}, which can be read only once, but a search reads "
                 "it before the run. Pass an iterable that restarts with each iter(), such as a DataLoader."
             )
         put_back.enter_context(preserve_loader_state(loader))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ....common.messages import name_type
 from ....trainer.core import REQUIRED, Signature
 from ..values import DEFAULT, ConfigError, Path, Value, format_path, make_value
 
@@ -132,7 +133,7 @@ class ObjectRecipe(Recipe):
             raise self._explain_error(error) from error
         if isinstance(self.base, type) and not isinstance(built_object, self.base):
             raise ConfigError(
-                f"{self.value.source}: {format_path(self.path)}: {self.name} returned a {type(built_object).__name__}, "
+                f"{self.value.source}: {format_path(self.path)}: {self.name} returned {name_type(built_object)}, "
                 f"which is not a {self.base.__name__}."
             )
         return built_object

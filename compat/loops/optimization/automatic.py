@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.messages import warn
+from ....common.messages import name_type, warn
 from .closure import AbstractClosure, OutputResult
 
 __all__ = ["Closure", "ClosureResult"]
@@ -55,7 +55,7 @@ class ClosureResult(OutputResult):
                 )
         if loss is not None and not isinstance(loss, Tensor):
             raise ValueError(
-                f"training_step returned a {type(loss).__name__}. It must return a loss, a dict with a loss, or None."
+                f"training_step returned {name_type(loss)}. It must return a loss, a dict with a loss, or None."
             )
         return cls(None if loss is None else loss / normalize, extra=extra)
 

@@ -92,7 +92,7 @@ def test_parameters_in_wandbs_nested_form():
         ({"min": 0.1, "max": 1, "log": "yes"}, "log='yes' must be true or false."),
         ({"min": 0.1, "max": 1, "step": 0}, "step=0 must be larger than 0."),
         ({"min": 1, "max": 9, "step": 2, "log": True}, "log and step exclude each other; keep one."),
-        ({"min": 0.5, "max": 9, "type": "int"}, "distribution=int takes whole numbers for min, max and step."),
+        ({"min": 0.5, "max": 9, "type": "int"}, "distribution=int takes integers for min, max and step."),
         ({"values": [1], "min": 2}, "values and min exclude each other; keep one."),
         ({"values": [1], "type": "float"}, "distribution=float takes min and max, not values."),
         ({"values": [1, 1.0]}, "the value 1.0 appears twice; keep one."),

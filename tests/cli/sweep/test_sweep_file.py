@@ -108,7 +108,7 @@ def test_changes_are_named_and_some_are_none():
     [
         ("method", "metod", "s.yaml:3: a sweep has no 'metod'. Did you mean 'method'?"),
         ("random", "randm", "s.yaml:3: method='randm' is not one of grid, random, tpe. Did you mean 'random'?"),
-        ("trials: 20", "trials: many", "s.yaml:5: trials='many' must be a whole number of at least 1."),
+        ("trials: 20", "trials: many", "s.yaml:5: trials='many' must be an integer of at least 1."),
         ("trials: 20\n", "", "s.yaml: the number of trials is missing. Add trials: 20."),
         ("goal: minimize", "goal: minimise", "goal='minimise' is not one of minimize, maximize."),
         (", goal: minimize", "", "goal=None is not one of minimize, maximize."),

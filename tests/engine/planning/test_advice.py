@@ -176,7 +176,7 @@ def test_the_command(capsys):
         (["--model", "6b"], "Did you mean"),
         (["--model", "7b", "--gpu", "h1000"], "Did you mean 'h100'"),
         (["--model", "7b", "--strategy", "fsdpp"], "Did you mean 'fsdp'"),
-        (["--model", "7b", "--world-size", "0"], "must be a whole number of at least 1"),
+        (["--model", "7b", "--world-size", "0"], "must be an integer of at least 1"),
         (["--model", "7b", "--worldsize", "4"], "Did you mean '--world-size'?"),
         (["--model", "7b", "--lr", "nan"], "'nan' must be a number above 0"),
         (["--model", "7b", "--strategy", "single", "--world-size", "2"], "is for one process"),

@@ -107,14 +107,14 @@ def test_half_of_slurms_variables_names_what_is_missing(name):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 must be a whole number from 0 to 2"),
-        ({"SLURM_LOCALID": "1"}, "SLURM_LOCALID=1 must be a whole number from 0 to 0"),
-        ({"SLURM_NODEID": "x"}, "SLURM_NODEID='x' must be a whole number"),
+        ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 must be an integer from 0 to 2"),
+        ({"SLURM_LOCALID": "1"}, "SLURM_LOCALID=1 must be an integer from 0 to 0"),
+        ({"SLURM_NODEID": "x"}, "SLURM_NODEID='x' must be an integer"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, r"SLURM_STEP_TASKS_PER_NODE=2\(x2\) contradicts"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "SLURM_STEP_TASKS_PER_NODE='2;1' must have the form"),
         ({"SLURM_STEP_NODELIST": "n[7"}, r"SLURM_STEP_NODELIST='n\[7' must have the form"),
         ({"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE=2 is not supported, because each component of a heterogeneous job"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 must be a whole number from 1 to 65535"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 must be an integer from 1 to 65535"),
     ],
 )
 def test_bad_values_of_slurm(change, says):

@@ -57,15 +57,15 @@ def test_half_an_environment_names_what_is_missing():
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("RANK", "abc", "must be a whole number"),
+        ("RANK", "abc", "must be an integer"),
         ("RANK", "4", "from 0 to 3"),
         ("RANK", "-1", "from 0 to 3"),
         ("WORLD_SIZE", "0", "at least 1"),
-        ("WORLD_SIZE", "", "must be a whole number"),
-        ("WORLD_SIZE", "2.0", "must be a whole number"),
+        ("WORLD_SIZE", "", "must be an integer"),
+        ("WORLD_SIZE", "2.0", "must be an integer"),
         ("LOCAL_RANK", "2", "below LOCAL_WORLD_SIZE=2"),
         ("LOCAL_WORLD_SIZE", "9", "from 1 to 4"),
-        ("GROUP_RANK", "x", "must be a whole number"),
+        ("GROUP_RANK", "x", "must be an integer"),
     ],
 )
 def test_bad_numbers(name, value, says):
