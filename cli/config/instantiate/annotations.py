@@ -14,7 +14,7 @@ from typing import Any, Literal, NotRequired, Required, Union
 
 import torch
 
-from ....common.messages import nearest
+from ....common.messages import name_type, nearest
 from ....trainer.core import REQUIRED, Argument, DataModule, Signature, TaskModule, signature
 from ..values import ConfigError, Path, Value, format_path, hide_secrets, to_plain
 from ..yaml_loader import parse_scalar
@@ -328,7 +328,7 @@ class Checker:
 
     def _check_target(self, value: Value, target: Any, base: Any, path: Path) -> bool:
         if not callable(target):
-            self.report(value, path, f": {value.data!r} is a {type(target).__name__}, not a class.")
+            self.report(value, path, f": {value.data!r} is {name_type(target)}, not a class.")
             return False
         if isinstance(target, type) and inspect.isabstract(target):
             missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
