@@ -80,7 +80,7 @@ class LearningRateMonitor(BestEffortCallback):
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Reset the logged rates and check that they can be logged."""
         if not trainer.loggers:
-            raise ValueError("LearningRateMonitor needs a logger. Remove it, or remove Trainer(logger=False).")
+            raise ValueError("LearningRateMonitor needs a logger. Remove the monitor, or remove Trainer(logger=False).")
         no_step = self.logging_interval != "epoch" and not trainer.log_every_n_steps
         if no_step and (names := [name for _, name in self._find_optimizers(trainer, "step")]):
             raise ValueError(

@@ -46,7 +46,7 @@ class NonFiniteWatch(Callback):
         >>> trainer.fit(Broken())  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        ValueError: the output of layer (Linear) is the first to hold NaN or infinity ...
+        ValueError: the output of layer (Linear) is the first to contain NaN or infinity ...
     """
 
     def __init__(self, outputs: bool = True, gradients: bool = True) -> None:
@@ -97,7 +97,7 @@ class NonFiniteWatch(Callback):
         more = f" (and {len(names) - 1} later ones)" if len(names) > 1 else ""
         where = "in the gradients reduced over all ranks," if rank is None else f"on rank {rank}"
         raise ValueError(
-            f"{names[0]} is the first to hold NaN or infinity{more}, {where} in optimizer step "
+            f"{names[0]} is the first to contain NaN or infinity{more}, {where} in optimizer step "
             f"{trainer.progress.step + 1} (epoch {trainer.progress.epoch}, micro-batch {trainer.progress.batch})."
         )
 

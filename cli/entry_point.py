@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ..common.messages import nearest
 
         hint = f" Did you mean {_OTHER_NAMES[name]!r}?" if name in _OTHER_NAMES else nearest(name, COMMANDS)
-        print(f"treadle: there is no command {name!r}.{hint}\n\n{format_usage()}", file=sys.stderr)
+        print(f"treadle: unknown command {name!r}.{hint}\n\n{format_usage()}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[name][0].partition(":")
     return int(getattr(importlib.import_module(module), function or "main")(remaining_arguments))

@@ -242,7 +242,7 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
         except pickle.UnpicklingError as error:
             unsafe = re.search(r"GLOBAL (\S+)", str(error))
             raise TypeError(
-                f"save_custom_state got {name_type(obj)} whose state holds "
+                f"save_custom_state got {name_type(obj)} whose state contains "
                 f"{unsafe[1] if unsafe else 'an object'}, which cannot be loaded without running code. Return only "
                 "numbers, text, tensors, arrays, lists and dicts from its state_dict."
             ) from error

@@ -31,7 +31,7 @@ def as_number(name: str, value: Any) -> float:
             number = value.item()
         except (RuntimeError, ValueError):
             raise ValueError(
-                f"metric {name!r} holds {tuple(value.shape)} values, but must be one number. Reduce it first, for "
+                f"metric {name!r} has shape {tuple(value.shape)}, but must be one number. Reduce it first, for "
                 "example with .mean()."
             ) from None
     if isinstance(number, numbers.Real):

@@ -125,7 +125,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
             flag = name.lstrip("-").replace("-", "_")
             is_flag = flag in {entry.name for entry in fields(TrainerSettings)}
             advice = f" Did you mean trainer.{flag}=...?" if is_flag else nearest(name, valid_options)
-            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{advice}")
+            raise ConfigError(f"{COMMAND_LINE}: unknown option {name}.{advice}")
         elif equals or word.startswith("~"):
             options.overrides.append(word)
         elif word.endswith((".yaml", ".yml")):
@@ -206,7 +206,7 @@ def _read_checkpoint_config(folder: AnyPath) -> str:
     except (ValueError, OSError) as error:
         raise ConfigError(f"--from-run {error}") from error
     raise ConfigError(
-        f"--from-run {folder}: this checkpoint holds no configuration, because its run was not started from one. "
+        f"--from-run {folder}: this checkpoint contains no configuration, because its run was not started from one. "
         "Use --config FILE."
     )
 

@@ -108,9 +108,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     names = [name for name in parser._option_string_actions if name not in ("--report", "-h")]
     for word in arguments:
         if word.startswith("--") and (name := word.partition("=")[0]) not in parser._option_string_actions:
-            raise ValueError(
-                f"there is no option {name}.{nearest(name, names)} `treadle doctor --help` lists the options."
-            )
+            raise ValueError(f"unknown option {name}.{nearest(name, names)} `treadle doctor --help` lists the options.")
     options = parser.parse_args(arguments)
     if not options.timeout > 0:
         raise ValueError(f"--timeout {options.timeout:g} must be a positive number of seconds.")

@@ -144,7 +144,7 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     options, unknown_words = (parser := build_parser()).parse_known_intermixed_args(arguments)
     for unknown in unknown_words:
         name = unknown.partition("=")[0]
-        raise ValueError(f"there is no option {name}.{nearest(name, parser._option_string_actions)}")
+        raise ValueError(f"unknown option {name}.{nearest(name, parser._option_string_actions)}")
     _check_options(options)
     return options
 
@@ -157,7 +157,9 @@ def _check_options(options: argparse.Namespace) -> None:
         for name in (name for name, value in model_options.items() if value is not None):
             raise ValueError(f"{name} applies to --model only. With --config, set it in the configuration.")
     elif options.overrides:
-        raise ValueError(f"{options.overrides[0]!r}: overrides need --config. Remove it, or plan a configuration.")
+        raise ValueError(
+            f"the override {options.overrides[0]!r} needs --config. Remove the override, or pass --config."
+        )
 
 
 def run(options: argparse.Namespace) -> tuple[str, bool]:

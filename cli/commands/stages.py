@@ -188,7 +188,7 @@ def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | Data
                 value.data
             ):
                 raise ConfigError(
-                    f"{config.find_source(format_path(path))}: {format_path(path)} holds a secret, "
+                    f"{config.find_source(format_path(path))}: {format_path(path)} contains a secret, "
                     "which save_hyperparameters() would write to checkpoints and logs. Exclude it "
                     f"with ignore={[path[1]]!r}."
                 )

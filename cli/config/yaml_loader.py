@@ -116,7 +116,7 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
         ) from error
     if lines and value is not None and not isinstance(value.data, dict | None):
         kind = "list" if isinstance(value.data, list) else "single value"
-        raise ConfigError(f"{name}:1: the file holds a {kind}, but needs sections with keys, such as `trainer:`.")
+        raise ConfigError(f"{name}:1: the file contains a {kind}, but needs sections with keys, such as `trainer:`.")
     return value
 
 

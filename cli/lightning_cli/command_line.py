@@ -119,7 +119,7 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
     if chosen is None:
         raise ConfigError(f"the subcommand is missing. Write {parser.prog} SUBCOMMAND ..., with one of {commands}.")
     raise ConfigError(
-        f"there is no subcommand {chosen!r}.{nearest(chosen, parser.subcommands)} The subcommands are {commands}."
+        f"unknown subcommand {chosen!r}.{nearest(chosen, parser.subcommands)} The subcommands are {commands}."
     )
 
 
@@ -182,7 +182,7 @@ class _Reader:
             return parser.place(root, key, Value(parser.constants[key], COMMAND_LINE))
         known = written in parser.aliases or (written.startswith("--") and self._is_known(key))
         if not known:
-            raise ConfigError(f"{COMMAND_LINE}: there is no option {written}.{self._suggest(key)}")
+            raise ConfigError(f"{COMMAND_LINE}: unknown option {written}.{self._suggest(key)}")
         if text is None and key in parser.several:
             return parser.place(root, key, self._read_several())
         if text is None:

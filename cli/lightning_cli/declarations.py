@@ -279,7 +279,7 @@ def find_owner(declared: Mapping[str, Declared], key: str) -> str:
     if owner is None:
         from ...common.messages import nearest
 
-        raise ValueError(f"there is no argument {key!r}.{nearest(key.partition('.')[0], declared)}")
+        raise ValueError(f"unknown argument {key!r}.{nearest(key.partition('.')[0], declared)}")
     return owner
 
 

@@ -675,7 +675,7 @@ class LightningArgumentParser:
         tops = {key.split(".")[0] for key in self.declared} | {*self.config_keys}
         for key, value in root.data.items():
             if key not in tops and key not in self.subcommands and key != "subcommand":
-                checker.report(value, (key,), f": there is no argument --{key}.{nearest(str(key), tops)}")
+                checker.report(value, (key,), f": unknown argument --{key}.{nearest(str(key), tops)}")
 
     # -- building and writing ----------------------------------------------------------------------------------------
 

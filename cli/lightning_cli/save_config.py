@@ -77,7 +77,7 @@ class SaveConfigCallback(Callback):
             path = os.path.join(folder, self.config_filename)
             if not self.overwrite and world.broadcast(os.path.isfile(path) if world.is_main else None):
                 raise RuntimeError(
-                    f"{path} already exists and holds the configuration of an earlier run. Delete it, pass "
+                    f"{path} already exists and contains the configuration of an earlier run. Delete it, pass "
                     "LightningCLI(save_config_kwargs={'overwrite': True}), or save_config_callback=None to write none."
                 )
             if trainer.is_global_zero:

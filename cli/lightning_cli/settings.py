@@ -240,7 +240,7 @@ def place(
     if isinstance(value.data, list):
         number = int(key) if str(key).isdecimal() else len(value.data) - 1
         if not 0 <= number < len(value.data):
-            raise ConfigError(f"{'.'.join(map(str, path[:done]))} holds {len(value.data)} items; '+=' adds one.")
+            raise ConfigError(f"{'.'.join(map(str, path[:done]))} contains {len(value.data)} items; '+=' adds one.")
         rest = done + 1 if str(key).isdecimal() else done
         item = place(value.data[number], path, new, lambda _: None, add, rest)
         return replace(value, data=[*value.data[:number], item, *value.data[number + 1 :]])

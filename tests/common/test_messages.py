@@ -1,7 +1,7 @@
-"""The one "did you mean"."""
+"""Suggestions of names, and types in words."""
 
 import pytest
-from treadle.common.messages import nearest
+from treadle.common.messages import name_type, nearest
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,10 @@ from treadle.common.messages import nearest
 )
 def test_the_nearest_name(name, valid, hint):
     assert nearest(name, valid) == hint
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(1, "an int"), (1.0, "a float"), (None, "None"), ({}, "a dict"), (object(), "an object")]
+)
+def test_a_type_has_its_article(value, words):
+    assert name_type(value) == words

@@ -237,7 +237,7 @@ def test_a_custom_state_that_is_not_data_is_refused_when_it_is_saved(tmp_path) -
             return {"args": argparse.Namespace(lr=0.1)}
 
     with pytest.raises(
-        TypeError, match=r"a Holder whose state holds argparse.Namespace, which cannot be loaded without running code"
+        TypeError, match=r"a Holder whose state contains argparse.Namespace, which cannot be loaded without running"
     ):
         save_custom_state(Holder(), tmp_path)
     assert list(tmp_path.iterdir()) == []

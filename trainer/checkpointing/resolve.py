@@ -213,7 +213,7 @@ class CheckpointResolver:
             report.searched += map(str, batch)
             for manifest, path in _latest_first(self._stores(batch), report):
                 if resumable and not has_part(manifest.files, STATE):
-                    report.skipped.append(f"{path} holds only weights, so no run can resume from it")
+                    report.skipped.append(f"{path} contains only weights, so no run can resume from it")
                     continue
                 opened = OpenCheckpoint(path, manifest)
                 try:

@@ -164,7 +164,7 @@ class TrainerCheckpointer:
         if names := find_not_finite(task):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
-                f"{', '.join(names[:3])}{more} hold NaN or infinity after optimizer step "
+                f"{', '.join(names[:3])}{more} contain NaN or infinity after optimizer step "
                 f"{self._trainer.progress.step}, so {path} is not saved. Resume from an earlier checkpoint with a "
                 "lower learning rate or with gradient_clip_val."
             )

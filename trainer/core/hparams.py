@@ -64,7 +64,7 @@ class HyperparametersMixin:
             self._keep({name: value for name, value in values.items() if name not in ignored})
         else:
             if len(args) != 1:
-                raise TypeError(f"save_hyperparameters got {args!r}. Pass names, or one object that holds all of them.")
+                raise TypeError(f"save_hyperparameters got {args!r}. Pass names, or one object with all of them.")
             self.hparams_kind = _classify(args[0])
             arguments = _collect_init_arguments(self, caller) or {}
             self.hparams_name = next((name for name, value in arguments.items() if value is args[0]), None)

@@ -140,7 +140,7 @@ def build_datamodule(
             state = parts.get(cls.__qualname__)
         else:
             raise ValueError(
-                f"{opened_source.place} holds only weights, not a data module. Pass a checkpoint of a run."
+                f"{opened_source.place} contains only weights, not a data module. Pass a checkpoint of a run."
             )
         if file_hparams is not None:
             document = _replace_hparams(file_hparams, document)
@@ -404,10 +404,10 @@ def _check_missing(cls: type[Any], place: str, available: set[str], lost: Mappin
     if missing:
         words = {name: lost.get(name, name) for name in missing}
         raise TypeError(
-            f"{place} does not hold {_join_words(words)}, which {cls.__name__} needs. {_advise_passing(words)}"
+            f"{place} does not contain {_join_words(words)}, which {cls.__name__} needs. {_advise_passing(words)}"
         )
     if lost:
-        warn(f"{place} does not hold {_join_words(lost)}; {cls.__name__} uses its default. {_advise_passing(lost)}")
+        warn(f"{place} does not contain {_join_words(lost)}; {cls.__name__} uses its default. {_advise_passing(lost)}")
 
 
 def _join_words(words: Mapping[str, str]) -> str:

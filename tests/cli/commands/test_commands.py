@@ -293,11 +293,11 @@ def test_secrets_are_kept_nowhere(here, monkeypatch, capsys):
     line = ["fit", "-c", "run.yaml", "~model.lr", "model.class=cli_samples.Keeps", "trainer.logger=true"]
     assert main([*line, "model.key=${oc.env:TREADLE_KEY}"]) == 2
     said = capsys.readouterr().err
-    assert "command line: model.key holds a secret" in said
+    assert "command line: model.key contains a secret" in said
     assert "ignore=['key']" in said
     monkeypatch.setenv("TREADLE_KEY", "7654321")
     assert main([*line, "model.more={a: 1}", "model.more.a=${oc.env:TREADLE_KEY}"]) == 2
-    assert "command line: model.more.a holds a secret" in capsys.readouterr().err
+    assert "command line: model.more.a contains a secret" in capsys.readouterr().err
     assert (
         main(["fit", "-c", "run.yaml", "~model.lr", "model.class=cli_samples.Open", "model.k=${oc.env:TREADLE_KEY}"])
         == 0
@@ -414,7 +414,7 @@ def test_help_fits_the_terminal(columns, capsys, monkeypatch):
 @pytest.mark.parametrize(("wrong", "right"), [("train", "fit"), ("evaluate", "validate"), ("fti", "fit")])
 def test_a_command_of_another_name(wrong, right, capsys):
     assert main([wrong]) == 2
-    assert f"there is no command {wrong!r}. Did you mean {right!r}?" in capsys.readouterr().err
+    assert f"unknown command {wrong!r}. Did you mean {right!r}?" in capsys.readouterr().err
 
 
 def test_help_about_nothing(capsys):

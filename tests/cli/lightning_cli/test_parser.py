@@ -113,10 +113,10 @@ WRONG = {
     "--model.flag=1": r"model.flag=1 must be true or false",
     "--model.options.widht=3": r"Options has no argument 'widht'. Did you mean 'width'",
     "--model.lr.x=3": r"model.lr={'x': 3} must be float",
-    "--modle.lr=3": r"there is no option --modle.lr. Did you mean '--model.lr'",
+    "--modle.lr=3": r"unknown option --modle.lr. Did you mean '--model.lr'",
     "--model.lr": r"--model.lr needs a value: --model.lr=VALUE",
     "--note": r"--note needs a value",
-    "-x": r"there is no option -x",
+    "-x": r"unknown option -x",
     "fit": r"unexpected 'fit': options begin with --",
     "--trainer.max_epoch=3": r"no argument 'max_epoch'. Did you mean 'max_epochs'",
     "--trainer.gpus=1": r"no argument 'gpus'. Use accelerator='gpu' and devices",
@@ -162,7 +162,7 @@ def test_files_and_words_in_order(here):
     with pytest.raises(ConfigError, match=r"wrong.yaml:4: model.lrr"):
         parse("--config=wrong.yaml")
     (here / "odd.yaml").write_text("modle:\n  lr: 3\n")
-    with pytest.raises(ConfigError, match=r"odd.yaml:1: modle: there is no argument --modle. Did you mean 'model'"):
+    with pytest.raises(ConfigError, match=r"odd.yaml:1: modle: unknown argument --modle. Did you mean 'model'"):
         parse("--config=odd.yaml")
 
 

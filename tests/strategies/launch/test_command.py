@@ -61,7 +61,7 @@ def test_the_command_line() -> None:
     assert re.search(r"launch +start a script", treadle().stdout)
     wrong = treadle("lunch")
     assert wrong.returncode == 2
-    assert "there is no command 'lunch'. Did you mean 'launch'?" in wrong.stderr
+    assert "unknown command 'lunch'. Did you mean 'launch'?" in wrong.stderr
     shown = treadle("launch", "--help")
     assert shown.returncode == 0
     assert "--rdzv-endpoint HOST:PORT" in shown.stdout

@@ -161,7 +161,7 @@ def test_all_are_damaged(tmp_path, words):
 def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
     weights = ModelCheckpoint(tmp_path / "c", "w-{step}", every_n_train_steps=5, save_weights_only=True, save_top_k=-1)
     fit(tmp_path, weights, each(tmp_path), max_epochs=-1, max_steps=5)
-    with pytest.warns(UserWarning, match=r"w-step=5.ckpt holds only weights"):
+    with pytest.warns(UserWarning, match=r"w-step=5.ckpt contains only weights"):
         assert fit(tmp_path, each(tmp_path), ckpt_path="last")[1] == 4
     own = made(tmp_path, each(tmp_path))
     shutil.rmtree(tmp_path / "c" / "step=6.ckpt", ignore_errors=True)

@@ -107,7 +107,7 @@ def test_what_can_not_be_stored_is_said_once_and_has_to_be_passed(tmp_path):
     (said,) = (str(one.message) for one in caught if "hparams" in str(one.message))
     assert said.startswith("Hydra.hparams: checkpoints cannot store net (Linear), optimizer (partial). Pass net=..., ")
     with pytest.raises(
-        TypeError, match=r"does not hold net \(Linear\), optimizer \(partial\), which Hydra needs\. Pass"
+        TypeError, match=r"does not contain net \(Linear\), optimizer \(partial\), which Hydra needs\. Pass"
     ):
         Hydra.load_from_checkpoint(path)
     other = nn.Linear(2, 1)
@@ -131,7 +131,7 @@ def test_a_default_that_is_no_data_is_not_missed(tmp_path, recwarn):
 
     path = fitted(Default(torch.tanh), tmp_path / "b")
     with pytest.warns(
-        UserWarning, match=r"does not hold activation \(builtin.*; Default uses its default.*activation=\.\.\."
+        UserWarning, match=r"does not contain activation \(builtin.*; Default uses its default.*activation=\.\.\."
     ):
         assert Default.load_from_checkpoint(path).hparams.activation is torch.relu
 
@@ -146,7 +146,7 @@ def test_a_dict_that_can_be_stored_in_part_is_logged_in_part_and_passed_whole(tm
     with pytest.warns(UserWarning, match=r"cannot store settings\.activation \(class ReLU\)"):
         path = fitted(Part({"width": 3, "activation": nn.ReLU}), tmp_path, logger=logger)
     assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"settings": {"width": 3}}
-    with pytest.raises(TypeError, match=r"does not hold settings\.activation \(class ReLU\), which Part needs"):
+    with pytest.raises(TypeError, match=r"does not contain settings\.activation \(class ReLU\), which Part needs"):
         Part.load_from_checkpoint(path)
 
 

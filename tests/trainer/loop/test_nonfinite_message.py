@@ -180,7 +180,7 @@ def watched_on_two_ranks(strategy, manual):
 )
 def test_the_watch_names_the_rank(strategy, manual):
     for message in [run_until_failure(strategy, manual)] if manual else run(watched_on_two_ranks, 2, strategy, manual):
-        assert message.startswith("the gradient of the output of middle (Linear) is the first to hold NaN or infinity")
+        assert message.startswith("the gradient of the output of middle (Linear) is the first to contain NaN or inf")
         assert "on rank 1 in optimizer step 3 (epoch 0, micro-batch 2)" in message
 
 

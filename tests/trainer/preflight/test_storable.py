@@ -217,7 +217,7 @@ def test_hyperparameters(tmp_path, seed):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         again = Task.load_from_checkpoint(tmp_path / "c" / "epoch=0-step=2.ckpt")
-    assert len(caught) == len(named) == sum("does not hold setting" in str(w.message) for w in caught)
+    assert len(caught) == len(named) == sum("does not contain setting" in str(w.message) for w in caught)
     assert list(again.hparams) == ["setting", "other"]  # one that was dropped has its default
     assert again.hparams["other"] == 2
     assert again.hparams["setting"] is None if named else same(again.hparams["setting"], setting)
