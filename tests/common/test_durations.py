@@ -30,16 +30,16 @@ def test_every_form_of_the_same_time(value):
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [
-        (5, TypeError, "must be 'DD:HH:MM:SS', a datetime.timedelta or a dict of its arguments"),
-        (True, TypeError, "must be 'DD:HH:MM:SS'"),
+        (5, TypeError, "must be text of the form DD:HH:MM:SS, a datetime.timedelta or a dict of its arguments"),
+        (True, TypeError, "must be text of the form DD:HH:MM:SS"),
         ({"hour": 1}, TypeError, "Did you mean 'hours'?"),
         ({"hours": "2"}, TypeError, "hours must be a number, not a str"),
         ({"hours": True}, TypeError, "hours must be a number, not a bool"),
-        ("1h", ValueError, "must be 'DD:HH:MM:SS', for example"),
-        ("0:0:0:²", ValueError, "must be 'DD:HH:MM:SS', for example"),
-        ("0:0:0:٣", ValueError, "must be 'DD:HH:MM:SS', for example"),
-        ("0:0:0:" + "9" * 5000, ValueError, "must be 'DD:HH:MM:SS', for example"),
-        ("0:0:0:-1", ValueError, "must be 'DD:HH:MM:SS', for example"),
+        ("1h", ValueError, "must have the form DD:HH:MM:SS, such as"),
+        ("0:0:0:²", ValueError, "must have the form DD:HH:MM:SS, such as"),
+        ("0:0:0:٣", ValueError, "must have the form DD:HH:MM:SS, such as"),
+        ("0:0:0:" + "9" * 5000, ValueError, "must have the form DD:HH:MM:SS, such as"),
+        ("0:0:0:-1", ValueError, "must have the form DD:HH:MM:SS, such as"),
         ("999999999:99:0:0", ValueError, "is not a valid duration"),
         ({"hours": float("nan")}, ValueError, "is not a valid duration"),
         ({"days": float("inf")}, ValueError, "is not a valid duration"),
@@ -77,5 +77,5 @@ def test_every_taker_takes_every_form(value):
 
 def test_the_timeout_of_a_partial_state():
     assert PartialState(cpu=True, timeout="00:00:01:30").num_processes == 1
-    with pytest.raises(ValueError, match="timeout='1h' must be 'DD:HH:MM:SS'"):
+    with pytest.raises(ValueError, match="timeout='1h' must have the form DD:HH:MM:SS"):
         PartialState(cpu=True, timeout="1h")

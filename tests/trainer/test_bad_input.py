@@ -89,7 +89,7 @@ FLAGS = [
     ({"limit_train_batches": True}, TypeError, "limit_train_batches=True", "whole number"),
     ({"val_check_interval": 0}, ValueError, "val_check_interval=0", "limit_val_batches=0"),
     ({"val_check_interval": 2.5}, ValueError, "val_check_interval=2.5", "from 0.0 to 1.0"),
-    ({"val_check_interval": "1"}, ValueError, "val_check_interval='1'", "'DD:HH:MM:SS'"),
+    ({"val_check_interval": "1"}, ValueError, "val_check_interval='1'", "DD:HH:MM:SS"),
     ({"check_val_every_n_epoch": 0}, ValueError, "check_val_every_n_epoch=0", "at least 1"),
     ({"check_val_every_n_epoch": None}, ValueError, "check_val_every_n_epoch=None", "whole number of batches"),
     ({"num_sanity_val_steps": -2}, ValueError, "num_sanity_val_steps=-2", "at least -1"),
@@ -251,10 +251,10 @@ def of(make):
         (lambda t: ([], []), ValueError, ["empty"]),
         (of(lambda o: ([], [steps(o)])), ValueError, ["optimizers, is empty"]),
         (of(lambda o: (o, steps(o))), TypeError, ["StepLR", "two lists (optimizers, schedulers)"]),
-        (of(lambda o: ([o], [steps(o)], [1])), TypeError, ["list instead of an optimizer"]),
+        (of(lambda o: ([o], [steps(o)], [1])), TypeError, ["list where an optimizer is expected"]),
         (lambda t: [adam(t), adam(t)], ValueError, ["2 optimizers", "groups of one"]),
         (lambda t: {"lr_scheduler": 1}, ValueError, ["without 'optimizer'"]),
-        (lambda t: {"optimizer": None}, TypeError, ["NoneType"]),
+        (lambda t: {"optimizer": None}, TypeError, ["returned None where an optimizer is expected"]),
         (of(lambda o: {"optimizer": o, "lr_schedular": 1}), ValueError, ["'lr_schedular'", "mean 'lr_scheduler'"]),
         (of(lambda o: {"optimizer": o, "lr_scheduler": "cosine"}), TypeError, ["step()", "'cosine'"]),
         (of(lambda o: {"optimizer": o, "lr_scheduler": [steps(o)]}), TypeError, ["step()"]),
@@ -527,7 +527,7 @@ def test_what_save_hyperparameters_takes():
             super().__init__()
             self.save_hyperparameters()
 
-    with says(TypeError, "save_hyperparameters", "one object that holds all of them"):
+    with says(TypeError, "save_hyperparameters", "one object with all of them"):
         Holding(nn.Linear(1, 1)).save_hyperparameters({"a": 1}, {"b": 2})
 
 

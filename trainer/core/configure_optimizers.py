@@ -129,7 +129,7 @@ def _check_optimizer(value: Any) -> Optimizer:
     if isinstance(value, Optimizer):
         return value
     raise TypeError(
-        f"configure_optimizers returned {name_type(value)} instead of an optimizer. It may return {_FORMS}."
+        f"configure_optimizers returned {name_type(value)} where an optimizer is expected. It may return {_FORMS}."
     )
 
 

@@ -102,7 +102,7 @@ def test_what_takes_anything_is_given_anything():
 
 def test_functions_that_make_a_task():
     assert checked("model: {class: cli_samples.make_line, lr: 2}").build_task().lr == 2.0
-    with pytest.raises(ConfigError, match=r"run.yaml:1: model: cli_samples.make_nothing returned a NoneType"):
+    with pytest.raises(ConfigError, match=r"run.yaml:1: model: cli_samples.make_nothing returned None, which"):
         checked("model: cli_samples.make_nothing").build_task()
 
 

@@ -29,8 +29,8 @@ CASES = {
     # -- files
     "empty": ("", [], ["run.yaml: the file is empty", "trainer:"]),
     "remarks only": ("# nothing\n", [], ["run.yaml: the file is empty"]),
-    "a list": ("- 1\n- 2\n", [], ["run.yaml:1", "holds a list", "sections"]),
-    "a word": ("hello\n", [], ["run.yaml:1", "holds a single value"]),
+    "a list": ("- 1\n- 2\n", [], ["run.yaml:1", "contains a list", "sections"]),
+    "a word": ("hello\n", [], ["run.yaml:1", "contains a single value"]),
     "a tab": ("trainer:\n\tmax_epochs: 1\n", [], ["run.yaml:2", "a tab", "spaces"]),
     "two documents": (MODEL + "---\n" + MODEL, [], ["run.yaml:2", "second document"]),
     "unclosed": ("trainer: {max_epochs: 1\nmodel: 1", [], ["run.yaml:2"]),
@@ -383,7 +383,7 @@ def test_command_lines_that_are_none(arguments, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda folder: (folder / "config.yaml").write_text("- 1\n"), ["config.yaml:1", "holds a list"]),
+        (lambda folder: (folder / "config.yaml").write_text("- 1\n"), ["config.yaml:1", "contains a list"]),
         (lambda folder: (folder / "config.yaml").write_bytes(b"\xff"), ["config.yaml", "UTF-8"]),
         (lambda folder: (folder / "manifest.json").write_text("{}"), ["--from-run run", "manifest.json is damaged"]),
         (lambda folder: None, ["--from-run run", "has no config.yaml"]),

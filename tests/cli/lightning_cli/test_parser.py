@@ -254,7 +254,7 @@ def test_links_are_checked_where_they_are_made():
     with pytest.raises(ConfigError, match=r"model.batch_size is set by a link from --data.batch_size. Set the source"):
         parser.parse_args(["--model.batch_size=3"])
     for arguments, message in {
-        ("data.batch_size", "modle.lr"): "no argument 'modle.lr'. Did you mean 'model'",
+        ("data.batch_size", "modle.lr"): "unknown argument 'modle.lr'. Did you mean 'model'",
         ("data.batch_size", "model.batch_size"): "is already the target of a link",
         (("data.batch_size", "note"), "model.lr"): "needs compute_fn",
         ("model.lr", "data.samples"): "are circular",
@@ -276,7 +276,7 @@ def test_defaults():
     assert parser.get_default("model.lr") == 0.02
     parser.set_defaults({"model.encoder": DeepEncoder(depth=3)})
     assert parser.instantiate_classes(parser.parse_args([])).model.encoder.depth == 3
-    with pytest.raises(ValueError, match=r"no argument 'modle.lr'"):
+    with pytest.raises(ValueError, match=r"unknown argument 'modle.lr'"):
         parser.set_defaults({"modle.lr": 3})
 
 

@@ -184,7 +184,7 @@ def test_the_command(capsys):
         (["--model", "7b", "--strategy", "ddp", "--checkpoint-activations"], "Use 'fsdp'"),
         (["--model", "7b", "--strategy", "fsdp_cpu_offload"], "cpu_offload"),
         (["--model", "7b", "--world-size", "6", "--replicate", "4"], "must divide"),
-        (["--model", "7b", "model.lr=1"], "overrides need --config"),
+        (["--model", "7b", "model.lr=1"], "needs --config"),
         (["--config", "run.yaml", "--lr", "1"], "--lr applies to --model only"),
     ],
 )

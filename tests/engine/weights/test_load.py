@@ -200,7 +200,7 @@ def test_names_that_differ(tmp_path):
         assert same(model, state)
     with pytest.raises(ValueError, match=r"no name begins with prefix='net\.'"):
         treadle.load_weights(model, path, prefix="net.")
-    with pytest.raises(ValueError, match="map two names to 'a'"):
+    with pytest.raises(ValueError, match="maps two weights to the name 'a'"):
         treadle.load_weights(model, path, rename=lambda name: "a")
     holder = nn.ModuleDict({"encoder": net()})
     with pytest.raises(ValueError, match=r"rename=\{'': 'encoder.'\}"):
@@ -272,7 +272,7 @@ def scripted(path):
         (lambda d: pt(net(), d), "contains (treadle_gone.*|torch.*.Sequential), not a dict of tensors"),
         (lambda d: pt({"model": net(), "epoch": 1}, d), "torch.nn.modules.container.Sequential"),
         (lambda d: pt({"epoch": 3, "net": {"weight": torch.ones(1)}}, d), "epoch, net"),
-        (lambda d: pt({"weight": torch.ones(1), "epoch": 3}, d), "epoch is a int"),
+        (lambda d: pt({"weight": torch.ones(1), "epoch": 3}, d), "epoch is an int"),
         (lambda d: pt({"weight": torch.eye(2).to_sparse()}, d), "_rebuild_sparse_tensor"),
         (lambda d: np.savez(d / "x.npz", a=1) or d / "x.npz", "numpy arrays"),
         (lambda d: scripted(d / "x.pt"), "TorchScript"),

@@ -220,7 +220,7 @@ def test_what_was_made_before_is_refused() -> None:
     world = World()
     with pytest.raises(ValueError, match="'world', which the function uses, was created in this session"):
         debug_launcher(lambda: print(world))
-    with pytest.raises(TypeError, match="must be callable, not a int"):
+    with pytest.raises(TypeError, match="must be callable, not an int"):
         debug_launcher(3)  # type: ignore[arg-type]
 
 

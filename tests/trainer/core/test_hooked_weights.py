@@ -143,7 +143,7 @@ class Emptied(Captioner):
 
 
 def test_a_state_dict_has_to_be_left(tmp_path):
-    with pytest.raises(ValueError, match=r"left a NoneType as checkpoint\['state_dict'\]\. It must be a dict"):
+    with pytest.raises(ValueError, match=r"left None as checkpoint\['state_dict'\]\. It must be a dict"):
         fitted(Emptied(), tmp_path / "c")
 
 
