@@ -106,14 +106,14 @@ class CSVLogger(DirectoryLogger):
         if metrics:
             self.log_metrics(metrics, step=0)
 
-    def go_on(self, step: int) -> None:
+    def on_resume(self, step: int) -> None:
         """Drop the rows of later steps from the continued file.
 
         Args:
             step: Number of optimizer steps done.
         """
         if process_rank() == 0 and self._version is not None:
-            self.experiment.go_on(step)
+            self.experiment.on_resume(step)
 
     def save(self) -> None:
         """Write the waiting rows."""
@@ -205,7 +205,7 @@ class MetricsFile:
             raise
         self.waiting.clear()
 
-    def go_on(self, step: int) -> None:
+    def on_resume(self, step: int) -> None:
         """Drop the rows of later steps.
 
         Args:

@@ -175,7 +175,7 @@ class Logger(ABC):
         """
         return None
 
-    def go_on(self, step: int) -> None:
+    def on_resume(self, step: int) -> None:
         """Drop the logs of later steps: a run resumes from a checkpoint of this run, and logs these steps again.
 
         Runs before its first step, even if nothing has been logged yet. Does nothing unless overridden.

@@ -186,7 +186,7 @@ class TensorBoardLogger(DirectoryLogger):
                 stacklevel=2,
             )
 
-    def go_on(self, step: int) -> None:
+    def on_resume(self, step: int) -> None:
         """Let TensorBoard ignore the events of later steps in the continued directory.
 
         Args:

@@ -163,7 +163,7 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
         indices: The indices in the dataset of the samples of its whole group; None for a stream.
 
     Returns:
-        A text such as ``"samples 12, 13 of the dataset; batch['x'] holds NaN in sample 13"``, and whether the batch
+        A text such as ``"samples 12, 13 of the dataset; batch['x'] contains NaN in sample 13"``, and whether the batch
         contains such a value.
     """
     parts = [f"{_name_samples(indices)} of the dataset"] if indices else []

@@ -78,7 +78,7 @@ def test_rows_of_later_steps_are_dropped_where_a_run_goes_on(tmp_path):
     logger.finalize("failed")
     again = CSVLogger(tmp_path, name="", version="x")
     again.log_hyperparams()
-    again.go_on(2)
+    again.on_resume(2)
     again.log_metrics({"loss": 7.5}, 3)
     again.finalize("success")
     assert rows(tmp_path / "x") == [
@@ -90,7 +90,7 @@ def test_rows_of_later_steps_are_dropped_where_a_run_goes_on(tmp_path):
         ["3", "7.5", ""],
     ]
     fresh = CSVLogger(tmp_path)
-    fresh.go_on(2)  # takes no version before something is logged
+    fresh.on_resume(2)  # takes no version before something is logged
     assert os.listdir(tmp_path) == ["x"]
 
 
@@ -139,7 +139,7 @@ def test_a_run_that_goes_on_in_its_file_leaves_the_rows_of_one_that_never_stoppe
 def test_going_on_leaves_what_is_no_row_of_ours(tmp_path):
     (tmp_path / "metrics.csv").write_text("epoch,step,loss\n0,1,0.5\n0,,0.75\n0,2.0,1.5\nodd\n")
     logger = CSVLogger(tmp_path, name="", version="")
-    logger.go_on(1)
+    logger.on_resume(1)
     assert rows(tmp_path) == [["epoch", "step", "loss"], ["0", "1", "0.5"], ["0", "", "0.75"], ["odd", "", ""]]
 
 

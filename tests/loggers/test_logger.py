@@ -39,7 +39,7 @@ def test_a_logger_of_ten_lines_answers_everything():
     logger.log_metrics({"loss": 1.0}, step=3)
     logger.log_graph(None, input_array=None)  # keywords as in Lightning
     logger.after_save_checkpoint(checkpoint_callback=None)
-    logger.go_on(2)
+    logger.on_resume(2)
     logger.save()
     logger.finalize("success")
     assert logger.rows == [{"lr": 0.1}, (3, {"loss": 1.0})]
@@ -109,7 +109,7 @@ def test_rank_one_writes_nothing_and_waits_for_its_version(kind, tmp_path, rank_
         logger.log_metrics({"loss": 1.0}, step=0)
         logger.log_hyperparams({"lr": 0.1})
         logger.log_graph(None)
-        logger.go_on(3)
+        logger.on_resume(3)
         logger.save()
         logger.finalize("success")
         logger.version = 7

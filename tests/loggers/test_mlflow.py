@@ -207,7 +207,7 @@ def test_a_store_that_cannot_be_written_is_named_at_once(monkeypatch):
 
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "sqlalchemy", None)
-        with pytest.raises(ModuleNotFoundError, match=r"'sqlite:///a\.db' needs more .* pip install mlflow"):
+        with pytest.raises(ModuleNotFoundError, match=r"'sqlite:///a\.db' needs the full mlflow .* pip install mlflow"):
             MLFlowLogger(tracking_uri="sqlite:///a.db")
     if hasattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE"):
         monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")

@@ -70,7 +70,7 @@ def test_what_later_steps_logged_is_not_shown_where_a_run_goes_on(tmp_path, open
     again = TensorBoardLogger(tmp_path, version=0)
     if opened:
         again.log_hyperparams({"lr": 0.5})
-    again.go_on(2)
+    again.on_resume(2)
     for step in (3, 4):
         again.log_metrics({"loss": 10 * step}, step)
     again.finalize("success")

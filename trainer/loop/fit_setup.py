@@ -112,7 +112,7 @@ class Fit:
             source.load_state_dict(state)
         if trainer.ckpt_path is not None:
             trainer.progress.recount(loader.batches)
-            trainer.logbook.call("go_on", trainer.progress.step)
+            trainer.logbook.call("on_resume", trainer.progress.step)
         check_storable(trainer, task)
         if any(callback.save_on_exception for callback in trainer.checkpoint_callbacks):
             if trainer.world_size > 1 and (why := explain_need_of_others(trainer)):

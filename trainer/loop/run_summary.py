@@ -195,7 +195,7 @@ def _can_use_tf32(device: torch.device, precision: Precision) -> bool:
 
 def count(number: int, thing: str) -> str:
     """Return ``"1 step"``, ``"2 steps"``, ``"2 processes"``."""
-    return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith(("s", "ch")) else "s")
+    return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith(("s", "tch")) else "s")
 
 
 def _describe_parameters(module: nn.Module) -> str:

@@ -143,7 +143,7 @@ def test_without_libcst(capfd, monkeypatch):
 
     monkeypatch.setattr(optional, "is_installed", lambda package: package != "libcst")
     assert migrate(capfd, ".", status=2) == (
-        "treadle migrate: treadle migrate needs the package 'libcst', which is not installed: "
+        "treadle migrate: treadle migrate needs the package 'libcst', which is not installed. Run "
         "pip install 'treadle[migrate]', or pip install libcst.\n"
     )
 

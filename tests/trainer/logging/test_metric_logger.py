@@ -502,7 +502,7 @@ def test_what_would_be_lost_is_an_error(how):
     words = {
         "two objects": "'x' was logged as two SumMetric objects in one epoch",
         "no level": "'x' is logged with on_step=False and on_epoch=False",
-        "a vector": r"'x'\) got a tensor of shape \(3,\), but logs one number",
+        "a vector": r"'x'\) got a tensor of shape \(3,\), but can log only one number",
     }
     with pytest.raises(ValueError, match=words[how]):
         trainer().fit(Task(), numbers(1, 2))

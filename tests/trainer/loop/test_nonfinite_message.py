@@ -108,14 +108,15 @@ def test_the_parameter_next_to_the_origin_is_named(strategy):
 def test_a_loss_is_named_with_its_samples_and_inputs(manual):
     message = fail(Net("loss", manual), Samples(bad_input=True))
     assert "on rank 0 in optimizer step 3 (epoch 0, micro-batch 2). On rank 0: samples 4, 5 of the dataset; " in message
-    assert "batch['x'] holds infinity in sample 5." in message
+    assert "batch['x'] contains infinity in sample 5." in message
 
 
 @pytest.mark.parametrize(("where", "samples"), [("backward", "samples 0, 1, 2, 3, 4, 5"), ("loss", "samples 4, 5")])
 def test_samples_of_an_accumulation_group(where, samples):
     message = fail(Net(where), Samples(bad_input=True), accumulate_grad_batches=3)
     assert f"On rank 0: {samples} of the dataset; " in message
-    assert ("the last batch['x']" if where == "backward" else "; batch['x']") + " holds infinity in sample 5" in message
+    batch = "the last batch['x']" if where == "backward" else "; batch['x']"
+    assert f"{batch} contains infinity in sample 5" in message
     assert ("micro-batch 0 to 2" if where == "backward" else "micro-batch 2") in message
 
 
@@ -160,7 +161,7 @@ def test_two_ranks(strategy, where):
     # Of the third global batch rank 0 has sample 4, rank 1 sample 5.
     bad_input, finite_input = (run(on_two_ranks, 2, strategy, where, bad) for bad in (True, False))
     assert bad_input[0] == bad_input[1]
-    assert "On rank 1: sample 5 of the dataset; batch['x'] holds infinity in sample 5. Check" in bad_input[0]
+    assert "On rank 1: sample 5 of the dataset; batch['x'] contains infinity in sample 5. Check" in bad_input[0]
     assert "rank 0" not in bad_input[0]
     if where == "loss":
         assert "On rank 1: sample 5 of the dataset. Check" in finite_input[0]
