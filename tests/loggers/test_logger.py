@@ -253,7 +253,7 @@ def test_wrong_hyperparameters_are_named(kind, tmp_path):
 def test_many_values_in_one_metric_are_refused(kind, tmp_path):
     import torch
 
-    with pytest.raises(ValueError, match=r"metric 'loss' holds \(3,\) values.*\.mean\(\)"):
+    with pytest.raises(ValueError, match=r"metric 'loss' has shape \(3,\).*\.mean\(\)"):
         kind(tmp_path).log_metrics({"loss": torch.zeros(3)}, 0)
 
 
