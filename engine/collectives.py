@@ -25,7 +25,7 @@ class ShapesDiffer(DistributedOperationException, ValueError):
 
 
 class DebugMode:
-    """Accelerate's debug mode, one for the whole process; ``PartialState().debug`` switches it.
+    """Accelerate's debug mode, one for the whole process; ``PartialState().debug`` enables or disables it.
 
     Attributes:
         enabled: Whether `check_equal_shapes` compares shapes.
@@ -104,10 +104,10 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
 
 
 def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
-    """Resize a value that is repeated once per sample of a full batch to the number of samples of this batch.
+    """Resize tensors that repeat one value ``batch_size`` times to one row per sample of the current batch.
 
     Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
-    short last batch. Rows that are not equal are unchanged, because a batch may have that many tokens.
+    short last batch. Tensors with differing rows are unchanged, because their rows may be, for example, tokens.
 
     Args:
         value: A tensor or a nested structure (dict, list, tuple) of tensors; one-dimensional floating-point ones of
@@ -376,8 +376,8 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
 
     Args:
         inputs: A list, tuple, range, tensor, array, data frame or dataset (of torch, or with ``select``); a dict (or
-            named tuple) of these, of one length; or any other iterable, such as an iterator, which every process reads
-            to its end and whose share is a list.
+            named tuple) of these, of equal length; or any other iterable, such as an iterator, which every process
+            reads to its end and whose share is a list.
         rank: The rank of this process.
         size: The world size.
         apply_padding: Give every process the same number of inputs.

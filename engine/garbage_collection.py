@@ -65,7 +65,7 @@ def _read_resident_bytes() -> int:
 
 
 def _read_main_memory() -> int:
-    """Return the main memory in bytes: the machine's, or the container's limit."""
+    """Return the main memory of the machine, or the limit of the container if it is lower, in bytes."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

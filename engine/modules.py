@@ -96,7 +96,7 @@ def describe_compilations(since: float) -> str:
         since: A time of ``time.time()``, in seconds.
 
     Returns:
-        The description; "" if there are none.
+        The description; "" if torch compiled no graph.
     """
     if "torch._dynamo" not in sys.modules:
         return ""

@@ -17,7 +17,7 @@ _SHOWN = 10
 
 
 def check_values_match(subject: str, values: Mapping[str, Any], world: World) -> None:
-    """Raise an error on every rank if values differ between ranks. All ranks must call it; it exchanges one digest.
+    """Raise an error on every rank if values differ, after an exchange of one digest. Must be called on all ranks.
 
     Args:
         subject: The subject of the error: ``"the ranks are configured differently"``.

@@ -14,13 +14,13 @@ _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 
 
 class LoopView:
-    """View of a loop in Lightning's form. Names that can be set are flags of the Trainer, which gets the value.
+    """View of a loop in Lightning's form. Setting an attribute sets the Trainer's flag of that name.
 
     Args:
         trainer: The Trainer whose loop it shows.
 
     Raises:
-        AttributeError: If any other attribute of Lightning's loop is used.
+        AttributeError: If an attribute of Lightning's loop is used that the view does not have.
     """
 
     _place = "trainer.fit_loop"
@@ -234,7 +234,7 @@ class LoggerConnectorView:
 
     @property
     def should_update_logs(self) -> bool:
-        """Return whether the values of this optimizer step are sent to the loggers."""
+        """True if the values of this optimizer step are sent to the loggers."""
         trainer = self.trainer
         every = trainer.log_every_n_steps
         return trainer.should_stop or bool(every and (trainer.progress.step + 1) % every == 0)

@@ -17,7 +17,7 @@ class TrainerStatus(StrEnum):
 
     @property
     def stopped(self) -> bool:
-        """Return whether a stage has ended, by success or failure."""
+        """True if a stage has ended, by success or failure."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
@@ -41,7 +41,7 @@ class RunningStage(StrEnum):
 
     @property
     def evaluating(self) -> bool:
-        """Return whether it is a validation, the sanity check or a test."""
+        """True if it is a validation, the sanity check or a test."""
         return self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 
     @property
@@ -66,10 +66,10 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """Return whether a stage has ended without an error."""
+        """True if a stage has ended without an error."""
         return self.status == TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        """Return whether a stage has ended, by success or failure."""
+        """True if a stage has ended, by success or failure."""
         return self.status.stopped

@@ -1,4 +1,4 @@
-"""`Trainer`: runs a task with the strategy, the precision and the callbacks that its flags name."""
+"""`Trainer`: runs a task with the strategy, the precision and the callbacks that its flags specify."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class Trainer(LightningAliases):
         on_nonfinite: Policy for a loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators
             one step later), ``"skip"`` the step on all processes (which synchronizes with the device in every step), or
             ``"ignore"``. With float16, the loss scaler handles gradients. Default: ``"raise"``.
-        timeout: How long a rank may go without progress, in the forms of ``max_time``; see `Accelerator`.
-        grace: How long a stage may take to end after a signal, in the forms of ``max_time``. After that, all ranks
+        timeout: Time that a rank may spend without progress, in the forms of ``max_time``; see `Accelerator`.
+        grace: Time that a stage may take to end after a signal, in the forms of ``max_time``. After that, all ranks
             exit, even if a save is incomplete; the run then resumes from the latest complete checkpoint. Default: no
             limit.
         unknown: Unknown flags, for the error that names the closest flag.
@@ -351,7 +351,7 @@ class Trainer(LightningAliases):
             weights_only: Accepted for Lightning's signature; a checkpoint never holds anything but data.
             schedule: The source of learning rates and schedule after a resume: ``"saved"``, those of the checkpoint, or
                 ``"script"``, those that ``configure_optimizers`` returns, advanced to the checkpoint's step. Default:
-                the saved ones, with a warning if the script's differ.
+                the saved ones, with a warning if those of the script differ.
 
         Raises:
             ValueError: If ``schedule`` is set without ``ckpt_path``. Errors of the run itself are raised unchanged.
@@ -525,12 +525,12 @@ class Trainer(LightningAliases):
 
     @property
     def is_global_zero(self) -> bool:
-        """Return whether this process is rank zero."""
+        """True if this process is rank zero."""
         return self.accelerator.is_main_process
 
     @property
     def received_sigterm(self) -> bool:
-        """Return whether this process received a SIGTERM in the latest ``fit``."""
+        """True if this process received a SIGTERM in the latest ``fit``."""
         return self.preemption.caught is signal.SIGTERM
 
     @property
@@ -574,7 +574,7 @@ class Trainer(LightningAliases):
         return [prepared.optimizer for prepared in self.accelerator.optimizers]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context that builds a model on its final device and as it will be trained.
+        """Return a context in which a model is created on its final device and in its final dtype.
 
         See `Accelerator.init_module`. ``configure_model`` already runs in it.
 
@@ -617,7 +617,7 @@ class Trainer(LightningAliases):
 
     @property
     def has_validation(self) -> bool:
-        """Return whether ``fit`` validates: a non-empty dataloader, a ``validation_step``, and no limit of zero."""
+        """True if ``fit`` validates: it has a non-empty dataloader, a ``validation_step``, and no limit of zero."""
         if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
         if not overrides(self.task, "validation_step"):
@@ -630,7 +630,7 @@ class Trainer(LightningAliases):
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Logged values of the stage: epoch values of all processes, and this process's latest step values.
 
-        A name that is logged by step and by epoch has the step's value until the epoch ends.
+        A name that is logged by step and by epoch has the value of the step until the epoch ends.
         """
         latest = self.metrics.latest()
         values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
@@ -657,7 +657,7 @@ class Trainer(LightningAliases):
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of the run: the first logger's, or the one that ``fit`` created.
+        """Folder of the run: that of the first logger, or the one that ``fit`` created.
 
         It is available on every process without communication.
         """

@@ -41,7 +41,7 @@ def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_buffer(tensor: Tensor) -> bool:
-    """Return whether a model's tensor is a buffer: it may be written to, while a parameter is only read.
+    """Return whether a model's tensor is a buffer, which a forward may change, and not a parameter.
 
     Args:
         tensor: The tensor.
@@ -50,7 +50,7 @@ def is_buffer(tensor: Tensor) -> bool:
 
 
 def group_tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names in groups, each the names of one tensor, in the order of their first names.
+    """Return the names in groups, one group per distinct tensor, in the order of their first names.
 
     Args:
         tensors: Tensors by name.

@@ -183,7 +183,7 @@ class Checkpointer:
         numbering: ProjectConfiguration | None,
         copying: Copying | None,
     ) -> None:
-        """Write and commit, then delete checkpoints beyond the limit: immediately, or in a thread."""
+        """Write and commit a checkpoint, then delete those beyond the limit; immediately, or in a thread."""
         hooked = bool(self.save_hooks)
 
         def publish(world: World) -> None:

@@ -184,7 +184,7 @@ def _copy_plain_ints(value: list[Any] | tuple[Any, ...]) -> list[Any] | None:
 
 
 class _Encoder:
-    """One traversal of a state; it adds to `tensors`."""
+    """One traversal of a state, which collects the tensors in `tensors`."""
 
     def __init__(self, prefix: str) -> None:
         self.root: tuple[str, ...] = (prefix,) if prefix else ()
@@ -403,7 +403,7 @@ class _Decoder:
 
 
 class _Malformed(ValueError):
-    """ValueError that already names its place."""
+    """ValueError whose text already names a place in the document."""
 
 
 def _require(condition: bool, rule: str) -> None:

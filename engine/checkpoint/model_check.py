@@ -41,7 +41,7 @@ def make_notes(model: nn.Module) -> dict[str, str]:
 
 
 class FrozenWeights:
-    """Digests of the parameters of a model that are not trained, so that a checkpoint may omit them and name them.
+    """Digests of a model's parameters that are not trained, which a checkpoint may store instead of the parameters.
 
     A parameter that was trained before, or that was changed otherwise, no longer counts as frozen.
     """
@@ -52,10 +52,10 @@ class FrozenWeights:
         self._trained: set[str] = set()
 
     def update(self, model: nn.Module, world: World) -> dict[str, str]:
-        """Return the digest of each frozen parameter by its name. All processes must call it.
+        """Return the digest of each frozen parameter by its name. Must be called on all ranks.
 
-        Digests are computed once; later only for parameters whose sum has changed. (Fused optimizers do not change
-        ``_version``.)
+        A digest is computed once, and again if the sum of the parameter's bits has changed. ``_version`` does not show
+        this, because fused optimizers do not increment it.
 
         Args:
             model: The user's module.
@@ -75,7 +75,7 @@ class FrozenWeights:
 
 
 def compute_digests(model: nn.Module, names: Collection[str], world: World) -> dict[str, str]:
-    """Return the digests of parameters by name, the same on all processes, which must all pass the same names.
+    """Return the digests of parameters by name, the same on all processes. All must pass the same names.
 
     Args:
         model: The user's module.
@@ -107,7 +107,7 @@ def _add_bits(tensor: Tensor) -> Tensor:
 
 
 def _flatten(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors of a tensor; for a quantized one, its integers and scales."""
+    """Return the plain tensors that a tensor consists of; for a quantized one, its integers and scales."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor.detach()]
     names, _ = tensor.__tensor_flatten__()

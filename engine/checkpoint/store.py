@@ -2,8 +2,8 @@
 
 A checkpoint is a directory of parts (see `parts`) and a ``manifest.json``: ``model``, ``optimizer``, ``state``, and
 ``rank-00000`` for each process. Tensors are safetensors, the rest is JSON, nothing is pickled. Every process writes its
-own files, the caller waits for all of them, and one process calls `commit`. What is on disk at each moment of saving to
-``last``:
+own files, the caller waits for all of them, and one process calls `commit`. The state of the disk at each stage of a
+save to ``last``:
 
 1. Parts are written to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory is fsynced. A
    failure up to here leaves only ``.last.part``, which never counts.
@@ -58,7 +58,7 @@ __all__ = [
 def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesystem.Entry]:
     """Write one part of a checkpoint next to its target, durably.
 
-    Processes may do so concurrently, with different names.
+    Several processes may write parts concurrently if the names differ.
 
     Args:
         target: Where the checkpoint will be committed.
@@ -116,7 +116,7 @@ def commit(
         info: Metadata for the manifest: the counts ``step`` (optimizer steps, default 0), ``epoch`` (0), ``samples``
             (samples seen over all processes, 0) and ``world_size`` (1), and any other values but tensors, such as a
             metric.
-        others: Include other files that were put `beside` since `begin` in the checkpoint.
+        others: Include in the checkpoint other files that were put `beside` it since `begin`.
 
     Returns:
         The target, as an absolute path.
@@ -212,7 +212,7 @@ def find_again(path: AnyPath | str) -> None:
     killed process has left both versions; whichever process comes first puts the better one in place.
 
     Args:
-        path: The checkpoint's directory. It is left alone if it exists, or if it is not being replaced.
+        path: The checkpoint's directory. It is not changed if it exists, or if it is not being replaced.
     """
     target = absolute(path)
     if isinstance(target, RemotePath):  # in a store nothing is renamed
@@ -412,7 +412,7 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
 
 
 def _find_next_sequence(directory: Path) -> int:
-    """Return a number above the sequence of each checkpoint in a directory. Damaged ones do not count."""
+    """Return a number above the sequence numbers of all checkpoints in a directory. Damaged ones do not count."""
     known = _get_known_sequences(directory)
     present = {}
     for path in _iterate_checkpoints(directory):

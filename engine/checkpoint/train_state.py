@@ -100,7 +100,7 @@ class TrainerStates(TypedDict):
 
 
 class CallbackStates(TypedDict):
-    """The state under ``callbacks`` in `TrainerStates`: by ``state_key``, and what hooks add to a checkpoint."""
+    """The state under ``callbacks`` in `TrainerStates`: callback states by ``state_key``, and additions of hooks."""
 
     callbacks: dict[str, Any]
     added: dict[str, Any]

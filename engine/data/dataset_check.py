@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, str, bytes, os.PathLike, np.generic)
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return a digest of a dataset's class, and of an excerpt of what it holds in memory for each sample.
+    """Return a digest of a dataset's class, and of an excerpt of the data that it holds in memory for each sample.
 
     Args:
         dataset: The dataset of this rank.
@@ -39,7 +39,7 @@ def fingerprint(dataset: Any) -> str:
 
 
 def share_data(dataset: Any, world: World) -> bool:
-    """Return whether all ranks hold the same dataset, which is then sharded. Call it on all ranks.
+    """Return whether all ranks hold the same dataset, so that it is sharded. Call it on all ranks.
 
     Args:
         dataset: The dataset of this rank.
@@ -131,7 +131,7 @@ def _is_column(value: Any) -> bool:
 
 
 def _strip_common_folder(column: Any) -> list[Any]:
-    """Return paths relative to their common folder: the same data may lie in another folder on each machine."""
+    """Return paths relative to their common folder, which may differ between machines."""
     rows = [row if isinstance(row, tuple) else (row,) for row in column]
     if not isinstance(rows[0][0], str | os.PathLike) or not os.path.isabs(os.fspath(rows[0][0])):
         return list(column)
@@ -148,7 +148,7 @@ def _list_inner_datasets(dataset: Any) -> Iterable[Any]:
 
 
 def _take_excerpt(column: Any) -> list[Any]:
-    """Return some items of a column, quickly at any length; for wider arrays, the first numbers at both ends."""
+    """Return some items of a column, fast at any length; for an array of rows, the start of the first and last row."""
     if not len(column):
         return []
     if isinstance(column, Tensor | np.ndarray) and column.ndim > 1:

@@ -38,7 +38,7 @@ class GroupIndices(NamedTuple):
 
     Attributes:
         global_batches: The indices of all processes, with the sizes of the user's own batches if those are kept.
-        slices: This process's share of each.
+        slices: This process's share of each global batch.
     """
 
     global_batches: list[tuple[list[Any], list[int] | None]]
@@ -103,8 +103,8 @@ class ShardedBatches:
         """Set up the next iteration.
 
         Args:
-            epoch: Its number.
-            skip: Samples of it that were yielded before, over all ranks.
+            epoch: The number of the epoch.
+            skip: Samples of the epoch that were yielded before, over all ranks.
             limit: The maximum number of batches to yield.
             done: Batches of this rank that contained these samples.
             passed: Further batches to skip.
@@ -138,7 +138,7 @@ class ShardedBatches:
         """Use the dataset's order in place of torch's own random samplers.
 
         Returns:
-            Whether the loader shuffles, or did before.
+            Whether the loader shuffles, or shuffled before this call.
         """
         sampler = self.sampler
         if isinstance(sampler, RandomSampler):
@@ -154,8 +154,8 @@ class ShardedBatches:
         """Start the loader's iterator; the seed that it draws for its workers comes from the stream.
 
         Args:
-            get_iterator: Starts it.
-            silently: Undo the draw of the seed, for a resumed run that had drawn it already.
+            get_iterator: Starts the iterator.
+            silently: Undo the draw of the seed, because a resumed run had already drawn it.
         """
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():

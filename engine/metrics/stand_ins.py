@@ -24,7 +24,7 @@ def preserve_values(owner: nn.Module) -> Iterator[None]:
     """Restore the values of the module's own attributes when the context ends.
 
     Numbers, tensors, lists, dicts, sets and deques are restored, including those inside of lists and dicts. Objects of
-    other classes, parameters and submodules are left alone.
+    other classes, parameters and submodules are not restored.
 
     Args:
         owner: The task.

@@ -63,7 +63,7 @@ def find_executable_batch_size(
 
     Args:
         function: The function to run; its first parameter is the batch size. Without it, a decorator is returned.
-        starting_batch_size: The first size to try, in every call. Default: 128.
+        starting_batch_size: The first size to try, on every call. Default: 128.
         reduce_batch_size_fn: Returns the next size. Default: the largest divisor of ``starting_batch_size`` that is at
             most half of the size that failed.
 
@@ -132,7 +132,7 @@ def _try_sizes(
         args: Its arguments after the batch size.
         kwargs: Its keyword arguments.
         starting: The first size.
-        first: Its ``gradient_accumulation_steps`` with the first size; None if it has no such parameter.
+        first: The function's ``gradient_accumulation_steps`` with the first size; None if it has no such parameter.
         reduce: Returns the next size; None for the default.
     """
     size, attempts = starting, Attempts()

@@ -20,7 +20,7 @@ class _JoinedAgreement(Agreement):
     """Votes of ranks that may leave the loop at different times.
 
     Args:
-        accelerator: Has the loaders that show whether the ranks are in step.
+        accelerator: The Accelerator, whose loaders show whether the ranks are in step.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -22,10 +22,10 @@ class LocalSGD:
         accelerator: The Accelerator of the processes.
         model: A prepared model that is replicated on each process.
         local_sgd_steps: Optimizer steps between two averages of the parameters. They are also averaged at the end.
-        enabled: False disables it. With a world size of one it is always disabled.
+        enabled: Whether to use local SGD. With a world size of one, it is always disabled.
 
     Raises:
-        ValueError: If ``local_sgd_steps`` is not positive, or if the strategy does not support it.
+        ValueError: If ``local_sgd_steps`` is not positive, or if the strategy does not support local SGD.
 
     Example:
         >>> import torch, treadle

@@ -1,4 +1,4 @@
-"""Scaling of gradients: by float16's loss scale, and by the weights that a loop reports."""
+"""Scaling of gradients: by float16's loss scale, and by the weights that a loop passes to ``backward``."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def order_by_backward(
     NaN propagates from the loss to the inputs, so the first one is closest to its origin. The graph of a loss gives the
     order, even after backward has freed the saved tensors. A parameter that is used several times counts where its
     gradient is complete: at its first use. Parameters that the graph does not contain (of a part that is compiled or
-    recomputed in the backward pass) follow, from the end of the model on.
+    recomputed in the backward pass) follow, starting at the end of the model.
 
     Args:
         bad: The parameters.

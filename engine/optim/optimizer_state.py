@@ -133,9 +133,10 @@ def _find_counterpart(group: State, saved: list[State]) -> State:
 def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
     """Return this process's shards of a state returned by `encode_by_name`, for ``optimizer.load_state_dict``.
 
-    Implementation options, such as fused kernels, are those of the script. If the two differ, the result contains what
-    fits: the slots of parameters with the same name and shape (the others start empty), and the options of the one
-    saved group that contained a group's parameters, because a schedule relies on its last learning rate.
+    Implementation options, such as fused kernels, are those of the script. If the state and the optimizer differ, the
+    result contains what fits: the slots of parameters with the same name and shape (the others start empty), and the
+    options of the one saved group that contained a group's parameters, because a schedule relies on its last learning
+    rate.
 
     Args:
         saved: The state.

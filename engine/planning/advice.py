@@ -89,7 +89,7 @@ def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
-    """Suggest shards within a machine and replicas over machines: then only fast links gather parameters."""
+    """Suggest shards within a machine and replicas over machines, so that only fast links gather parameters."""
     inside = max(1, plan.gpu.per_machine // plan.grid["tensor"])
     replicas, left = divmod(plan.world_size // plan.grid["tensor"], inside)
     if replicas < 2 or left or inside < 2 or plan.grid["replicate"] > 1:

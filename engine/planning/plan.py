@@ -20,7 +20,7 @@ class Conditions:
 
     Args:
         world_size: Number of processes.
-        strategy: The layout of the model over them. A plan consumes it.
+        strategy: The layout of the model over them. A strategy object can be used by one plan only.
         gpu: The GPU of each process; see `gpus.GPUS`.
         micro_batch: Samples of one forward pass.
         accumulate: Forward passes per optimizer step.
@@ -74,7 +74,7 @@ class Plan(Conditions):
         traffic: Communication.
         flops: Arithmetic of its matrix products, including recomputation.
         seconds: Device time of the step, without stragglers.
-        spent: The same by category; `WAITING` is for what comes from other processes.
+        spent: The same by category; `WAITING` is the time spent waiting for other processes.
         launched: Operations that the host sends to the device.
     """
 

@@ -58,7 +58,7 @@ class Preemption:
     The handler only sets a flag, so a signal never interrupts a step or a save, even if it comes repeatedly. All ranks
     leave after the same step, no matter which one received the signal. In the Trainer's loop the flag is part of the
     votes of each step; in a user-defined loop, and in evaluations, the ranks agree through the store, which takes up to
-    two seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 before a job's time is up: then the job is requeued too.
+    two seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 before a job's time is up; the job is then requeued.
 
     Before the first step nothing has to be saved: in the block of `leaving_at_once`, a rank that receives a signal
     leaves without waiting for the others, and its launcher informs them.
@@ -67,7 +67,7 @@ class Preemption:
     like the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not delayed.
 
     Args:
-        accelerator: Its votes carry the flag.
+        accelerator: The Accelerator, whose votes carry the flag.
         grace: Seconds from the first signal, to any rank, to the end of all ranks, regardless of their state. Default:
             no limit.
 
@@ -181,7 +181,7 @@ class Preemption:
         self._failing = True
 
     def _hear(self) -> None:
-        """Start the deadline, since another rank has received a signal; called by a thread."""
+        """Start the deadline, because another rank has received a signal; called by a thread."""
         if (deadline := self._deadline) is not None:
             deadline.hear()
 
@@ -272,7 +272,7 @@ class Preemption:
             self._raise_interrupt(frame)
 
     def _raise_interrupt(self, frame: FrameType | None) -> None:
-        """Do what Ctrl-C does without Treadle."""
+        """Handle Ctrl-C in the same way as without Treadle."""
         handler = self._replaced.get(signal.SIGINT, signal.default_int_handler)
         if callable(handler):
             handler(signal.SIGINT, frame)
@@ -285,8 +285,8 @@ class Preemption:
     def should_stop(self) -> bool:
         """Return whether to save and leave now; the result is the same on every rank.
 
-        Every rank must call it equally often, ideally once per batch. Inside an accumulation group the result is always
-        False, because nothing could be saved there. It needs no exchange.
+        Every rank must call this method the same number of times, ideally once per batch. Inside an accumulation group
+        the result is always False, without an exchange, because nothing could be saved there.
         """
         if not self._accelerator.sync_gradients:
             return False
@@ -299,7 +299,7 @@ class Preemption:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def agree(self) -> signal.Signals | None:
-        """Return the signal that ends the run, None if no rank received one. All ranks must call it."""
+        """Return the signal that ends the run; None if no rank received one. Must be called on all ranks."""
         self._set_interruptible(False)
         rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught), device="cpu")
         index = int(self._accelerator.world.all_reduce(rating, "max"))
@@ -307,7 +307,7 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the job if its time is up, and end the process. Save first; all ranks must call it.
+        """Requeue the job if its time is up, and end the process. Save first. Must be called on all ranks.
 
         Raises:
             Preempted: For every signal but Ctrl-C.

@@ -22,7 +22,7 @@ class Action:
 
     Attributes:
         calls: Number of runs.
-        total: Seconds in it; in a recursion, only the outermost run counts.
+        total: Seconds spent in it; in a recursion, only the outermost run counts.
         exclusive: The seconds outside of actions within it.
         longest: Seconds of its longest run.
         first: ``exclusive`` of its first run, which takes longer than others: it starts workers, compiles, allocates
@@ -62,7 +62,7 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
     Args:
         actions: The measurements, by action.
         advice: Replaces the usual advice, by action.
-        on_device: Whether the device's clock decides.
+        on_device: Whether to use the times of the device's clock.
 
     Returns:
         A sentence; empty if no loop was measured.

@@ -129,7 +129,7 @@ def make_parent(path: AnyPath) -> None:
 
 
 def _clear(paths: Iterable[AnyPath]) -> None:
-    """Delete what a failure left, if the disk permits; errors are ignored, because the failure itself is raised."""
+    """Delete the files that a failure left behind. Errors are ignored, because the failure itself is raised."""
     for path in paths:
         with suppress(OSError):
             _delete(path)
@@ -288,7 +288,7 @@ def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, s
 
 
 def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]) -> None:
-    """Delete what the new files replace, and what killed processes left."""
+    """Delete the files that the new ones replace, and those that killed processes left behind."""
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
     entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
     existing = filesystem.list_names(directory)

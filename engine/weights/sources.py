@@ -49,7 +49,7 @@ class Opened:
     """Opened source of weights.
 
     Attributes:
-        place: Its name in errors.
+        place: The name of the source in errors.
         weights: Its tensors by name, unread.
         others: Other values in the state: data, or a description.
         file: The file of ``torch.save`` with the weights, if it is one.

@@ -60,7 +60,7 @@ class BeforeValidation:
         self._counts.pop_all()
 
     def try_to_leave(self) -> bool:
-        """Let callbacks put the model's own weights back; return whether it has them. Call it on all ranks."""
+        """Let callbacks put the model's own weights back; return whether the model has them. Call it on all ranks."""
         trainer, task = self._trainer, self._task
         moved_buffers = _copy_buffers(task)
         _restore_buffers(self._started_buffers)

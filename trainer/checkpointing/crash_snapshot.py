@@ -83,7 +83,7 @@ class LastStep:
         self._changed = True
 
     def _note_validation_start(self) -> None:
-        """Record the step before its validation, which a run that resumes from it performs."""
+        """Record the step before its validation, because a run that resumes from the step repeats the validation."""
         if not self._trainer.sanity_checking:
             self.note()
             self._sums = sum_parameters(self._task)  # to detect other weights, such as averages
@@ -149,7 +149,7 @@ class LastStep:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Values of ``epoch`` and ``step`` for names."""
+        """Values of ``epoch`` and ``step`` for checkpoint names."""
         return {"epoch": self._state["progress"].epoch, "step": self.step}
 
     @property

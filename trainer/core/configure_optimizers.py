@@ -25,7 +25,7 @@ _TYPING_ERROR = 0.9  # 'lr_schedular' is 0.92; 'scheduler' for 'lr_scheduler', a
 
 @dataclass(kw_only=True)
 class SchedulerConfig:
-    """Scheduler with the time of its steps.
+    """Scheduler, and the times at which it steps.
 
     Attributes:
         scheduler: An object with ``step`` and ``state_dict``.

@@ -50,7 +50,7 @@ class HyperparametersMixin:
             args: Names of the arguments to keep, or one dict, namespace, dataclass or OmegaConf configuration to keep
                 instead. Default: all arguments.
             ignore: Names to omit.
-            frame: The frame of ``__init__``. Default: the caller's.
+            frame: The frame of ``__init__``. Default: the frame of the caller.
             logger: Whether loggers get the hyperparameters. Default: True.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Tasks and data modules built from checkpoints, Treadle's or another program's: arguments first, then weights."""
+"""Tasks and data modules built from checkpoints of Treadle or other programs: arguments first, then weights."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def _why_endless(trainer: Trainer) -> str:
 
 
 def wrap(trainer: Trainer, task: TaskModule) -> Any:
-    """Return the task as wrapped by the strategy, again if other parameters are trained. Call it on all ranks.
+    """Return the task wrapped by the strategy, anew if the trained parameters have changed. Call it on all ranks.
 
     Args:
         trainer: The Trainer.
@@ -260,7 +260,7 @@ def _check_steps(task: TaskModule) -> None:
 
 
 def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers of a task, checked.
+    """Return the validated optimizers and schedulers of a task.
 
     Args:
         task: The task.

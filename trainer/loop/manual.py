@@ -116,7 +116,7 @@ class ManualSteps(Steps):
         ]
 
     def _agree(self) -> None:
-        """Agree over the ranks after a batch."""
+        """Agree across ranks after a batch."""
         agreement = self.agreement
         if self.votes:
             agreement.stop_vote = self.wants_to_stop()
@@ -127,7 +127,7 @@ class ManualSteps(Steps):
         agreement.micro_batches = 0
 
     def _may_step(self, optimizer: PreparedOptimizer) -> bool:
-        """Check what an optimizer is about to apply, identically on every rank; see `Accumulation.guard`."""
+        """Check an optimizer's gradients before its step, identically on every rank; see `Accumulation.guard`."""
         agreement, accumulation = self.agreement, self.accumulation
         if optimizer in self.tainted:  # announced after the micro-batch whose loss was not finite
             agreement.forget_losses()

@@ -183,7 +183,7 @@ class RunSummary:
 
 
 def _can_use_tf32(device: torch.device, precision: Precision) -> bool:
-    """Return whether the GPU supports TF32, but multiplies float32 matrices without it, which is torch's default."""
+    """Return whether the GPU supports TF32 but does not use it for float32 matrix products, as is torch's default."""
     return (
         device.type == "cuda"
         and precision.compute is None

@@ -34,7 +34,7 @@ class RunFolder:
 
     All processes of the job create it, and rank zero writes to it.
 
-    Use it in a ``with`` block: the way the block ends is recorded as the way the run ended.
+    Use it in a ``with`` block: the outcome of the block is recorded as the outcome of the run.
 
     .. code-block:: text
 
@@ -81,15 +81,15 @@ class RunFolder:
     def create(
         cls, directory: str | Path = "runs", name: str = "default", settings: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Create the folder of the next free number below ``directory/name``. Many jobs may do so concurrently.
+        """Create the folder of the next free number below ``directory/name``. Many jobs may call it concurrently.
 
         Args:
             directory: Directory above all runs, or a URL such as ``s3://bucket/runs``; created if missing. Default:
                 ``"runs"``.
             name: Common name of runs that belong together, which is the name of a folder. Default: ``"default"``.
             settings: Flags of the Trainer. ``accelerator``, ``devices`` and ``num_nodes`` determine the processes of
-                the job; missing processes are started, as by a Trainer. They run the script too, so call the method
-                where they also reach it.
+                the job; missing processes are launched as `Trainer` would launch them. They run the script too, so call
+                the method where they also reach it.
 
         Returns:
             The folder, held by this job.
@@ -255,7 +255,7 @@ class RunFolder:
         return callbacks
 
     def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
-        """Return the directory of a callback, which must not be in another run's folder."""
+        """Return the directory of a callback. Raise a ValueError if it is in another run's folder."""
         if callback.dirpath is not None:
             place = _resolve_path(callback.dirpath)
             for folder in (place, place.parent):
@@ -365,7 +365,7 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Record how the block ended, if that is unknown, and release the folder. Errors are not suppressed."""
+        """Record how the block ended, unless the end is recorded, and release the folder. Errors are not suppressed."""
         from ...callbacks.reporting import describe_error
 
         if self._previous_files is not None and self._watch is not None and not self._watch.began:
@@ -480,7 +480,7 @@ def _lock(folder: AnyPath) -> RunLock | RemoteLock:
 
 
 def _open_world(settings: Mapping[str, Any] | None) -> World:
-    """Return the job's processes, started as by a Trainer with these flags."""
+    """Open the job's `World` as a Trainer with these flags would, launching processes if necessary."""
     from ...strategies import open_world
 
     flag_names = ("accelerator", "devices", "num_nodes")
@@ -502,7 +502,7 @@ def _thin_curve(steps: Any, values: Any) -> dict[str, Any]:
 
 
 def _make_plain(value: Any) -> Any:
-    """Return values as strict JSON, which has no non-finite numbers."""
+    """Return values as data for strict JSON, in which numbers that are not finite become text."""
     if isinstance(value, Mapping):
         return {str(name): _make_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

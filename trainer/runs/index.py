@@ -48,9 +48,10 @@ class Run:
     Attributes:
         path: The folder.
         name: The name that it shares with other runs.
-        number: Its number; 0 if the folder's name is not a number, like that of a copy.
-        state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` if the record says
-            that it runs, but no process holds the lock; ``"waiting"``; ``"pruned"``; ``"unreadable"``.
+        number: Its number; 0 if the folder's name is not a number, for example after a copy.
+        state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` if the record
+            states that the run is running, but no process holds the lock; ``"waiting"``; ``"pruned"``;
+            ``"unreadable"``.
         facts: Entries of the record whose values have the right types.
         problem: Why the record cannot be read; "" if it can.
     """
@@ -101,7 +102,7 @@ class Run:
         return self.facts.get("metrics", {})
 
     def summary(self) -> dict[str, Any]:
-        """Return all of this as plain data."""
+        """Return the attributes and properties above as plain data."""
         identity = {"path": str(self.path), "name": self.name, "number": self.number, "state": self.state}
         return {
             **self.facts,
@@ -189,7 +190,7 @@ def _list_numbered(folder: AnyPath) -> list[AnyPath]:
 
 
 def _read_or_none(path: AnyPath) -> Run | None:
-    """Return a run, or None if the folder is not a run's."""
+    """Return a run, or None if the folder is not a run folder."""
     try:
         return read(path)
     except (ValueError, OSError):

@@ -41,7 +41,7 @@ class Upload:
 
     @staticmethod
     def new_folder() -> str:
-        """Return a name that no other save has."""
+        """Return a folder name that no other save uses."""
         return f"data-{os.urandom(8).hex()}"
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
