@@ -115,7 +115,7 @@ class Accelerator(Process):
         project_config: Directories and names of checkpoints in more detail; see `ProjectConfiguration`.
         gradient_accumulation_plugin: Gradient accumulation in more detail; see `GradientAccumulationPlugin`.
         step_scheduler_with_optimizer: If False, each ``step()`` of a scheduler counts once, for schedules that count
-            epochs. Its state is still saved.
+            epochs. The scheduler's state is still saved.
         kwargs_handlers: Settings of autocast, the loss scaler, the process group, replicas and the profiler, each as
             a `KwargsHandler`.
         dynamo_backend: A backend of ``torch.compile`` that compiles prepared models in place. Default: none.
@@ -131,10 +131,10 @@ class Accelerator(Process):
             timedelta or a dict of its arguments. Then the run ends with exit status 124, names the rank that hangs, and
             writes the Python stacks of all ranks. Default: only a rank that waits for others is watched, for nearly as
             long as a collective may wait (30 minutes).
-        on_nonfinite: What to do when a prepared optimizer is about to apply a gradient that is not finite:
-            ``"raise"`` on all ranks (on accelerators one step later, and in `end_training`), ``"skip"`` the step on
-            all ranks (which waits for the device in every step), or ``"ignore"``. With float16, the loss scaler skips
-            such steps.
+        on_nonfinite: Policy for a gradient that is not finite and that a prepared optimizer is about to apply:
+            ``"raise"`` on all ranks (on accelerators one step later, and in `end_training`), ``"skip"`` the step on all
+            ranks (which waits for the device in every step), or ``"ignore"``. With float16, the loss scaler skips such
+            steps.
         unknown: Any other argument raises a TypeError that names the nearest valid one.
 
     Attributes:
@@ -379,7 +379,7 @@ class Accelerator(Process):
     def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
         """Check that all ranks have the same settings.
 
-        It is called when the first model or loader is prepared.
+        Called automatically when the first model or loader is prepared.
 
         Args:
             settings: The values to compare. Default: the Accelerator's own arguments.
@@ -546,15 +546,16 @@ class Accelerator(Process):
         Until the first batch, random draws of the script (a split of the data, initial weights) are therefore the same
         on all ranks. With the first batch, `draw_apart` is called.
 
-        It is called when the first loader is prepared. Call it yourself for a new run with the same Accelerator.
+        Called automatically when the first loader is prepared. Call it yourself for a new run with the same
+        Accelerator.
         """
         self.rng.start(self.dataloader_config.data_seed)
 
     def draw_apart(self) -> None:
         """Give each rank its own RNG state, so that dropout does not drop the same units on every rank.
 
-        Ranks that process the same sample together keep the same RNG state. It is called with the first batch of a
-        prepared loader.
+        Ranks that process the same sample together keep the same RNG state. Called automatically with the first batch
+        of a prepared loader.
         """
         self.rng.draw_apart()
 
@@ -1062,7 +1063,7 @@ class Accelerator(Process):
 
         Returns:
             On rank zero, the tensors. Sharded ones are gathered in host memory. The others are the model's own tensors,
-            which training changes: clone what you keep. Other ranks get None for each sharded tensor.
+            which training changes: clone those that you keep. Other ranks get None for each sharded tensor.
         """
         return self.checkpointer.get_state_dict(model, unwrap)
 
@@ -1103,8 +1104,8 @@ class Accelerator(Process):
 
         Args:
             model: The model, prepared or not.
-            save_directory: The directory, created if it does not exist. It must not be a checkpoint. Files of an
-                earlier save, in either format, are deleted once the new ones are complete.
+            save_directory: The directory, created if it does not exist. The directory must not be a checkpoint. Files
+                of an earlier save, in either format, are deleted once the new ones are complete.
             max_shard_size: The largest size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``.
             safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
         """

@@ -326,7 +326,7 @@ class TorchDynamoPlugin(KwargsHandler):
         compile_modules(modules, self._make_compiler, self._collect_arguments())
 
     def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
-        """Compile the submodules that the steps of ``model`` call, and undo what an earlier run compiled differently.
+        """Compile the submodules that the steps of ``model`` call, and undo other compilations of an earlier run.
 
         Args:
             model: A module whose ``forward`` is not called. If it is the result of ``torch.compile``, its submodules

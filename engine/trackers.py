@@ -85,7 +85,7 @@ class GeneralTracker:
         """
 
     def finish(self) -> None:
-        """Finish the tracker and write what is still in memory."""
+        """Finish the tracker and write all values that are still in memory."""
 
 
 class LoggerTracker(GeneralTracker):

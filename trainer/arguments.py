@@ -268,7 +268,7 @@ def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, An
 
 
 def refuse_with_barebones(**flags: Any) -> None:
-    """Raise a ValueError for a flag that requests what ``barebones`` disables.
+    """Raise a ValueError for a flag that requests a feature that ``barebones`` disables.
 
     Args:
         flags: Flags by name.

@@ -157,8 +157,8 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
 
-    It plans with different limits, to find the lowest one with which the model still fits. The last accelerator keeps
-    all of its memory.
+    Different limits are tried, to find the lowest one with which the model still fits. The last accelerator keeps all
+    of its memory.
 
     Args:
         model: The model.
@@ -230,7 +230,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
     Raises:
         ValueError: If the map names something that is not in the model, or a device that this machine does not have; if
-            it misses tensors; or if it splits what must be on one device.
+            it misses tensors; or if it splits modules that must be on one device.
     """
     tensors = named_tensors(model)
     valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()

@@ -51,10 +51,10 @@ class Loan:
     """One offloaded tensor of one module, which has a stand-in while the values are not loaded.
 
     Args:
-        module: The module that has it.
-        name: Its name in the module.
-        piece: The location of its values.
-        shape: Its description: the class, dtype and shape, on device ``meta``.
+        module: The module that has the tensor.
+        name: The tensor's name in the module.
+        piece: The location of the tensor's values.
+        shape: A description of the tensor: its class, dtype and shape, on device ``meta``.
         stand_in: The stand-in in the module while it is not running; the same one for all tied tensors.
     """
 
@@ -124,7 +124,7 @@ class Station:
 
     Args:
         device: The device that runs the module.
-        loans: Its offloaded tensors.
+        loans: The module's offloaded tensors.
         moves: Whether inputs may be on another device.
         skip: Names of arguments that are not moved.
     """

@@ -114,7 +114,7 @@ def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> N
 
     Args:
         model: The model.
-        names: Its names.
+        names: The names of the tensor.
         tensor: The new tensor.
     """
     for name in names:

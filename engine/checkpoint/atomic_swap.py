@@ -104,7 +104,7 @@ def finish(target: Path) -> str:
         target: The checkpoint.
 
     Returns:
-        What was done, in one sentence.
+        A description of the action taken.
     """
     part, old = beside(target, "part"), beside(target, "old")
     if os.path.lexists(target):
@@ -129,7 +129,7 @@ def recover(target: Path) -> list[str]:
         target: The checkpoint.
 
     Returns:
-        What was done, one sentence each.
+        A description of each action taken.
     """
     part, old, gone = (beside(target, suffix) for suffix in ("part", "old", "gone"))
     done = []

@@ -53,7 +53,7 @@ class Record:
     """Inert stand-in for an object in a stored state: `json_codec.decode` returns the record, never the object.
 
     Attributes:
-        kind: What the reader may create from it, such as ``"enum"``.
+        kind: The kind of object that the reader may create, such as ``"enum"``.
         name: The name of the object's class, as text.
         content: The object's data, anything that `json_codec.encode` accepts.
     """

@@ -127,7 +127,7 @@ def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
     """Return a checkpoint's note about the weights that it omits.
 
     Args:
-        digests: Their digests by name.
+        digests: The digests of these weights, by name.
     """
     return {_FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
 
@@ -224,8 +224,8 @@ def check_weights(
     Args:
         model: The model.
         weights: Objects with a ``shape``, by name.
-        path: Their source, for the error.
-        strict: False selects what fits, and reports what was skipped.
+        path: The source of the weights, for the error.
+        strict: If False, select the weights that fit, and report those that were skipped.
         left_out: Names that may be missing.
 
     Returns:
@@ -313,7 +313,7 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
     Args:
         model: The model that loads them.
         weights: Objects with a ``dtype``, by the model's names.
-        path: Their source.
+        path: The source of the weights.
     """
     lines = [
         f"{name}: {str(weights[name].dtype)[6:]} in the checkpoint, {str(current.dtype)[6:]} in this model"
@@ -329,8 +329,8 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
 def find_not_finite(model: nn.Module) -> list[str]:
     """Return the names of tensors in this process's shard of a model that must not be saved; empty for a sound model.
 
-    A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. It takes one
-    pass over the memory, and one read of the device.
+    A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. The check
+    takes one pass over the memory, and one read of the device.
 
     Args:
         model: The user's module.

@@ -68,7 +68,7 @@ class OpenCheckpoint:
             names: The files.
 
         Raises:
-            ValueError: If a file is missing, or its content is not what was committed.
+            ValueError: If a file is missing, or its content differs from the committed content.
             OSError: If the store rejects a request, or a disk operation fails.
         """
         folder = self.folder

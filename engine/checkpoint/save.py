@@ -200,7 +200,7 @@ def collect(
         accelerator: The Accelerator.
         target: The checkpoint.
         parts: Further states, by name.
-        weights_only: Omit what is needed only to resume.
+        weights_only: Omit everything that is needed only to resume.
         frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
 
     Raises:
@@ -328,7 +328,7 @@ def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Te
 
     Args:
         rank: The rank of this process.
-        random: Its RNG state.
+        random: The RNG state of this process.
         buffers: For each model, the buffers of this process.
     """
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))

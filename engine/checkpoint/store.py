@@ -154,7 +154,7 @@ def commit(
 
 
 def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
-    """Fsync what hooks wrote into a directory in addition to ``files``, and return the entries for a manifest."""
+    """Fsync the files that hooks wrote in addition to ``files``, and return their entries for a manifest."""
     entries = {}
     folders = {source}
     for name in filesystem.list_leaves(source):
@@ -191,7 +191,7 @@ def begin(target: AnyPath | str) -> Path:
 
 
 def discard(target: AnyPath | str) -> None:
-    """Delete what `write_part` wrote for a target that will not be committed. It is not an error if nothing exists.
+    """Delete the files of `write_part` for a target that will not be committed. Missing files are not an error.
 
     Args:
         target: The argument of `write_part`. An existing checkpoint there is not changed.
@@ -371,12 +371,12 @@ class CheckpointStore:
             remote.check_writable(self.directory)
 
     def recover(self) -> list[str]:
-        """Complete or roll back what a killed process left, and delete leftovers.
+        """Complete or roll back the saves of killed processes, and delete leftovers.
 
         Call it once at the start, in the one process that commits to this directory, before anything is saved.
 
         Returns:
-            What was done, one sentence each; empty if there was nothing to do.
+            A description of each action taken; empty if there was nothing to do.
         """
         if isinstance(self.directory, RemotePath):
             return remote.recover(self.directory)

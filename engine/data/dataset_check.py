@@ -107,7 +107,7 @@ def get_length(value: Any) -> int | None:
 
 
 def _iter_columns(dataset: Any) -> Iterator[Any]:
-    """Yield what a dataset holds in memory with one item per sample: arrays, and lists of plain values."""
+    """Yield the columns that a dataset holds in memory, with one item per sample: arrays and lists of plain values."""
     if isinstance(dataset, Subset):
         yield dataset.indices
         return

@@ -59,7 +59,8 @@ class _HostCopier:
     device still computes the previous step. The host is at most two such batches ahead of the device, because each of
     them takes memory on the device.
 
-    A batch is not read ahead of its step: datasets draw random numbers, and a checkpoint stores what was read.
+    Batches are not read ahead of their step, because datasets draw random numbers while they are read, and a checkpoint
+    stores the resulting state.
     """
 
     def __init__(self, device: torch.device) -> None:

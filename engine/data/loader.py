@@ -457,7 +457,7 @@ class Loader:
     # -- position ------------------------------------------------------------------------------------------------
 
     def agree(self, world: World) -> None:
-        """Compare what the ranks read: shares of the same data, drawn in one order, or each rank's own data.
+        """Determine whether the ranks read shares of the same data, in the same order, or each rank its own data.
 
         Args:
             world: The ranks.

@@ -227,7 +227,7 @@ class ShardedBatches:
         return Share(samples if self.plain or not self.batched else None, self.batch_size, self._count_batches(count))
 
     def _count_items(self, count: Callable[[Any], Any]) -> Any:
-        """Return the length of the user's sampler, and undo what it draws to compute it."""
+        """Return the length of the user's sampler; restore the random state if computing the length draws from it."""
         if not self._counting_draws:
             return count(self.sampler)
         before = host_state()

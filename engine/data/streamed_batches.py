@@ -91,9 +91,9 @@ class BatchAhead:
 
     Attributes:
         size: Its number of samples.
-        batch: What the source yielded.
+        batch: The batch as the source yielded it.
         state: The state of the source before the batch was read; None if the source has no state.
-        drawn: What was drawn to read it; None if this process draws nothing.
+        drawn: The draws made to read the batch; None if this process draws nothing.
     """
 
     size: int
@@ -106,9 +106,9 @@ class StreamedBatches:
     """Reader of the batches of a stream, in groups with exact weights.
 
     A stream that splits itself by rank (it depends on the rank, or a library has split it) is read unchanged: each rank
-    trains on what its own stream yields. A stream that is the same on all ranks is distributed: every rank reads all of
-    it, and batch r of each ``size`` batches belongs to rank r. The first batches are compared across ranks to determine
-    which case applies.
+    trains on the batches of its own stream. A stream that is the same on all ranks is distributed: every rank reads all
+    of it, and batch r of each ``size`` batches belongs to rank r. The first batches are compared across ranks to
+    determine which case applies.
 
     A rank without a batch in a round takes part with weight zero.
 
@@ -427,7 +427,7 @@ class StreamedBatches:
     def _take_group(
         self, source: Iterator[Any], width: int, shares: RankShares
     ) -> tuple[list[tuple[int, Any]], Draw | None]:
-        """Return the next group of micro-batches, shorter at the end of the stream, and what was drawn to read it."""
+        """Return the next group of micro-batches, shorter at the end of the stream, and the draws made to read it."""
         if shares.depth:
             self._read_ahead(source, width)
         taken = [self._ahead.popleft() for _ in range(min(width, len(self._ahead)))]
@@ -526,7 +526,7 @@ class StreamedBatches:
         Between two groups nothing has been read ahead of the loop.
 
         Args:
-            drawn: What was drawn for the last batch; None for the current state of the stream.
+            drawn: The draws made for the last batch; None for the current state of the stream.
         """
         if self._stands is not None:  # loaded, but not started since
             return self._stands

@@ -1,4 +1,4 @@
-"""One optimizer step: its micro-batches, their gradients, and what happens before the optimizer steps."""
+"""One optimizer step: its micro-batches, their gradients, and the work before the optimizer steps."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ class Accumulation:
         self.agreement.immediate = at_once or on_cpu
 
     def agree(self) -> Agreement:
-        """Check the gradients, and return what all processes agreed on."""
+        """Check the gradients, and return the agreement of all processes."""
         agreement = self.agreement
         if self.watches_gradients:
             agreement.watch_gradients(self.optimizers)

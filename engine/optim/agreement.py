@@ -255,7 +255,7 @@ class Agreement:
         self._read_place = ballots.place
 
     def settle(self) -> None:
-        """Read immediately what would be read one step later; waits for the device."""
+        """Read immediately the values that would be read one step later; waits for the device."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._read(pending)

@@ -129,8 +129,8 @@ def _try_sizes(
 
     Args:
         body: The function.
-        args: Its arguments after the batch size.
-        kwargs: Its keyword arguments.
+        args: The function's arguments after the batch size.
+        kwargs: The function's keyword arguments.
         starting: The first size.
         first: The function's ``gradient_accumulation_steps`` with the first size; None if it has no such parameter.
         reduce: Returns the next size; None for the default.
@@ -157,7 +157,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
         call: The attempt.
 
     Returns:
-        Whether it fit into memory on all processes, and what it returned on this one.
+        Whether the attempt fit into memory on all processes, and its result on this process.
 
     Raises:
         BaseException: Any error other than running out of memory.
@@ -178,7 +178,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def _forget(error: BaseException) -> None:
-    """Release what the frames of a failed attempt hold: models, gradients, batches."""
+    """Release the objects in the frames of a failed attempt: models, gradients, batches."""
     following: BaseException | None = error
     while following is not None:
         traceback.clear_frames(following.__traceback__)

@@ -17,7 +17,7 @@ class LossScale:
     """torch's ``GradScaler``, for any number of optimizers that share a backward pass.
 
     torch's ``update`` changes the scale and forgets which gradients were unscaled, so it may only run once all
-    optimizers of a group have stepped. It is not known which one is the last, so it runs before the next loss.
+    optimizers of a group have stepped. Which optimizer steps last is unknown, so ``update`` runs before the next loss.
 
     Args:
         scaler: The scaler.
@@ -67,7 +67,7 @@ class LossScale:
             closure: The argument of its ``step``, or None.
 
         Returns:
-            What the optimizer returned, and whether the step was skipped.
+            The optimizer's return value, and whether the step was skipped.
         """
         self.unscale((optimizer,))
         skipped = any(flag.item() for flag in self._overflows(optimizer))

@@ -159,7 +159,7 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
     """Describe the samples in a batch, and its values that are not finite; waits for the device.
 
     Args:
-        batch: What the loader yielded, for one micro-batch.
+        batch: The batch that the loader yielded for one micro-batch.
         indices: The indices in the dataset of the samples of its whole group; None for a stream.
 
     Returns:

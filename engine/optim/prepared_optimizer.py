@@ -95,7 +95,7 @@ class PreparedOptimizer(Optimizer):
             closure: Argument of the wrapped optimizer's ``step``.
 
         Returns:
-            What the wrapped optimizer returns; None if it did not step.
+            The return value of the wrapped optimizer's ``step``; None if it did not step.
         """
         accumulation = self.accumulation
         if not accumulation.sync_gradients:

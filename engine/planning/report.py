@@ -170,7 +170,7 @@ def _describe_time(plan: Plan) -> str:
 
 
 def _describe_bound(plan: Plan) -> str:
-    """Describe what dominates the time of a step."""
+    """Describe the part of a step that dominates its time."""
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (

@@ -29,8 +29,8 @@ def simulate(
 ) -> Plan:
     """Run one optimizer step of one process without values, and record its time, memory and communication.
 
-    The strategy lays the model out as in the run, and torch's own FSDP2 schedules gathers and reductions. It takes
-    seconds and a few hundred MB, for any world size.
+    The strategy lays the model out as in the run, and torch's own FSDP2 schedules gathers and reductions. The
+    simulation takes seconds and a few hundred MB, for any world size.
 
     Args:
         build_model: Creates the model, without memory for its parameters.

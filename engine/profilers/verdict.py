@@ -1,4 +1,4 @@
-"""Verdict on a run in one sentence: what it waits for, from the durations of its actions."""
+"""Verdict on a run in one sentence: what the run waits for, from the durations of its actions."""
 
 from __future__ import annotations
 

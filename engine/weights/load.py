@@ -198,7 +198,7 @@ def _compare(
 
 
 def _may_know_other_names(module: nn.Module) -> bool:
-    """Return whether the model has its own way of loading, or hooks that change what is loaded."""
+    """Return whether the model has custom methods or hooks that change which weights are loaded."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
     hooks = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]

@@ -51,8 +51,7 @@ class UnbuiltCall:
     """Record of a call that was not made.
 
     Attributes:
-        name: The name; ``"persistent"`` for what the file's owner stores elsewhere, which torch does with tensor
-            memory.
+        name: The name; ``"persistent"`` for data that is stored outside the pickle, as torch does with tensor memory.
         args: The arguments.
         state: The state that would have been set afterwards.
         pairs: The items that would have been set, in order.
@@ -67,7 +66,7 @@ class UnbuiltCall:
 
 
 def read(stream: Any) -> Any:
-    """Read one pickle, up to its end, from a binary stream; what follows is left unread.
+    """Read one pickle, up to its end, from a binary stream. Data after its end is not read.
 
     Args:
         stream: An open file with at most `MAX_BYTES` bytes.

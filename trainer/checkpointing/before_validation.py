@@ -28,7 +28,7 @@ _COUNTING = (
 
 
 class BeforeValidation:
-    """Copy of what a validation changes: RNG states, positions of its dataloaders, buffers, counts, callbacks' states.
+    """Copy of state that a validation changes: RNG state, dataloader positions, buffers, counts, callback states.
 
     Args:
         trainer: The running Trainer.

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class LastStep:
     """Copy of everything that changes between two optimizer steps, and the checkpoint of that step.
 
-    Parameters and the optimizer's tensors stay as the last step left them until the next one, so they are not copied.
-    RNG states, the dataloaders' positions, buffers (batch norm's), counters, schedules, the states of callbacks and
-    logged values change in between and are copied after every step.
+    Parameters and the optimizer's tensors do not change between two steps, so they are not copied. RNG states, the
+    dataloaders' positions, buffers (batch norm's), counters, schedules, the states of callbacks and logged values
+    change in between and are copied after every step.
 
     After an error the checkpoint is saved on one process alone, without collectives, because other ranks may have
     ended.
@@ -173,7 +173,7 @@ class LastStep:
 
         Args:
             path: Path of the checkpoint.
-            weights_only: Omit what only a resume needs.
+            weights_only: Omit everything that only a resume needs.
             trainable_only: Omit frozen weights.
 
         Raises:

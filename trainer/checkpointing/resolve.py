@@ -86,8 +86,8 @@ class CheckpointResolver:
     def resolve(self) -> OpenCheckpoint | None:
         """Return the checkpoint, opened and verified, the same on every rank; None for a fresh start.
 
-        Call it on all ranks. Rank zero searches, all ranks verify, and one message announces the choice and what was
-        skipped.
+        Call it on all ranks. Rank zero searches, all ranks verify, and one message announces the choice and the skipped
+        checkpoints.
 
         Raises:
             ValueError: If there is no such checkpoint, or the one at a path is damaged.

@@ -115,7 +115,7 @@ class TrainerCheckpointer:
         Args:
             task: The task.
             paths: Paths of the checkpoint, which is saved under each of them.
-            weights_only: Omit what only a resume needs.
+            weights_only: Omit everything that only a resume needs.
             trainable_only: Omit frozen weights. Default: False.
             blocking: Wait until the checkpoint is written. Default: True.
 
@@ -241,7 +241,7 @@ class TrainerCheckpointer:
         return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
 
     def call_save_hooks(self, task: TaskModule) -> HookedState:
-        """Call the ``on_save_checkpoint`` hooks, and return what they added to the checkpoint and changed in it.
+        """Call the ``on_save_checkpoint`` hooks, and return their additions to the checkpoint and their changes.
 
         Args:
             task: The task.

@@ -206,7 +206,7 @@ def load_checkpoint(
 
 
 def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to build a task with: those in its checkpoint, and ``given`` for the rest.
+    """Return the arguments to build a task with: those in its checkpoint, and those in ``given``.
 
     Args:
         cls: The task's class.

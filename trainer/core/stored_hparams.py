@@ -70,7 +70,7 @@ class Stored:
     Attributes:
         values: Values by name that `codec.encode` accepts; a mapping that can be stored only in part is reduced to that
             part.
-        left_out: Place and type of what could not be stored, by name.
+        left_out: Place and type of each value that could not be stored, by name.
     """
 
     values: dict[str, Any]

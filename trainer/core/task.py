@@ -91,7 +91,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         raise NotImplementedError
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Process one validation batch; log what you measure.
+        """Process one validation batch and log its metrics.
 
         Args:
             args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
@@ -103,7 +103,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         raise NotImplementedError
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Process one test batch; log what you measure.
+        """Process one test batch and log its metrics.
 
         Args:
             args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.

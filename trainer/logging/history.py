@@ -228,8 +228,8 @@ class History(Mapping[str, Curve]):
     def plot(self, *names: str, show: bool = False) -> Figure:
         """Draw curves with matplotlib and return the figure: one plot for names with the same ending (``..._loss``).
 
-        A notebook displays the figure once, as the value of the cell. It is closed in pyplot, which would display it
-        again.
+        A notebook displays the figure once, as the value of the cell. The figure is closed in pyplot, which would
+        display it again.
 
         Args:
             names: Names of the curves. Default: all, with the learning rates.

@@ -122,7 +122,7 @@ class Logbook:
     def write_batches(self, metrics: Metrics, counts: list[int], step: int, *, keep_counting: bool) -> None:
         """Send the loggers the values that single batches of an evaluation logged. Call it on all processes.
 
-        Their x-axis is the index of the dataloader's batches, because the step is constant in an evaluation. The row
+        The x-axis is the index of the batch in its dataloader, because the step is constant in an evaluation. The row
         includes the number of optimizer steps.
 
         Args:

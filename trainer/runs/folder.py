@@ -444,7 +444,7 @@ def check_name(name: Any) -> str:
 
 
 def _claim(home: AnyPath) -> tuple[AnyPath, RunLock | RemoteLock]:
-    """Create and lock the next free number's folder. Its creation is the claim, which succeeds for one job only."""
+    """Create and lock the next free number's folder. Creating the folder succeeds for one job only, and claims it."""
     if isinstance(home, RemotePath):
         number = max((int(entry) for entry in home.names() if entry.isascii() and entry.isdigit()), default=0) + 1
         while True:

@@ -1,4 +1,4 @@
-"""Content of run folders. Files are not trusted: only data is read, and what cannot be read is described."""
+"""Content of run folders. Files are not trusted: only data is read, and unreadable files are reported."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
 
 
 def _parse_points(curve: Any) -> tuple[Points, int]:
-    """Return the finite points of a saved curve, and the number of the others."""
+    """Return the finite points of a saved curve, and the number of points that are not finite."""
     steps, values = curve["steps"], curve["values"]
     points = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
     points = sorted((step, value) for step, value in points if abs(step) <= LARGEST and abs(value) <= LARGEST)

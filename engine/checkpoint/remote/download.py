@@ -47,7 +47,7 @@ class Download:
             names: The files.
 
         Raises:
-            ValueError: If a file is missing, or its content is not what was committed.
+            ValueError: If a file is missing, or its content differs from the committed content.
             OSError: If the store rejects a request, or a disk operation fails.
         """
         missing = [name for name in names if name not in self._here]

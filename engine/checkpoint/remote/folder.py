@@ -161,7 +161,7 @@ def delete(path: RemotePath, names: Iterable[str]) -> None:
 
 
 def delete_superseded(target: RemotePath, folder: str) -> None:
-    """Delete what earlier saves left under a checkpoint's URL. A failure only causes a warning.
+    """Delete the objects that earlier saves left under a checkpoint's URL. A failure only causes a warning.
 
     Args:
         target: The checkpoint's URL.
@@ -177,13 +177,13 @@ def delete_superseded(target: RemotePath, folder: str) -> None:
 
 
 def recover(directory: RemotePath) -> list[str]:
-    """Delete what killed saves left in a folder.
+    """Delete the objects that killed saves left in a folder.
 
     Args:
         directory: The URL of the checkpoints.
 
     Returns:
-        What was done, one sentence for each checkpoint.
+        A description of each deletion.
     """
     left: dict[str, list[str]] = {}
     objects = directory.sizes()
