@@ -100,7 +100,7 @@ class Accelerator(Process):
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         cpu: Same as ``accelerator="cpu"``.
-        dataloader_config: How prepared loaders are sharded; see `DataLoaderConfiguration`.
+        dataloader_config: Settings of prepared loaders; see `DataLoaderConfiguration`.
         deepspeed_plugin: Not supported; any value but None raises an error. The same holds for ``deepspeed_plugins``,
             ``torch_tp_plugin`` and ``megatron_lm_plugin``.
         deepspeed_plugins: See ``deepspeed_plugin``.
@@ -477,7 +477,7 @@ class Accelerator(Process):
         Args:
             loader: A ``DataLoader``, a `CombinedLoader` or any iterable of batches.
             device_placement: Whether to move batches to the device. Default: the Accelerator's setting.
-            shard: False leaves each process with everything that its own loader yields.
+            shard: If False, each process gets all batches of its own loader.
             evaluation: Do not form accumulation groups; every process takes part in every batch.
             move: Function to apply to each batch in place of the move to the device.
 
@@ -643,8 +643,8 @@ class Accelerator(Process):
 
         Args:
             model: One prepared model. Default: all of them.
-            buffers: Compare buffers too. Most (BatchNorm's statistics) differ between processes from one forward to the
-                next.
+            buffers: Compare buffers too. Most of them, such as BatchNorm's statistics, differ between processes after
+                every forward.
 
         Raises:
             ReplicasDiffer: On all processes, with the names, the ranks and the differences.
@@ -946,7 +946,8 @@ class Accelerator(Process):
                 adapters. The checkpoint stores their digests, and can be loaded into a model with the same frozen
                 weights.
             blocking: If False, return once the state is copied to host memory, and write it in the background. Only one
-                save runs at a time: the next one waits for it. `poll_saving` and `finish_saving` report its end.
+                save runs at a time: the next one waits for the current one. `poll_saving` and `finish_saving` report
+                the end of a save.
             also: Further directories for the same state, each a complete checkpoint.
 
         Returns:

@@ -104,10 +104,10 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
 
 
 def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
-    """Resize tensors that repeat one value ``batch_size`` times to one row per sample of the current batch.
+    """Resize tensors that repeat one value ``batch_size`` times so that they have one row per current sample.
 
     Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
-    short last batch. Tensors with differing rows are unchanged, because their rows may be, for example, tokens.
+    short last batch. Tensors whose rows differ are unchanged, because a row may be, for example, a token.
 
     Args:
         value: A tensor or a nested structure (dict, list, tuple) of tensors; one-dimensional floating-point ones of
@@ -288,7 +288,7 @@ def _check_forms(name: str, value: Any, world: World) -> None:
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
-    """Pad every tensor in a nested value along ``dim`` to the longest one of all processes.
+    """Pad every tensor in a nested value along ``dim`` to the length of the longest tensor over all processes.
 
     Args:
         value: A tensor, or tensors nested in collections.

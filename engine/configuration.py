@@ -126,7 +126,8 @@ class GradientAccumulationPlugin(KwargsHandler):
     Args:
         num_steps: Micro-batches per optimizer step.
         adjust_scheduler: Accepted but has no effect. A schedule advances only at the end of a group, as in Accelerate.
-        sync_with_dataloader: Whether the end of a loader ends a group. With False, groups continue in its next epoch.
+        sync_with_dataloader: Whether the end of a loader ends a group. If False, a group continues in the loader's next
+            epoch.
         sync_each_batch: Reduce gradients in every micro-batch, which saves memory if the model is sharded.
 
     Raises:
@@ -326,7 +327,7 @@ class TorchDynamoPlugin(KwargsHandler):
         compile_modules(modules, self._make_compiler, self._collect_arguments())
 
     def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
-        """Compile the submodules that the steps of ``model`` call, and undo other compilations of an earlier run.
+        """Compile the submodules that the steps of ``model`` call, and undo compilations that an earlier run left.
 
         Args:
             model: A module whose ``forward`` is not called. If it is the result of ``torch.compile``, its submodules

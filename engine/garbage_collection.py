@@ -1,9 +1,9 @@
 """Python's garbage collection, started by Treadle only where memory is short.
 
 A Trainer and its task refer to each other, so a Trainer that a script drops, with its optimizer's state, stays in
-memory until Python collects garbage. Python counts objects, not bytes: it may wait through several fits of large
-models. A collection before each stage would take 0.2 to 0.7 s in a process with many objects, more than a short fit
-takes.
+memory until Python collects garbage. Python counts objects, not bytes, so a collection may come only after several fits
+of large models. A collection before each stage would take 0.2 to 0.7 s in a process with many objects, more than a
+short fit takes.
 """
 
 from __future__ import annotations

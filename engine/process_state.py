@@ -228,7 +228,7 @@ class Process:
         return collectives.reduce(tensor, self.world, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along ``dim`` to the longest one of all processes.
+        """Pad tensors along ``dim`` to the length of the longest tensor over all processes.
 
         Args:
             tensor: A tensor, or tensors nested in collections.
@@ -358,7 +358,7 @@ class Process:
         return rank == index
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that rank zero runs before the others do. An error on rank zero is raised on all ranks.
+        """Return a context that rank zero runs before the other ranks. An error on rank zero is raised on all ranks.
 
         Raises:
             RuntimeError: On the other ranks, with the text of rank zero's error.
@@ -457,7 +457,8 @@ class PartialState(Process):
     def debug(self) -> bool:
         """True if `gather` checks that all ranks pass the same shapes. The other collectives always check them.
 
-        The switch applies to the whole process, as in Accelerate. ``TREADLE_DEBUG=1`` compares the calls themselves.
+        The switch applies to the whole process, as in Accelerate. ``TREADLE_DEBUG=1`` compares the collective calls
+        themselves.
         """
         return collectives.debug_mode.enabled or self.world.debug is not None
 
@@ -539,8 +540,8 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """``"no"``, ``"bf16"`` or ``"fp16"``.
 
-        Without ``mixed_precision=`` it is that of the Accelerator; without an Accelerator it is
-        ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        The default is the Accelerator's precision; without an Accelerator, it is the environment variable
+        ``ACCELERATE_MIXED_PRECISION``, or else ``"no"``.
         """
         if self._mixed_precision is not None:
             return self._mixed_precision

@@ -74,7 +74,7 @@ class FitLoopView(LoopView):
         return self.epoch_loop.total_batch_idx
 
     def setup_data(self) -> None:
-        """Create the training dataloader, if that has not happened yet."""
+        """Create the training dataloader, unless this was done before."""
         sources = self._trainer.sources
         if sources is not None:
             _ = sources.train
@@ -164,7 +164,7 @@ class EvaluationLoopView(LoopView):
         object.__setattr__(self, "_place", f"trainer.{'validate' if kind == 'val' else kind}_loop")
 
     def setup_data(self) -> None:
-        """Create the dataloaders, if that has not happened yet."""
+        """Create the dataloaders, unless this was done before."""
         sources = self._trainer.sources
         if sources is not None:
             sources.evaluation(self._kind)

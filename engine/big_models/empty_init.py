@@ -40,8 +40,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     Args:
         device: The device.
         include_buffers: Put buffers on the device too. Every tensor that is created inside the context without a device
-            is then created on it, so code that reads values back during construction cannot run with ``meta``. Default:
-            no.
+            is then created on ``device``, so code that reads values back during construction cannot run with ``meta``.
+            Default: no.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:

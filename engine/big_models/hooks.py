@@ -19,7 +19,7 @@ from .module_tensors import copy_attributes, is_buffer, set_tensor
 
 
 class StandIn(Tensor):
-    """Stand-in for an offloaded tensor: it has the tensor's shape, on device ``meta``, and no values.
+    """Stand-in for an offloaded tensor, with the tensor's shape on device ``meta`` and without values.
 
     torch 2.13 multiplies a CPU tensor by a ``meta`` one and returns uninitialized memory; this class raises an error.
     """
@@ -119,8 +119,8 @@ def _refuse_gradient(gradient: Tensor) -> None:
 class Station:
     """Hooks of one module: when it is called, its offloaded tensors are loaded and its inputs are moved.
 
-    Two threads may run it at the same time, and a module may call itself: the values are released when the last call
-    ends.
+    Two threads may run the module at the same time, and a module may call itself: the values are released when the last
+    call ends.
 
     Args:
         device: The device that runs the module.

@@ -151,7 +151,7 @@ def resolve_stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dty
 
 
 def list_class_names(module: nn.Module) -> set[str]:
-    """Return the names under which a module's class can be listed: its own and its bases'.
+    """Return the names under which a module's class can be listed: those of the class and of its bases.
 
     Args:
         module: The module.

@@ -25,7 +25,7 @@ from .parts import Files, TensorFile
 class HostCopies:
     """Copies of tensors in host memory, in buffers that are reused by the next save.
 
-    Fresh memory takes ten times as long as the copy itself, because the system clears each page of it first.
+    Allocating new memory takes ten times as long as the copy itself, because the system clears each page of it first.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Copying:
         self._lock = threading.Lock()
 
     def add(self, place: str, buffer: Tensor, tensor: Tensor) -> None:
-        """Schedule a copy of ``tensor`` in its current state to ``buffer``.
+        """Schedule a copy of ``tensor``, in its current state, to ``buffer``.
 
         Args:
             place: The name of the tensor, for errors.

@@ -92,7 +92,7 @@ def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: 
 
 
 def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> int:
-    """Return the number of the next checkpoint after a resume from ``loaded``, which exceeds all existing numbers.
+    """Return the number of the next checkpoint after a resume from ``loaded``; it exceeds all existing numbers.
 
     Args:
         project: The configuration of the run.

@@ -95,7 +95,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
 
     Args:
         path: The file.
-        tensors: The tensors by name, of plain types, or objects that read one when they are indexed.
+        tensors: By name, tensors of plain types, or objects that read a tensor when they are indexed.
         notes: The text for the file's header.
 
     Raises:

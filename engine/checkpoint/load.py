@@ -260,7 +260,7 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
     Args:
         saved: The state.
         like: Another state; if it has a sharded tensor at the same place, only this process's shard is read.
-        once: The tensors that were already read, so that tied ones are one object again.
+        once: The tensors that were already read, so that tied tensors are one object again.
     """
     if isinstance(saved, Stored):
         alike = is_sharded(like) and like.shape == saved.shape

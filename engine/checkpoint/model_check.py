@@ -41,7 +41,7 @@ def make_notes(model: nn.Module) -> dict[str, str]:
 
 
 class FrozenWeights:
-    """Digests of a model's parameters that are not trained, which a checkpoint may store instead of the parameters.
+    """Digests of a model's frozen parameters, which a checkpoint may store instead of the parameters.
 
     A parameter that was trained before, or that was changed otherwise, no longer counts as frozen.
     """

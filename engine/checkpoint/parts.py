@@ -161,7 +161,7 @@ def has_part(files: Iterable[str], name: str) -> bool:
 
 
 def list_part_files(name: str, files: Iterable[str]) -> list[str]:
-    """Return the names of a part's files, rank zero's first.
+    """Return the names of a part's files, that of rank zero first.
 
     Args:
         name: The name of the part.

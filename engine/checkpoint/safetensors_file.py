@@ -263,7 +263,7 @@ def read_mark(descriptor: int) -> tuple[int, ...]:
 
 
 def abbreviate(names: list[str]) -> str:
-    """Return the first names of a list, and the number of the others, as text.
+    """Return the first names of a list, and the number of omitted names, as text.
 
     Args:
         names: The names.

@@ -194,7 +194,7 @@ def collect(
     weights_only: bool,
     frozen: Sequence[Mapping[str, str]] = (),
 ) -> Files:
-    """Return the files that this process adds to a checkpoint, uncopied and unwritten. Call it on all processes.
+    """Return the files that this process adds to a checkpoint, without copying data. Call it on all processes.
 
     Args:
         accelerator: The Accelerator.
@@ -324,7 +324,7 @@ def sort_loaders(loaders: list[Loader]) -> list[Loader]:
 
 
 def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
-    """Return the files with the state that process ``rank`` does not share.
+    """Return the files with the state that belongs to process ``rank`` alone.
 
     Args:
         rank: The rank of this process.

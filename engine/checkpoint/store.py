@@ -1,4 +1,4 @@
-"""Checkpoint store: the files on disk, and when they count as complete. It is independent of the state and of ranks.
+"""Checkpoint store: the files on disk, and when they count as complete. It does not depend on the state or on ranks.
 
 A checkpoint is a directory of parts (see `parts`) and a ``manifest.json``: ``model``, ``optimizer``, ``state``, and
 ``rank-00000`` for each process. Tensors are safetensors, the rest is JSON, nothing is pickled. Every process writes its
@@ -61,7 +61,7 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesyste
     Several processes may write parts concurrently if the names differ.
 
     Args:
-        target: Where the checkpoint will be committed.
+        target: The path at which the checkpoint will be committed.
         name: See `parts.encode_part`.
         state: The state to store. Tensors may be on any device; tied ones are stored once.
 
@@ -106,7 +106,7 @@ def beside(target: AnyPath | str) -> Path:
 def commit(
     target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool = False
 ) -> Path:
-    """Make the written parts a checkpoint, by one rename. One process calls it, after all have written their parts.
+    """Make the written parts a checkpoint, by one rename. One process calls it after all have written their parts.
 
     An existing checkpoint at the target is replaced; at every moment one of the two can be loaded.
 
@@ -212,7 +212,7 @@ def find_again(path: AnyPath | str) -> None:
     killed process has left both versions; whichever process comes first puts the better one in place.
 
     Args:
-        path: The checkpoint's directory. It is not changed if it exists, or if it is not being replaced.
+        path: The checkpoint's directory. The directory is not changed if it exists, or if it is not being replaced.
     """
     target = absolute(path)
     if isinstance(target, RemotePath):  # in a store nothing is renamed
@@ -386,7 +386,7 @@ class CheckpointStore:
 
 
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-    """Return the readable manifests, the latest last, and the problems of the others."""
+    """Return the readable manifests, the latest last, and the problems of unreadable ones."""
     checkpoints: list[tuple[Manifest, AnyPath]] = []
     problems = []
     for path in _iterate_checkpoints(directory):

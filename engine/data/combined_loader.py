@@ -24,7 +24,7 @@ class CombinedLoader:
     Pass it to ``fit`` or to `Accelerator.prepare`. In ``fit``, a plain dict, list or tuple of loaders is combined in
     mode ``"max_size_cycle"``. Iterated on its own, it yields ``(batch, batch_idx, dataloader_idx)``.
 
-    A micro-batch is weighted by the samples in all of its parts together. With several processes, or in a short last
+    A micro-batch is weighted by the total number of samples in its parts. With several processes, or in a short last
     group of micro-batches, a loss that is the mean over all of these samples is therefore exact.
 
     Args:

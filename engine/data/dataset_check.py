@@ -49,7 +49,8 @@ def share_data(dataset: Any, world: World) -> bool:
         False if each rank holds samples that no other rank has: the data is already split by rank.
 
     Raises:
-        ValueError: On every rank, if their samples differ and some are on several ranks, or cannot be distinguished.
+        ValueError: On every rank, if the datasets differ and some samples are on several ranks, or cannot be
+            distinguished.
     """
     identities = world.gather_objects((get_length(dataset), fingerprint(dataset)))
     if len(set(identities)) == 1:

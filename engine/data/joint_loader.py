@@ -187,7 +187,7 @@ class JointLoader(Loader):
         super().end_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch; for the combined loaders it is the number of their next pass.
+        """Set the number of the next epoch, which is the number of the next pass for the combined loaders.
 
         Args:
             epoch: The number.

@@ -46,7 +46,7 @@ class Loader:
         cursor: Updated with each micro-batch that is yielded.
         stream: The stream that samplers draw from.
         accumulate: Returns the number of micro-batches per optimizer step.
-        shard: False leaves each process with everything that its own loader yields.
+        shard: If False, each process gets all batches of its own loader.
         evaluation: Form no accumulation groups, and distribute the last samples so that every process takes part in
             every batch.
         move: Function applied to each batch (device transfer), or None.
@@ -445,7 +445,7 @@ class Loader:
         self._named = True
 
     def close(self) -> None:
-        """End the workers, persistent ones and those of an epoch that an error has interrupted.
+        """End all workers: persistent ones, and those of an epoch that an error has interrupted.
 
         The error's traceback refers to the epoch's iterator, and a notebook keeps the error. Garbage collection would
         wait for each persistent worker for five seconds.

@@ -32,8 +32,8 @@ class Share:
 class RankShares:
     """Samples of each micro-batch over all ranks, if every rank reads its own data.
 
-    All ranks stay in step until the last one has read its data: a rank without a batch takes part with weight zero. So
-    no rank waits for another that has left, and no sample is dropped.
+    All ranks stay in step until the last one has read its data: a rank without a batch takes part with weight zero. No
+    rank therefore waits for another that has left, and no sample is dropped.
 
     If each rank's batches follow from the length of its data, the lengths are exchanged once. If a stream may be read
     ahead, the ranks vote on the next group along with the gradients; see `Outlook`. In all other cases (the first

@@ -81,11 +81,11 @@ class Draws:
         self.load_epochs(state)
 
     def epochs(self) -> list[int]:
-        """Return the epochs that datasets count on their own."""
+        """Return the epoch counters that datasets keep on their own."""
         return [dataset.epoch for dataset in self.counting_epochs]
 
     def load_epochs(self, state: dict[str, Any]) -> None:
-        """Restore the epochs that datasets count on their own; older checkpoints do not have them.
+        """Restore the epoch counters that datasets keep on their own; older checkpoints do not have them.
 
         Args:
             state: The state.

@@ -70,7 +70,7 @@ class ShardedBatches:
     Attributes:
         order: The RNG state that the epoch's order was drawn from; if it is set before the epoch begins, that epoch is
             repeated.
-        micros: For each batch that was yielded and that the loop has not processed yet: its metadata, what was drawn
+        micros: For each batch that was yielded and that the loop has not processed yet: its metadata, the draws made
             for it from a copy of the stream (None if the epoch's order was drawn in one call), and the indices of its
             group.
     """
@@ -187,7 +187,7 @@ class ShardedBatches:
         return self._count_batches(self._count_items(len), limit)
 
     def agree(self, world: World) -> None:
-        """Determine whether the ranks share one dataset in one order, or each reads its own. Call it on all ranks.
+        """Determine whether the ranks share one dataset in one order, or each reads its own data. Call it on all ranks.
 
         Args:
             world: The ranks.

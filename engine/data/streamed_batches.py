@@ -107,8 +107,8 @@ class StreamedBatches:
 
     A stream that splits itself by rank (it depends on the rank, or a library has split it) is read unchanged: each rank
     trains on the batches of its own stream. A stream that is the same on all ranks is distributed: every rank reads all
-    of it, and batch r of each ``size`` batches belongs to rank r. The first batches are compared across ranks to
-    determine which case applies.
+    of it, and in each round of ``size`` batches, batch r belongs to rank r. The first batches are compared across ranks
+    to determine which case applies.
 
     A rank without a batch in a round takes part with weight zero.
 
@@ -125,7 +125,7 @@ class StreamedBatches:
             its draws are the same on every rank, and the same again after a resume.
         stateful: An object with ``state_dict`` and ``load_state_dict`` that contains the position of the source, or
             None.
-        gap: Why the state of the source is not used, or "".
+        gap: The reason why the state of the source is not used, or "".
         cursor: Receives the upcoming group that the votes describe; None if the stream may not be read ahead.
 
     Attributes:
@@ -219,7 +219,7 @@ class StreamedBatches:
         return Share(None, self.counted or 1, get_length(self.source), self.cursor is not None)
 
     def agree(self, world: World) -> None:
-        """Determine what the ranks read, if it is known before the first batch. Call it on all ranks.
+        """Determine whether the ranks share a stream, if this is known before the first batch. Call it on all ranks.
 
         Args:
             world: The ranks.

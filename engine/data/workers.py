@@ -134,9 +134,9 @@ def _generate_batches(loader: DataLoader[Any]) -> Iterator[Any]:
 class LiveWithRank:
     """``worker_init_fn`` that makes a worker end with its rank, and that calls the user's function.
 
-    Launchers and terminals signal whole process groups. A rank that receives SIGTERM completes its step and saves, for
-    which it needs its workers, but torch's workers end with SIGTERM; so the workers form a separate process group. A
-    Ctrl-C that is sent to each process individually is ignored.
+    Launchers and terminals signal whole process groups. A rank that receives SIGTERM needs its workers to complete its
+    step and save, but torch's workers end on SIGTERM. The workers therefore form a separate process group. A Ctrl-C
+    that is sent to each process individually is ignored.
 
     When the rank ends, its workers end immediately: torch's own check for their parent runs every 5 s. A thread that
     waits for the parent's end takes no time and works on every system. Unlike Linux's death signal, it does not fire

@@ -71,11 +71,11 @@ class Metrics:
             self.weight = 1.0  # the weight of a process's value, not of a batch's
 
     def counted(self, batches: Iterable[Any], cursor: Cursor, owner: nn.Module) -> Iterator[Any]:
-        """Yield batches; metric objects of ``owner`` do not count the stand-ins among them.
+        """Yield batches; stand-ins among them do not change the metric objects of ``owner``.
 
         A stand-in is another process's sample, which fills an empty share of the last global batch so that the
         collectives match. In an evaluation it does not change ``owner``'s own lists, sums and counts either. In
-        training it does: step counts there must stay the same on all processes.
+        training it does, because step counts must stay the same on all processes.
 
         Args:
             batches: The batches of a prepared loader.
@@ -489,7 +489,7 @@ class Entry:
         reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
         prog_bar: Show it in the progress bar.
         logger: Send it to loggers.
-        suffix: The part of ``name`` that names the evaluation loader, if there are several.
+        suffix: The part of ``name`` that identifies the evaluation loader, if there are several.
 
     Attributes:
         batches: Value and weight by ``Metrics.place``, for an entry that logs each batch of an evaluation; else None.

@@ -1,4 +1,4 @@
-"""Compute metric objects over ranks that have processed different numbers of batches.
+"""Computation of metric objects over ranks that have processed different numbers of batches.
 
 torchmetrics gathers a list state tensor by tensor: lists of unequal lengths hang or mix up their items, and a rank
 without data sends an empty vector regardless of the dimensions and dtype that the others send. Libraries that pad the

@@ -135,7 +135,7 @@ class Accumulation:
         return self._steps_before + optimizer.steps_taken
 
     def forget_group(self) -> None:
-        """Start a new group, none of whose micro-batches has run."""
+        """Start a new group, of which no micro-batch has run."""
         self.position = 0
         self._weight = None
         self.unfinished = self._unweighted = False

@@ -95,7 +95,7 @@ class Agreement:
         self.signaled |= self.alone
 
     def ask(self, stop: bool) -> bool:
-        """Agree by a collective, if no step carries votes.
+        """Agree in a separate collective, if no step carries votes.
 
         Args:
             stop: Whether this process requests a stop.

@@ -52,8 +52,8 @@ def find_executable_batch_size(
     """Decorate a function so that it runs again with a smaller batch size whenever memory runs out.
 
     All processes try the same sizes: if memory runs out on one, all start over. Prepare models and optimizers inside
-    ``function``, because each attempt has a new process group. An Accelerator created outside stays usable: call its
-    ``free_memory()`` first.
+    ``function``, because each attempt has a new process group. An Accelerator created outside stays usable; call its
+    ``free_memory()`` at the start of ``function``.
 
     If ``function`` has a parameter ``gradient_accumulation_steps``, it grows by the factor by which the batch shrinks,
     so that the global batch keeps its size.
@@ -125,7 +125,7 @@ def _try_sizes(
     first: int | None,
     reduce: Callable[[], int] | None,
 ) -> Any:
-    """Run the function with smaller and smaller batch sizes until one fits, and return its result.
+    """Run the function with decreasing batch sizes until one fits, and return its result.
 
     Args:
         body: The function.

@@ -1,4 +1,4 @@
-"""Loops over user-defined batches, if some ranks have more of them than others."""
+"""Loops over user-defined batches of which some ranks have more than others."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class LossScale:
         return self.scaler.step(optimizer, *arguments), skipped
 
     def _overflows(self, optimizer: Optimizer) -> Iterable[Tensor]:
-        """Return the overflow flags per device from the only place where torch keeps them. `update` reads them too."""
+        """Return the overflow flags per device from the state of torch's scaler, which `update` reads too."""
         return self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
 
 

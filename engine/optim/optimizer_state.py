@@ -1,4 +1,4 @@
-"""State of an optimizer under the names of its parameters, so that it can be matched and fits any layout."""
+"""State of an optimizer under the names of its parameters, so that it can be matched and loaded into any layout."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 
 
 def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype | None = None) -> Any:
-    """Return a nested state with its tensors in memory; those of the parameter's shape are sharded like it.
+    """Return a nested state with its tensors in memory; those of the parameter's shape get its sharding.
 
     Slots that had the parameter's saved dtype, ``saved_dtype``, change to its current dtype; counts and products do
     not.

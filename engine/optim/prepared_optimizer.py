@@ -222,8 +222,9 @@ class PreparedScheduler:
     """The user's scheduler, advanced only by optimizer steps that were applied.
 
     A script sizes its schedule by the loader that it creates, whose batches the processes share: one optimizer step
-    processes one batch per process. So each call advances the schedule by the number of processes, as in Accelerate,
-    and by one with ``split_batches``. The learning rate then follows the number of samples seen, with any world size.
+    processes one batch per process. Each call therefore advances the schedule by the number of processes, as in
+    Accelerate, or by one with ``split_batches``. The learning rate then follows the number of samples seen, with any
+    world size.
 
     Args:
         scheduler: The wrapped scheduler.

@@ -69,7 +69,7 @@ def _advise_fit(plan: Plan, again: Again) -> str:
 
 
 def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
-    """Reduce the micro-batch, with the same number of samples per step."""
+    """Reduce the micro-batch and keep the number of samples per step."""
     fixed = sum(candidate.states.values())
     room = candidate.gpu.memory / candidate.calibration.reserved - fixed
     sample_bytes = max(1, (candidate.peak - fixed) // candidate.micro_batch)

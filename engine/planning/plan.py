@@ -137,8 +137,8 @@ class Plan(Conditions):
     def band(self) -> tuple[float, float, float]:
         """Seconds of a step: at best, most likely, at worst.
 
-        The slower of the device and the host determines it. Beyond the checked world sizes the band widens with every
-        doubling.
+        The slower of the device and the host determines the time. Beyond the checked world sizes the band widens with
+        every doubling.
         """
         spread = self.calibration.spread if self.checked else self.calibration.spread_unchecked
         late = (1 + self.calibration.straggler) ** max(0.0, log2(self.world_size / self.calibration.straggler_from))

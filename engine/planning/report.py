@@ -51,7 +51,7 @@ def screen(
         name: The name of the model.
         schedule: The length of the run.
         hints: The suggestions of `advice.advise`.
-        gpu_from: How the GPU was determined, if the user did not name it.
+        gpu_from: The way in which the GPU was determined, if the user did not name it.
         width: Columns.
     """
     machines = -(-plan.world_size // plan.gpu.per_machine)

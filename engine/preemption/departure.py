@@ -33,8 +33,8 @@ class _Round:
         number: The number of the stage; the ranks go through the same stages.
         position: The batch that this rank is in, or about to begin.
         asked: Whether this rank wants to leave.
-        limit: Where this rank waits for the decision.
-        decision: Where all ranks leave.
+        limit: The batch before which this rank waits for the decision.
+        decision: The batch before which all ranks leave.
     """
 
     def __init__(self) -> None:

@@ -55,16 +55,16 @@ class Preempted(SystemExit):
 class Preemption:
     """Handler of SIGTERM, SIGUSR1 and SIGHUP during training; the loop saves and leaves after the current step.
 
-    The handler only sets a flag, so a signal never interrupts a step or a save, even if it comes repeatedly. All ranks
-    leave after the same step, no matter which one received the signal. In the Trainer's loop the flag is part of the
-    votes of each step; in a user-defined loop, and in evaluations, the ranks agree through the store, which takes up to
-    two seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 before a job's time is up; the job is then requeued.
+    The handler only sets a flag, so a signal never interrupts a step or a save, even if it is sent repeatedly. All
+    ranks leave after the same step, no matter which one received the signal. In the Trainer's loop the flag is part of
+    the votes of each step; in a user-defined loop, and in evaluations, the ranks agree through the store, which takes
+    up to two seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 before a job's time is up; the job is then requeued.
 
     Before the first step nothing has to be saved: in the block of `leaving_at_once`, a rank that receives a signal
     leaves without waiting for the others, and its launcher informs them.
 
-    Ctrl-C (SIGINT) raises KeyboardInterrupt immediately, with two exceptions: if ``interrupts`` is set it is handled
-    like the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not delayed.
+    Ctrl-C (SIGINT) raises KeyboardInterrupt immediately, with two exceptions: if ``interrupts`` is set, Ctrl-C is
+    handled like the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not delayed.
 
     Args:
         accelerator: The Accelerator, whose votes carry the flag.
@@ -75,7 +75,7 @@ class Preemption:
         caught: The signal that this process received; None if it received none.
         interrupts: Whether Ctrl-C is handled like the other signals.
         abandoned: Whether a second Ctrl-C arrived, so that nothing more is saved.
-        departure: Lets loops without votes, in evaluations, end together.
+        departure: Makes the ranks leave loops without votes, such as evaluations, together.
 
     Example:
         >>> import treadle
@@ -220,7 +220,7 @@ class Preemption:
             watchdog.interrupted = False
 
     def _interruption(self) -> int | None:
-        """Return a rank that has ended, so that this rank leaves without an agreement after its signal; or None."""
+        """Return a rank that has ended, or None. If one has, this rank leaves without an agreement after its signal."""
         watchdog = self._accelerator.watchdog
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 

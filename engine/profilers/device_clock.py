@@ -104,7 +104,7 @@ class DeviceClock:
 
 
 def device_clock(device: torch.device | None, take: Callable[[str, float, float], None]) -> DeviceClock | None:
-    """Return the clock of a device; None if it has none that can be read.
+    """Return the clock of a device; None if the device has no clock that can be read.
 
     Args:
         device: The device.

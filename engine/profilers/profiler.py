@@ -23,7 +23,7 @@ class Profiler:
     docs/profiling.md. Actions may be nested. In a step, ``with self.trainer.profiler.profile("attention"):`` adds one.
 
     Args:
-        dirpath: Directory of the files that it writes. Default: the run's log directory.
+        dirpath: Directory of the profiler's files. Default: the run's log directory.
         filename: Write the report to a file with this name, one for each process, in place of showing it.
 
     Attributes:
@@ -75,7 +75,7 @@ class Profiler:
         """
 
     def step(self) -> None:
-        """Mark the end of an optimizer step with all that belongs to it; in an evaluation, the end of a batch."""
+        """Mark the end of an optimizer step and of its additional work; in an evaluation, the end of a batch."""
 
     def summary(self) -> str:
         """Return the report as text."""

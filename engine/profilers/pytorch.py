@@ -217,7 +217,7 @@ class PyTorchProfiler(Profiler):
 class ModuleNames:
     """Hooks that create a named range for each call of a submodule, until `remove`.
 
-    Compiled submodules are excluded, including all that they contain: a range would break their graph.
+    Compiled submodules and the modules inside them are excluded, because a range would break their graph.
 
     Args:
         model: The model.

@@ -23,7 +23,7 @@ class Action:
     Attributes:
         calls: Number of runs.
         total: Seconds spent in it; in a recursion, only the outermost run counts.
-        exclusive: The seconds outside of actions within it.
+        exclusive: Seconds spent in it outside of nested actions.
         longest: Seconds of its longest run.
         first: ``exclusive`` of its first run, which takes longer than others: it starts workers, compiles, allocates
             memory.
@@ -61,7 +61,7 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
 
     Args:
         actions: The measurements, by action.
-        advice: Replaces the usual advice, by action.
+        advice: Advice that replaces the usual advice, by action.
         on_device: Whether to use the times of the device's clock.
 
     Returns:

@@ -71,7 +71,7 @@ def load_weights(
             automatically.
         rename: A function that maps a name in the source to the name in the model, or to None to skip the weight; or a
             mapping of names, in which a name that ends with ``"."`` or is empty stands for all names with this prefix.
-        sha256: The digest of the file, which is compared before anything in it is read. Required for a URL.
+        sha256: The digest of the file, which is compared before the content is parsed. Required for a URL.
 
     Returns:
         The names of the weights that were loaded, and of those that were not.

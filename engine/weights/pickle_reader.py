@@ -2,8 +2,8 @@
 
 Python's unpickler executes what the file contains. This one records it: the name of a class or function stays a `Name`,
 and the result of calling it stays an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which
-names they accept, and what data these stand for. It therefore does not matter which names a process has told torch to
-trust, nor whether a name's code is harmless: none of it ever runs.
+names they accept, and what data these stand for. The names that a process has told torch to trust are therefore
+irrelevant, and so is the code behind a name: it never runs.
 """
 
 from __future__ import annotations

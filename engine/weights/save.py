@@ -178,7 +178,7 @@ def write_weights(
         safe: Write safetensors, else torch's format, in which a tensor also has its other names.
 
     Raises:
-        ValueError: If the directory is a checkpoint, whose files these would replace. In that case, no file is written.
+        ValueError: If the directory is a checkpoint, whose files would be replaced. In that case, no file is written.
     """
     directory = absolute(directory)
     refuse_checkpoint(directory)
@@ -357,5 +357,5 @@ def make_readable(value: Any, place: str) -> Any:
 
 
 def _has_identical_items(old: Iterable[Any], new: Iterable[Any]) -> bool:
-    """Return whether nothing was changed, so that the container stays the same object with its own attributes."""
+    """Return whether all items are the same objects, so that the container itself can be kept with its attributes."""
     return all(old_item is new_item for old_item, new_item in zip(old, new, strict=True))

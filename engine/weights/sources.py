@@ -111,7 +111,7 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
             as in Hugging Face's cache.
 
     Raises:
-        ValueError: If it is another kind of file, is damaged, or lacks a file.
+        ValueError: If the path is another kind of file, or if the checkpoint is damaged or lacks a file.
     """
     stored = find_in_store(checkpoint)
     if stored is None:

@@ -28,8 +28,8 @@ class LastStep:
     """Copy of everything that changes between two optimizer steps, and the checkpoint of that step.
 
     Parameters and the optimizer's tensors do not change between two steps, so they are not copied. RNG states, the
-    dataloaders' positions, buffers (batch norm's), counters, schedules, the states of callbacks and logged values
-    change in between and are copied after every step.
+    dataloaders' positions, buffers (such as those of batch norm), counters, schedules, callback states and logged
+    values change in between and are copied after every step.
 
     After an error the checkpoint is saved on one process alone, without collectives, because other ranks may have
     ended.

@@ -41,7 +41,7 @@ _ELSEWHERE = {
 
 @dataclass
 class SearchReport:
-    """Findings of a search for a checkpoint. Rank zero fills it in and sends it to all ranks.
+    """Findings of a search for a checkpoint. Rank zero fills in the report and sends it to all ranks.
 
     Attributes:
         steps_reached: Optimizer steps that the run had taken when it ended, if its folder records them.

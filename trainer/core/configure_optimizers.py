@@ -97,7 +97,7 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
 
 
 def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
-    """Raise an error unless the optimizers train the module and the schedulers drive these optimizers.
+    """Raise an error unless the optimizers train the module and the schedulers belong to these optimizers.
 
     Args:
         module: The task.

@@ -41,8 +41,8 @@ class Exports(nn.Module):
             file_path: Path of the file, or an open file; None writes no file.
             input_sample: The input of ``forward``: a tensor, a tuple of arguments, or a dict of keywords. Default:
                 ``example_input_array``.
-            kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` leaves the batch
-                size open.
+            kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` makes the batch
+                size dynamic.
 
         Returns:
             The program.

@@ -158,7 +158,7 @@ def _classify(whole: Any) -> tuple[str, str]:
 
 
 def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
-    """Return a copy that later changes to the original do not affect; ``shared`` types and non-data are not copied."""
+    """Return a copy for which values are copied, except those of ``shared`` types and those that are not data."""
     if is_config(values):
         return copy.deepcopy(values)
     snapshot = AttributeDict()

@@ -82,7 +82,8 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
 
     Args:
         hparams: Values by name, as the user passed them.
-        defaults: The constructor's defaults. A default that cannot be stored is not reported: the constructor has it.
+        defaults: The constructor's defaults. A default that cannot be stored is not reported, because the constructor
+            provides it.
     """
     flattener = _Flattener()
     values = flattener.mapping(hparams, ())

@@ -128,7 +128,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         raise NotImplementedError
 
     def train_dataloader(self) -> Any:
-        """Return the training dataloader, if it is not passed to ``fit``."""
+        """Return the training dataloader. It is used if none is passed to ``fit``."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
@@ -254,7 +254,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log one value. The overhead is small: values are reduced over all processes and read later, in bulk.
+        """Log one value. The overhead is small, because values are reduced over all processes and read later, in bulk.
 
         Args:
             name: The name to log under.
@@ -352,8 +352,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Run the backward pass in the run's precision, in ``training_step`` with ``automatic_optimization=False``.
 
         Args:
-            loss: 0-d tensor, the mean over the batch's samples. With several processes, it is weighted by the number of
-                samples.
+            loss: 0-d tensor, the mean over the batch's samples. With several processes, the loss is weighted by the
+                number of samples.
             args: Positional arguments of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
 

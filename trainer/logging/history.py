@@ -210,7 +210,7 @@ class History(Mapping[str, Curve]):
     # -- storage and display -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the curves and rates, without times: a repeated run has to save the same bytes."""
+        """Return the curves and rates, without times, because a repeated run has to save the same bytes."""
         return {
             "curves": {name: curve.state_dict() for name, curve in self.curves.items()},
             "rates": {name: curve.state_dict() for name, curve in self.rates.items()},

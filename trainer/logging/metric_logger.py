@@ -164,7 +164,7 @@ class Logbook:
                     self.logged_values[name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reduced values: a scheduler or a monitoring callback may need one before it is logged again."""
+        """Return the reduced values. A scheduler or a monitoring callback may need one before it is logged again."""
         values, watch = dict(self.callback_values), self.watch.state_dict()
         return {"values": values, "watch": watch, "evaluated": list(self.evaluated)}
 
@@ -311,7 +311,7 @@ class Logbook:
     def directory(self, root: str) -> str:
         """Return the run's folder. Call it on rank zero only.
 
-        It is the folder of the first logger that has one. If none has one (MLflow, for example), a folder is created
+        This is the folder of the first logger that has one. If none has one (MLflow, for example), a folder is created
         below ``root``, once for this logbook, so that no two runs share it. Without a logger it is ``root`` itself.
 
         Args:

@@ -176,8 +176,8 @@ class Steps:
         """Check that every rank ends the epoch at this accumulation group.
 
         The caller then discards the group's gradients. A rank that does not leave is already in the group's
-        collectives, so this rank participates in them, with weight zero. Its vote travels in these collectives, which
-        has no overhead in other steps.
+        collectives, so this rank participates in them, with weight zero. Its vote is part of these collectives, so that
+        other steps have no overhead.
 
         Args:
             batches: The remaining batches of the group.

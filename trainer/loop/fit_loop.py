@@ -235,7 +235,7 @@ class FitLoop:
     # -- between two steps ---------------------------------------------------------------------------------------
 
     def _end_of_step(self) -> bool:
-        """Perform the work between two steps: log, validate, schedule, save. Return whether the epoch ends here."""
+        """Log, validate, step the schedulers and save between two steps. Return whether the epoch ends here."""
         trainer, progress = self.trainer, self.progress
         if self.steps.skip_rest:
             return True

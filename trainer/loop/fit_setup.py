@@ -83,7 +83,7 @@ class Fit:
             hook()
 
     def _prepare(self, reloads: bool) -> tuple[Any, Any]:
-        """Do everything that precedes the sanity check.
+        """Prepare the run up to the sanity check.
 
         Args:
             reloads: Whether the epoch begins with new dataloaders, which start from their beginning.
@@ -130,7 +130,7 @@ class Fit:
         """Recreate the dataloaders that a resumed run used, with ``progress.epoch`` as when they were first created.
 
         Returns:
-            Whether they are created for the epoch that begins.
+            Whether the dataloaders are created for the epoch that begins.
         """
         trainer, sources = self.trainer, self.sources
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress

@@ -255,7 +255,7 @@ class RunFolder:
         return callbacks
 
     def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
-        """Return the directory of a callback. Raise a ValueError if it is in another run's folder."""
+        """Return the directory of a callback. Raise a ValueError if it is the folder of another run."""
         if callback.dirpath is not None:
             place = _resolve_path(callback.dirpath)
             for folder in (place, place.parent):
@@ -291,7 +291,7 @@ class RunFolder:
         Args:
             facts: The changed entries by name: ``state``, ``steps``, ``best``, ... Values are plain data. Ranks other
                 than zero record only an error.
-            charts: Steps and values of the curves of each chart, by name; None if they have not changed.
+            charts: Steps and values of the curves of each chart, by name; None if the charts have not changed.
         """
         state = facts.get("state", "running")
         if state.startswith("failed"):
@@ -421,7 +421,7 @@ class RunFolder:
 
 
 def check_name(name: Any) -> str:
-    """Return the name of runs, if it is valid for a folder.
+    """Return a name of runs if it is a valid folder name.
 
     Args:
         name: The name.

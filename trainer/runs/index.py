@@ -47,13 +47,13 @@ class Run:
 
     Attributes:
         path: The folder.
-        name: The name that it shares with other runs.
+        name: The name that the run shares with other runs.
         number: Its number; 0 if the folder's name is not a number, for example after a copy.
         state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` if the record
             states that the run is running, but no process holds the lock; ``"waiting"``; ``"pruned"``;
             ``"unreadable"``.
         facts: Entries of the record whose values have the right types.
-        problem: Why the record cannot be read; "" if it can.
+        problem: The reason why the record cannot be read; "" if it can.
     """
 
     path: AnyPath
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Total duration of all its sessions in seconds."""
+        """Total duration of the run's sessions in seconds."""
         seconds = self.facts.get("seconds")
         if seconds is not None and self.state == "running":
             seconds += max(0.0, time.time() - self.facts.get("updated", math.inf))

@@ -212,5 +212,5 @@ def _is_data(name: str) -> bool:
 
 
 def _find_foreign(objects: Iterable[str]) -> list[str]:
-    """Return the names of a checkpoint's objects that no save of it has written."""
+    """Return the names of the objects under a checkpoint's URL that no save has written."""
     return [name for name in objects if name != MANIFEST and not _is_data(name)]
