@@ -608,7 +608,7 @@ class Accelerator(Process):
         return join_uneven_inputs(self, joinables, even_batches)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
-        """Return a context in which a model is created on the device, and in the dtype, of the run.
+        """Return a context that creates the parameters of a model on the run's device and in its dtype.
 
         If the strategy shards models, no parameters are allocated in the context. `prepare_model` gives each process
         its shard, with the same values as in a model that is created without the context.

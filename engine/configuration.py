@@ -391,7 +391,7 @@ class _Refused:
 
 
 class DeepSpeedPlugin(_Refused):
-    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
 
     Example:
         >>> import treadle
@@ -404,7 +404,7 @@ class DeepSpeedPlugin(_Refused):
 
 
 class MegatronLMPlugin(_Refused):
-    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
 
     Example:
         >>> from treadle.engine import MegatronLMPlugin
@@ -417,7 +417,7 @@ class MegatronLMPlugin(_Refused):
 
 
 class TorchTensorParallelPlugin(_Refused):
-    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
 
     Example:
         >>> from treadle.engine import TorchTensorParallelPlugin
@@ -430,7 +430,7 @@ class TorchTensorParallelPlugin(_Refused):
 
 
 class FP8RecipeKwargs(_Refused):
-    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
 
     Example:
         >>> from treadle.engine import FP8RecipeKwargs
@@ -443,7 +443,7 @@ class FP8RecipeKwargs(_Refused):
 
 
 class AORecipeKwargs(FP8RecipeKwargs):
-    """Accelerate's name, not supported; see `FP8RecipeKwargs`.
+    """Name from Accelerate that is not supported; see `FP8RecipeKwargs`.
 
     Example:
         >>> from treadle.engine import AORecipeKwargs
@@ -454,7 +454,7 @@ class AORecipeKwargs(FP8RecipeKwargs):
 
 
 class TERecipeKwargs(FP8RecipeKwargs):
-    """Accelerate's name, not supported; see `FP8RecipeKwargs`.
+    """Name from Accelerate that is not supported; see `FP8RecipeKwargs`.
 
     Example:
         >>> from treadle.engine import TERecipeKwargs
@@ -465,7 +465,7 @@ class TERecipeKwargs(FP8RecipeKwargs):
 
 
 class MSAMPRecipeKwargs(FP8RecipeKwargs):
-    """Accelerate's name, not supported; see `FP8RecipeKwargs`.
+    """Name from Accelerate that is not supported; see `FP8RecipeKwargs`.
 
     Example:
         >>> from treadle.engine import MSAMPRecipeKwargs

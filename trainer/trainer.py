@@ -574,7 +574,7 @@ class Trainer(LightningAliases):
         return [prepared.optimizer for prepared in self.accelerator.optimizers]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which a model is created on its final device and in its final dtype.
+        """Return a context that creates the parameters of a model on their final device and in their final dtype.
 
         See `Accelerator.init_module`. ``configure_model`` already runs in it.
 

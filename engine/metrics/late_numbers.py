@@ -11,7 +11,7 @@ from .logged_values import stack_numbers
 
 
 class LateNumbers:
-    """Reader of numbers that a GPU may still be computing; it returns those of an earlier call once available.
+    """Reader of numbers that a GPU may still be computing; it returns those of an earlier call once they are ready.
 
     Reading the latest numbers would wait for all queued work at each refresh of a progress bar.
     """
