@@ -248,6 +248,6 @@ class LightningAliases:
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """First early-stopping callback; with ``fast_dev_run`` it is idle."""
+        """First early-stopping callback; with ``fast_dev_run``, this callback is idle."""
         callbacks = [*self._trainer.callbacks, *self._trainer.idle_callbacks]
         return next((callback for callback in callbacks if isinstance(callback, EarlyStopping)), None)

@@ -41,12 +41,12 @@ class RunningStage(StrEnum):
 
     @property
     def evaluating(self) -> bool:
-        """True if it is a validation, the sanity check or a test."""
+        """True if the activity is a validation, the sanity check or a test."""
         return self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 
     @property
     def dataloader_prefix(self) -> str:
-        """Prefix of its dataloader method: ``"val"`` in ``val_dataloader``."""
+        """Prefix of the activity's dataloader method: ``"val"`` in ``val_dataloader``."""
         return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
 
 

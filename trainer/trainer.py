@@ -108,10 +108,11 @@ class Trainer(LightningAliases):
             whole process. Default: the current setting, ``"highest"`` unless the script has changed it.
         inference_mode: Evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``). Default:
             True.
-        use_distributed_sampler: Shard the data over the processes; False if your loaders already do. Default: True.
+        use_distributed_sampler: Shard the data over the processes; set it to False if your loaders already shard the
+            data. Default: True.
         sync_batchnorm: Compute the statistics of BatchNorm layers over all processes (DDP). Default: False.
         reload_dataloaders_every_n_epochs: Epochs between calls of the dataloader hooks; 0 calls them once. Default: 0.
-        detect_anomaly: Find the operation that produced a NaN gradient; slow. Default: False.
+        detect_anomaly: Find the operation that produced a NaN gradient, which slows training down. Default: False.
         barebones: Disable everything that adds overhead: logging, checkpoints, progress bar, summary and sanity check.
             Default: False.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a `Profiler`.
@@ -133,7 +134,7 @@ class Trainer(LightningAliases):
         accelerator: The `Accelerator` that the loop uses.
         progress: The run's counters.
         history: The curves of logged values, and how the time was spent; see `History`.
-        should_stop: Set it on any process to end the run after an optimizer step.
+        should_stop: Set it to True on any process to end the run after an optimizer step.
         interrupted: Whether Ctrl-C ended the last stage.
         sanity_checking: Whether the sanity check before training is running.
         decided: The settings that ``fit`` announced when it began: devices, strategy, precision, effective batch,
@@ -348,7 +349,7 @@ class Trainer(LightningAliases):
             datamodule: The data module, instead of dataloaders.
             ckpt_path: The checkpoint to resume from: a path; ``"last"``, the latest intact one; ``"best"``; or
                 ``"auto"``: ``"last"`` if a checkpoint exists, else a fresh start. Default: a fresh start.
-            weights_only: Accepted for Lightning's signature; a checkpoint never holds anything but data.
+            weights_only: Accepted for Lightning's signature; a checkpoint contains only data.
             schedule: The source of learning rates and schedule after a resume: ``"saved"``, those of the checkpoint, or
                 ``"script"``, those that ``configure_optimizers`` returns, advanced to the checkpoint's step. Default:
                 the saved ones, with a warning if those of the script differ.
@@ -659,7 +660,7 @@ class Trainer(LightningAliases):
     def log_dir(self) -> str | None:
         """Folder of the run: that of the first logger, or the one that ``fit`` created.
 
-        It is available on every process without communication.
+        The value is available on every process without communication.
         """
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
 
