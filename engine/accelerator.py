@@ -100,7 +100,7 @@ class Accelerator(Process):
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         cpu: Same as ``accelerator="cpu"``.
-        dataloader_config: How prepared loaders are sharded; see `DataLoaderConfiguration`.
+        dataloader_config: Settings of prepared loaders; see `DataLoaderConfiguration`.
         deepspeed_plugin: Not supported; any value but None raises an error. The same holds for ``deepspeed_plugins``,
             ``torch_tp_plugin`` and ``megatron_lm_plugin``.
         deepspeed_plugins: See ``deepspeed_plugin``.
@@ -112,10 +112,10 @@ class Accelerator(Process):
         log_with: Trackers: ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"all"``, loggers of
             `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
         project_dir: Directory for the files of the run.
-        project_config: The same in more detail; see `ProjectConfiguration`.
+        project_config: Directories and names of checkpoints in more detail; see `ProjectConfiguration`.
         gradient_accumulation_plugin: Gradient accumulation in more detail; see `GradientAccumulationPlugin`.
         step_scheduler_with_optimizer: If False, each ``step()`` of a scheduler counts once, for schedules that count
-            epochs. Its state is still saved.
+            epochs. The scheduler's state is still saved.
         kwargs_handlers: Settings of autocast, the loss scaler, the process group, replicas and the profiler, each as
             a `KwargsHandler`.
         dynamo_backend: A backend of ``torch.compile`` that compiles prepared models in place. Default: none.
@@ -131,10 +131,10 @@ class Accelerator(Process):
             timedelta or a dict of its arguments. Then the run ends with exit status 124, names the rank that hangs, and
             writes the Python stacks of all ranks. Default: only a rank that waits for others is watched, for nearly as
             long as a collective may wait (30 minutes).
-        on_nonfinite: What to do when a prepared optimizer is about to apply a gradient that is not finite:
-            ``"raise"`` on all ranks (on accelerators one step later, and in `end_training`), ``"skip"`` the step on
-            all ranks (which waits for the device in every step), or ``"ignore"``. With float16, the loss scaler skips
-            such steps.
+        on_nonfinite: Policy for a gradient that is not finite and that a prepared optimizer is about to apply:
+            ``"raise"`` on all ranks (on accelerators one step later, and in `end_training`), ``"skip"`` the step on all
+            ranks (which waits for the device in every step), or ``"ignore"``. With float16, the loss scaler skips such
+            steps.
         unknown: Any other argument raises a TypeError that names the nearest valid one.
 
     Attributes:
@@ -379,7 +379,7 @@ class Accelerator(Process):
     def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
         """Check that all ranks have the same settings.
 
-        It is called when the first model or loader is prepared.
+        Called automatically when the first model or loader is prepared.
 
         Args:
             settings: The values to compare. Default: the Accelerator's own arguments.
@@ -477,7 +477,7 @@ class Accelerator(Process):
         Args:
             loader: A ``DataLoader``, a `CombinedLoader` or any iterable of batches.
             device_placement: Whether to move batches to the device. Default: the Accelerator's setting.
-            shard: False leaves each process with everything that its own loader yields.
+            shard: If False, each process gets all batches of its own loader.
             evaluation: Do not form accumulation groups; every process takes part in every batch.
             move: Function to apply to each batch in place of the move to the device.
 
@@ -541,20 +541,21 @@ class Accelerator(Process):
         return self.rng.stream
 
     def start_order(self) -> None:
-        """Use rank zero's current RNG state, which is sent to all ranks, to draw the order of data from now on.
+        """Broadcast rank zero's current RNG state, and draw the order of the data from it from now on.
 
         Until the first batch, random draws of the script (a split of the data, initial weights) are therefore the same
         on all ranks. With the first batch, `draw_apart` is called.
 
-        It is called when the first loader is prepared. Call it yourself for a new run with the same Accelerator.
+        Called automatically when the first loader is prepared. Call it yourself for a new run with the same
+        Accelerator.
         """
         self.rng.start(self.dataloader_config.data_seed)
 
     def draw_apart(self) -> None:
-        """Give each rank its own RNG state: with a common seed, dropout would drop the same units on every rank.
+        """Give each rank its own RNG state, so that dropout does not drop the same units on every rank.
 
-        Ranks that process the same sample together keep the same RNG state. It is called with the first batch of a
-        prepared loader.
+        Ranks that process the same sample together keep the same RNG state. Called automatically with the first batch
+        of a prepared loader.
         """
         self.rng.draw_apart()
 
@@ -571,13 +572,13 @@ class Accelerator(Process):
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Train on user-defined batches if some ranks have more of them than others.
+        """Return a context for a loop over user-defined batches of which some ranks have more than others.
 
         A rank that runs out of batches waits at the end of the context. Each step of the remaining ranks uses the mean
         of their gradients. All ranks leave with the parameters, buffers, optimizer states and schedules of the rank
         that took the most steps. Prepared DataLoaders keep all ranks in step, so with them the context changes nothing.
 
-        Only replicas can do without a rank: with sharded models, and with ``comm_hook``, ``sync_batchnorm``, ``zero``
+        Only replicated models support this. With sharded models, and with ``comm_hook``, ``sync_batchnorm``, ``zero``
         or ``local_sgd_steps`` of DDP, the context warns and has no effect.
 
         Args:
@@ -591,7 +592,7 @@ class Accelerator(Process):
         Raises:
             TypeError: If an argument has another type.
             ValueError: If a model is not prepared; for ``backward(weight=...)`` on batches that do not come from a
-                prepared DataLoader, because a rank that has left reports no weight.
+                prepared DataLoader, because a rank without further batches passes no weight.
 
         Example:
             >>> import torch, treadle
@@ -607,10 +608,10 @@ class Accelerator(Process):
         return join_uneven_inputs(self, joinables, even_batches)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
-        """Return a context that builds a model on the device, and in the dtype, in which it will be used.
+        """Return a context that creates the parameters of a model on the run's device and in its dtype.
 
-        If the strategy shards, parameters are not allocated in it: `prepare_model` gives each process its shard, with
-        the same values as in a model that is built without the context.
+        If the strategy shards models, no parameters are allocated in the context. `prepare_model` gives each process
+        its shard, with the same values as in a model that is created without the context.
 
         Args:
             empty_init: Leave parameters uninitialized, because a checkpoint will be loaded.
@@ -642,8 +643,8 @@ class Accelerator(Process):
 
         Args:
             model: One prepared model. Default: all of them.
-            buffers: Compare buffers too. Most (BatchNorm's statistics) differ between processes from one forward to the
-                next.
+            buffers: Compare buffers too. Most of them, such as BatchNorm's statistics, differ between processes after
+                every forward.
 
         Raises:
             ReplicasDiffer: On all processes, with the names, the ranks and the differences.
@@ -713,7 +714,7 @@ class Accelerator(Process):
         In the last micro-batch of a group the backward pass reduces the gradients, and the optimizer then steps.
 
         Args:
-            models: The prepared models that are trained in it. Default: all of them.
+            models: The prepared models that the micro-batch trains. Default: all of them.
         """
         self.accumulation.note_entered()
         return self.accumulation.accumulate(*models)
@@ -760,8 +761,9 @@ class Accelerator(Process):
 
         Args:
             loss: 0-d tensor.
-            weight: The number of items that the loss is a mean over, if these are not samples (tokens): the gradient of
-                the step is then the mean over all of these. Pass it in every micro-batch of a group, or in none.
+            weight: The number of items, such as tokens, that the loss is the mean of; not needed if these are the
+                samples. The gradient of the step is the mean over all items. Pass it in every micro-batch of a group,
+                or in none.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Arguments of ``Tensor.backward``.
         """
@@ -797,7 +799,7 @@ class Accelerator(Process):
             self.strategy.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Divide the gradients by the reported weights and by the float16 loss scale.
+        """Divide the gradients by the total ``weight`` passed to `backward` and by the float16 loss scale.
 
         Args:
             optimizer: The prepared optimizer whose gradients are unscaled. Default: all of them.
@@ -805,11 +807,11 @@ class Accelerator(Process):
         self.accumulation.unscale_gradients(optimizer)
 
     def finish_gradients(self) -> None:
-        """Divide the gradients of the group by the weights that all processes reported. Optimizer steps call it."""
+        """Divide the group's gradients by the total ``weight`` over all processes. Optimizer steps call this method."""
         self.accumulation.finish_gradients()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average gradients over the processes that backward has left unreduced. The optimizer's step calls it.
+        """Average over all processes the gradients that backward has left unreduced. The optimizer's step calls it.
 
         Args:
             optimizer: The prepared optimizer whose gradients are averaged.
@@ -821,10 +823,10 @@ class Accelerator(Process):
         self.accumulation.drop_gradients()
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Make the backward pass of every step carry the values that all processes agree on; read them with `agree`.
+        """Exchange the values that all processes agree on in the backward pass of every step; read them with `agree`.
 
         Args:
-            finite: Whether to watch losses that are not finite. With float16 the loss scaler does that.
+            finite: Whether to check that losses are finite. With float16, the loss scaler checks the gradients instead.
             at_once: Read the values in the same step on accelerators too, which waits for the device.
         """
         self.accumulation.agree_on_steps(finite=finite, at_once=at_once)
@@ -876,7 +878,7 @@ class Accelerator(Process):
 
     @property
     def registered(self) -> dict[str, Any]:
-        """The objects of `register_for_checkpointing`, by name."""
+        """The objects registered with `register_for_checkpointing`, by name."""
         return self.checkpointer.registered
 
     @property
@@ -933,9 +935,9 @@ class Accelerator(Process):
         """Save all prepared and registered objects, and every process's RNG state. Call it on all processes.
 
         Args:
-            output_dir: The checkpoint directory, which is put in place in one rename once it is complete, or a URL such
-                as ``s3://bucket/run/last``, which one request replaces once all its files are uploaded. It may be
-                omitted with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
+            output_dir: The checkpoint directory, put in place by one rename once it is complete; or a URL such as
+                ``s3://bucket/run/last``, replaced by one request once all its files are uploaded. It may be omitted
+                with ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
             safe_serialization: Only True is accepted; there is no other format.
             info: Numbers and names for the manifest (``step``, ``epoch``, ...).
             parts: Further states by name, each saved in its own files.
@@ -943,8 +945,9 @@ class Accelerator(Process):
             trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model under
                 adapters. The checkpoint stores their digests, and can be loaded into a model with the same frozen
                 weights.
-            blocking: False returns once the state is copied to host memory and writes it in the background. Only one
-                save runs at a time: the next waits for it. `poll_saving` and `finish_saving` report its end.
+            blocking: If False, return once the state is copied to host memory, and write it in the background. Only one
+                save runs at a time: the next one waits for the current one. `poll_saving` and `finish_saving` report
+                the end of a save.
             also: Further directories for the same state, each a complete checkpoint.
 
         Returns:
@@ -1001,8 +1004,8 @@ class Accelerator(Process):
 
         Args:
             input_dir: A checkpoint directory, or a checkpoint that is already open. It may be omitted with
-                ``automatic_checkpoint_naming``: then the latest intact checkpoint is loaded, and a warning names each
-                one that was skipped.
+                ``automatic_checkpoint_naming``, in which case the latest intact checkpoint is loaded and a warning
+                names each one that was skipped.
             load_kwargs: Accepted if empty; loading has no options.
             models: Restore the models.
             state: Restore everything else.
@@ -1061,7 +1064,7 @@ class Accelerator(Process):
 
         Returns:
             On rank zero, the tensors. Sharded ones are gathered in host memory. The others are the model's own tensors,
-            which training changes: clone what you keep. Other ranks get None for each sharded tensor.
+            which training changes: clone those that you keep. Other ranks get None for each sharded tensor.
         """
         return self.checkpointer.get_state_dict(model, unwrap)
 
@@ -1102,8 +1105,8 @@ class Accelerator(Process):
 
         Args:
             model: The model, prepared or not.
-            save_directory: The directory, created if it does not exist. It must not be a checkpoint. Files of an
-                earlier save, in either format, are deleted once the new ones are complete.
+            save_directory: The directory, created if it does not exist. The directory must not be a checkpoint. Files
+                of an earlier save, in either format, are deleted once the new ones are complete.
             max_shard_size: The largest size of a file: a number of bytes, or text such as ``"500MB"`` or ``"2GiB"``.
             safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
         """
@@ -1150,7 +1153,7 @@ class Accelerator(Process):
 
         Args:
             values: Numbers, or tensors of one element, by name. `reduce` them first to log a value over all processes.
-            step: The step that they belong to, such as the number of optimizer steps.
+            step: The step that the values belong to, such as the number of optimizer steps.
             log_kwargs: Further arguments of each tracker's ``log``, by the tracker's name.
 
         Raises:
@@ -1163,7 +1166,8 @@ class Accelerator(Process):
 
         Args:
             name: The tracker's name.
-            unwrap: Return the object that the tracker writes with; on other processes, one whose calls have no effect.
+            unwrap: Return the object that the tracker writes with; on processes where the tracker is not called, return
+                an object whose calls have no effect.
 
         Raises:
             ValueError: If no tracker has this name.
@@ -1171,7 +1175,7 @@ class Accelerator(Process):
         return self.tracking.get(name, unwrap)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
-        """Profile a block with torch's profiler. With a schedule, call ``step()`` on the profiler that it yields.
+        """Return a context that profiles a block and yields torch's profiler. With a schedule, call its ``step()``.
 
         Args:
             profile_handler: Settings of the profiler. Default: those of ``kwargs_handlers``.
@@ -1196,7 +1200,7 @@ class Accelerator(Process):
         """Release all prepared objects.
 
         Args:
-            objects: Objects whose names the caller rebinds.
+            objects: Objects that the caller replaces with the result.
 
         Returns:
             A list with None for each object.
@@ -1296,12 +1300,12 @@ class Accelerator(Process):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """The given setting, which has no effect: each process reads its own share."""
+        """The ``dispatch_batches`` setting. It has no effect: each process reads its own share."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """The given setting, which has no effect: all processes take part in the same number of batches."""
+        """The ``even_batches`` setting. It has no effect: all processes take part in the same number of batches."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -1315,12 +1319,12 @@ class Accelerator(Process):
 
     @property
     def non_blocking(self) -> bool:
-        """The given setting, which has no effect: pinned batches are always copied asynchronously."""
+        """The ``non_blocking`` setting. It has no effect: pinned batches are always copied asynchronously."""
         return self.dataloader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """The given setting, which has no effect: every prepared loader has a state."""
+        """The ``use_stateful_dataloader`` setting. It has no effect: every prepared loader has a state."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property

@@ -26,7 +26,7 @@ class ShapesDiffer(DistributedOperationException, ValueError):
 
 
 class DebugMode:
-    """Accelerate's debug mode, one for the whole process; ``PartialState().debug`` switches it.
+    """Accelerate's debug mode, one for the whole process; ``PartialState().debug`` enables or disables it.
 
     Attributes:
         enabled: Whether `check_equal_shapes` compares shapes.
@@ -104,10 +104,10 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
 
 
 def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
-    """Resize a value that is repeated once per sample of a full batch to the number of samples of this batch.
+    """Resize tensors that repeat one value ``batch_size`` times so that they have one row per current sample.
 
     Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
-    short last batch. Rows that are not equal are unchanged, because a batch may have that many tokens.
+    short last batch. Tensors whose rows differ are unchanged, because a row may be, for example, a token.
 
     Args:
         value: A tensor or a nested structure (dict, list, tuple) of tensors; one-dimensional floating-point ones of
@@ -288,7 +288,7 @@ def _check_forms(name: str, value: Any, world: World) -> None:
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
-    """Pad every tensor in a nested value along ``dim`` to the longest one of all processes.
+    """Pad every tensor in a nested value along ``dim`` to the length of the longest tensor over all processes.
 
     Args:
         value: A tensor, or tensors nested in collections.
@@ -376,8 +376,8 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
 
     Args:
         inputs: A list, tuple, range, tensor, array, data frame or dataset (of torch, or with ``select``); a dict (or
-            named tuple) of these, of one length; or any other iterable, such as an iterator, which every process reads
-            to its end and whose share is a list.
+            named tuple) of these, of equal length; or any other iterable, such as an iterator, which every process
+            reads to its end and whose share is a list.
         rank: The rank of this process.
         size: The world size.
         apply_padding: Give every process the same number of inputs.

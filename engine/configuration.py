@@ -24,15 +24,15 @@ class DataLoaderConfiguration:
 
     Args:
         split_batches: Whether ``batch_size`` is that of the global batch, which must be divisible by the world size.
-        dispatch_batches: Accepted, without effect. In Accelerate, True reads on rank zero only; here each rank reads
+        dispatch_batches: Accepted but has no effect. In Accelerate, True reads on rank zero only; here each rank reads
             its own share, which gives the same batches.
-        even_batches: Accepted, without effect. All processes take part in every batch, and no sample is repeated.
+        even_batches: Accepted but has no effect. All processes take part in every batch, and no sample is repeated.
         use_seedable_sampler: Draw the order of each epoch from a seed plus the epoch's number
             (``loader.set_epoch(epoch)`` sets it). The seed is ``data_seed``, else that of torch's generator when the
             loader is prepared. By default the order continues from epoch to epoch, as in a plain loop.
         data_seed: Seed of the order of samples. Default: the order follows from the process's RNG state.
-        non_blocking: Accepted, without effect. Pinned batches are always copied asynchronously.
-        use_stateful_dataloader: Accepted, without effect. Every prepared loader has ``state_dict`` and is in every
+        non_blocking: Accepted but has no effect. Pinned batches are always copied asynchronously.
+        use_stateful_dataloader: Accepted but has no effect. Every prepared loader has ``state_dict`` and is in every
             checkpoint.
 
     Example:
@@ -125,8 +125,9 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: Micro-batches per optimizer step.
-        adjust_scheduler: Accepted, without effect. A schedule advances only at the end of a group, as in Accelerate.
-        sync_with_dataloader: Whether the end of a loader ends a group. With False, groups continue in its next epoch.
+        adjust_scheduler: Accepted but has no effect. A schedule advances only at the end of a group, as in Accelerate.
+        sync_with_dataloader: Whether the end of a loader ends a group. If False, a group continues in the loader's next
+            epoch.
         sync_each_batch: Reduce gradients in every micro-batch, which saves memory if the model is sharded.
 
     Raises:
@@ -188,7 +189,7 @@ class GradScalerKwargs(KwargsHandler):
     Args:
         init_scale: The first scale.
         growth_factor: The factor by which the scale grows after ``growth_interval`` steps without overflow.
-        backoff_factor: The factor by which an overflow changes the scale.
+        backoff_factor: The factor by which the scale is multiplied after an overflow.
         growth_interval: Optimizer steps without overflow before the scale grows.
         enabled: False computes without a scaler.
 
@@ -214,7 +215,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     Args:
         backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: the one that the device needs.
         init_method: Only ``"env://"``: processes connect through the launcher's environment variables.
-        timeout: How long a process waits for the others before it fails: a timedelta, a dict of its arguments, or
+        timeout: Time that a process waits for the others before it fails: a timedelta, a dict of its arguments, or
             ``"DD:HH:MM:SS"``. Default: torch's default.
 
     Raises:
@@ -293,7 +294,8 @@ class TorchDynamoPlugin(KwargsHandler):
         options: Options of the backend.
         disable: Disable compilation, for testing.
         use_regional_compilation: Compile each repeated block of the model separately, which takes less time if the
-            blocks are alike. By default the Trainer does so if most of them are, and an Accelerator does not.
+            blocks are alike. By default, the Trainer compiles blocks separately if most of them are alike, and an
+            Accelerator does not.
 
     Example:
         >>> from treadle.engine import Accelerator, TorchDynamoPlugin
@@ -325,7 +327,7 @@ class TorchDynamoPlugin(KwargsHandler):
         compile_modules(modules, self._make_compiler, self._collect_arguments())
 
     def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
-        """Compile the submodules that the steps of ``model`` call, and undo what an earlier run compiled differently.
+        """Compile the submodules that the steps of ``model`` call, and undo compilations that an earlier run left.
 
         Args:
             model: A module whose ``forward`` is not called. If it is the result of ``torch.compile``, its submodules
@@ -389,7 +391,7 @@ class _Refused:
 
 
 class DeepSpeedPlugin(_Refused):
-    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
 
     Example:
         >>> import treadle
@@ -402,7 +404,7 @@ class DeepSpeedPlugin(_Refused):
 
 
 class MegatronLMPlugin(_Refused):
-    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
 
     Example:
         >>> from treadle.engine import MegatronLMPlugin
@@ -415,7 +417,7 @@ class MegatronLMPlugin(_Refused):
 
 
 class TorchTensorParallelPlugin(_Refused):
-    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
 
     Example:
         >>> from treadle.engine import TorchTensorParallelPlugin
@@ -428,7 +430,7 @@ class TorchTensorParallelPlugin(_Refused):
 
 
 class FP8RecipeKwargs(_Refused):
-    """Accelerate's name, not supported: creating it raises an error that names the alternative.
+    """Name from Accelerate that is not supported: creating an instance raises an error that names the alternative.
 
     Example:
         >>> from treadle.engine import FP8RecipeKwargs
@@ -441,7 +443,7 @@ class FP8RecipeKwargs(_Refused):
 
 
 class AORecipeKwargs(FP8RecipeKwargs):
-    """Accelerate's name, not supported; see `FP8RecipeKwargs`.
+    """Name from Accelerate that is not supported; see `FP8RecipeKwargs`.
 
     Example:
         >>> from treadle.engine import AORecipeKwargs
@@ -452,7 +454,7 @@ class AORecipeKwargs(FP8RecipeKwargs):
 
 
 class TERecipeKwargs(FP8RecipeKwargs):
-    """Accelerate's name, not supported; see `FP8RecipeKwargs`.
+    """Name from Accelerate that is not supported; see `FP8RecipeKwargs`.
 
     Example:
         >>> from treadle.engine import TERecipeKwargs
@@ -463,7 +465,7 @@ class TERecipeKwargs(FP8RecipeKwargs):
 
 
 class MSAMPRecipeKwargs(FP8RecipeKwargs):
-    """Accelerate's name, not supported; see `FP8RecipeKwargs`.
+    """Name from Accelerate that is not supported; see `FP8RecipeKwargs`.
 
     Example:
         >>> from treadle.engine import MSAMPRecipeKwargs
@@ -483,7 +485,7 @@ _HANDLERS: dict[str, type] = {
 
 
 def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
-    """Return the handler of each kind (autocast, scaler, group, profile, replicas), or None if none was given.
+    """Return the handler of each kind (autocast, scaler, group, profile, replicas), or None if there is none.
 
     Args:
         handlers: The value of ``kwargs_handlers``.
@@ -585,10 +587,10 @@ def resolve_device(accelerator: str, cpu: bool) -> str:
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        cpu: The CPU is requested.
+        cpu: Whether the CPU is requested.
 
     Raises:
-        ValueError: If both arguments contradict each other.
+        ValueError: If the arguments contradict each other.
     """
     if cpu and accelerator not in ("auto", "cpu"):
         raise ValueError(f"cpu=True contradicts accelerator={accelerator!r}. Set only one of them.")

@@ -1,9 +1,9 @@
 """Python's garbage collection, started by Treadle only where memory is short.
 
 A Trainer and its task refer to each other, so a Trainer that a script drops, with its optimizer's state, stays in
-memory until Python collects garbage. Python counts objects, not bytes: it may wait through several fits of large
-models. A collection before each stage would take 0.2 to 0.7 s in a process with many objects, more than a short fit
-takes.
+memory until Python collects garbage. Python counts objects, not bytes, so a collection may come only after several fits
+of large models. A collection before each stage would take 0.2 to 0.7 s in a process with many objects, more than a
+short fit takes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _read_resident_bytes() -> int:
 
 
 def _read_main_memory() -> int:
-    """Return the main memory in bytes: the machine's, or the container's limit."""
+    """Return the main memory of the machine, or the limit of the container if it is lower, in bytes."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

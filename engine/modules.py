@@ -26,8 +26,9 @@ def compile_modules(
     Args:
         modules: The modules to compile; compilation happens in the first call.
         compiler: ``torch.compile`` with its arguments.
-        options: A value that identifies the compilation settings. None stands for the user's own, which `forget` keeps.
-        hooks_outside: Compile ``forward`` alone, because the hooks exchange parameters, which a graph cannot contain.
+        options: A value that identifies the compilation settings. None stands for the user's own settings, which
+            `forget` keeps.
+        hooks_outside: Compile ``forward`` only, because the hooks exchange parameters, which a graph cannot contain.
     """
     shared: dict[Any, Callable[..., Any]] = {}
     for module in modules:
@@ -96,7 +97,7 @@ def describe_compilations(since: float) -> str:
         since: A time of ``time.time()``, in seconds.
 
     Returns:
-        The description; "" if there are none.
+        The description; "" if torch compiled no graph.
     """
     if "torch._dynamo" not in sys.modules:
         return ""

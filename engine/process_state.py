@@ -146,12 +146,12 @@ class Process:
     def gather(self, tensor: Any, sync_grads: bool = False) -> Any:
         """Concatenate the tensors of all processes along dimension 0, on every process.
 
-        With ``sync_grads=True`` a loss can be computed on the whole global batch, as contrastive losses need it
-        (SimCLR, CLIP): gradients flow back to the process that each row came from. The gradient of a row is the sum
-        over the losses of all processes, and DDP and FSDP average the parameters' gradients over the processes. A loss
-        that every process computes on the whole gathered batch therefore gives exactly the gradient of one process with
-        that batch; do not multiply it by the world size. The same holds for the mean loss of each process's own rows
-        against all rows.
+        With ``sync_grads=True`` a loss can be computed on the whole global batch, as contrastive losses (SimCLR, CLIP)
+        require: gradients flow back to the process that each row came from. The gradient of a row is the sum over the
+        losses of all processes, and DDP and FSDP average the parameters' gradients over the processes. A loss that
+        every process computes on the whole gathered batch therefore gives exactly the gradient of one process with that
+        batch; do not multiply it by the world size. The same holds for the mean loss of each process's own rows against
+        all rows.
 
         Args:
             tensor: A tensor, or tensors nested in dicts, lists or tuples; the numbers of rows may differ.
@@ -228,7 +228,7 @@ class Process:
         return collectives.reduce(tensor, self.world, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along ``dim`` to the longest one of all processes.
+        """Pad tensors along ``dim`` to the length of the longest tensor over all processes.
 
         Args:
             tensor: A tensor, or tensors nested in collections.
@@ -272,7 +272,7 @@ class Process:
         return raised
 
     def destroy_process_group(self) -> None:
-        """Destroy the process group, on all processes. A new Accelerator (PartialState) creates a new one."""
+        """Destroy the process group. Call it on all processes. A new Accelerator or PartialState creates a new one."""
         disconnect()
 
     # -- on some processes ---------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ class Process:
         return rank == index
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that rank zero runs before the others do. An error on rank zero is raised on all of them.
+        """Return a context that rank zero runs before the other ranks. An error on rank zero is raised on all ranks.
 
         Raises:
             RuntimeError: On the other ranks, with the text of rank zero's error.
@@ -404,8 +404,8 @@ def _run_if(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:
 class PartialState(Process):
     """Rank, world size and collectives of this process, without models: for inference and other scripts.
 
-    Any number of them may exist; they share torch's default process group. Without arguments, it uses an existing
-    process group; otherwise it connects the processes that a launcher started.
+    Any number of instances may exist; they share torch's default process group. Without arguments, the constructor uses
+    an existing process group if there is one. Otherwise, it connects the processes that a launcher started.
 
     Args:
         cpu: Compute on the CPU.
@@ -457,7 +457,8 @@ class PartialState(Process):
     def debug(self) -> bool:
         """True if `gather` checks that all ranks pass the same shapes. The other collectives always check them.
 
-        One switch for the whole process, as in Accelerate. ``TREADLE_DEBUG=1`` compares the calls themselves.
+        The switch applies to the whole process, as in Accelerate. ``TREADLE_DEBUG=1`` compares the collective calls
+        themselves.
         """
         return collectives.debug_mode.enabled or self.world.debug is not None
 
@@ -471,7 +472,7 @@ class PartialState(Process):
         return is_forked()
 
     def set_device(self) -> None:
-        """Make `device` torch's current one, if it is a GPU."""
+        """Make `device` torch's current device, if it is a GPU."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -539,8 +540,8 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """``"no"``, ``"bf16"`` or ``"fp16"``.
 
-        Without ``mixed_precision=`` it is that of the Accelerator; without an Accelerator it is
-        ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        The default is the Accelerator's precision; without an Accelerator, it is the environment variable
+        ``ACCELERATE_MIXED_PRECISION``, or else ``"no"``.
         """
         if self._mixed_precision is not None:
             return self._mixed_precision
@@ -597,7 +598,7 @@ def is_initialized() -> bool:
 class GradientState:
     """State of gradient accumulation: position in the current group and in the current loader.
 
-    All that are created without an Accelerator share one state, which is that of the latest Accelerator alive.
+    Instances that are created directly share one state: that of the latest Accelerator that is alive.
 
     Args:
         gradient_accumulation_plugin: Settings for iterations without an Accelerator.
@@ -670,7 +671,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """The given setting, which has no effect: a schedule advances only at the end of a group."""
+        """The ``adjust_scheduler`` setting. It has no effect: a schedule advances only at the end of a group."""
         return self.plugin_kwargs.get("adjust_scheduler", True)
 
     @property

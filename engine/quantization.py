@@ -23,7 +23,7 @@ class WeightQuantizer:
 
     Products are computed in the model's own dtype. The largest value of a row (int8), or the range of every 32 weights
     (int4), gives the scale. Each layer is rounded as soon as its weight is read, so at most one layer is in memory in
-    full precision; weights offloaded to disk are not rounded. For inference; needs ``pip install
+    full precision; weights offloaded to disk are not rounded. For inference only. Requires ``pip install
     treadle[quantization]``.
 
     Args:

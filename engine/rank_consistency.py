@@ -17,7 +17,7 @@ _SHOWN = 10
 
 
 def check_values_match(subject: str, values: Mapping[str, Any], world: World) -> None:
-    """Raise an error on every rank if values differ between ranks. All ranks must call it; it exchanges one digest.
+    """Raise an error on every rank if values differ, after an exchange of one digest. Must be called on all ranks.
 
     Args:
         subject: The subject of the error: ``"the ranks are configured differently"``.
@@ -52,7 +52,7 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World) ->
 
 
 def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
-    """Check that loaders which the ranks share have the same batch sizes and samplers; see `check_values_match`.
+    """Check that shared loaders have the same batch sizes and samplers on all ranks; see `check_values_match`.
 
     The data itself is compared elsewhere; see `share_data`.
 
@@ -84,8 +84,8 @@ def check_model_matches(model: nn.Module, world: World) -> None:
         world: The ranks to compare.
 
     Raises:
-        ValueError: On every rank, if they differ, or if the model has a lazy layer: replicas and shards need its
-            weights before the first batch.
+        ValueError: On every rank, if the models differ, or if a layer is lazy: replicas and shards need its weights
+            before the first batch.
     """
     if world.size == 1:
         return

@@ -80,8 +80,8 @@ class Draw(NamedTuple):
 class RandomStream:
     """Copy of a process's RNG state that only the order of data is drawn from.
 
-    All ranks of a run start from rank zero's state, so all draw the same order of samples, regardless of what their
-    models draw. Generators of devices are not included: swapping them would wait for the device.
+    All ranks of a run start from rank zero's state, so all draw the same order of samples, regardless of the draws of
+    their models. Generators of devices are not included: swapping them would wait for the device.
 
     Args:
         state: A state that `random_state` returned.

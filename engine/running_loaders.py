@@ -1,7 +1,7 @@
 """Loaders without an Accelerator that are being iterated; `treadle.compat.sharded_loaders` maintains the list.
 
-An Accelerator uses the innermost one if a loop reads from no prepared loader: its end ends a group of micro-batches,
-and samples that it repeated to fill its last batch are not gathered twice.
+If a loop reads from no prepared loader, an Accelerator uses the innermost of these loaders: a group of micro-batches
+ends with the loader, and samples that the loader repeated to fill its last batch are not gathered twice.
 """
 
 from __future__ import annotations

@@ -80,12 +80,12 @@ class GeneralTracker:
 
         Args:
             values: Numbers by name.
-            step: The step that they belong to.
+            step: The step of the values.
             kwargs: Further arguments, from ``log_kwargs`` of `Accelerator.log`.
         """
 
     def finish(self) -> None:
-        """Finish the tracker and write what is still in memory."""
+        """Finish the tracker and write all values that are still in memory."""
 
 
 class LoggerTracker(GeneralTracker):
@@ -121,7 +121,7 @@ class LoggerTracker(GeneralTracker):
 
         Args:
             values: Numbers by name.
-            step: The step that they belong to.
+            step: The step of the values.
             kwargs: Further arguments of the logger's ``log_metrics``.
         """
         self.logger.log_metrics(values, step, **kwargs)
@@ -168,7 +168,7 @@ class TensorBoardTracker(LoggerTracker):
 
         Args:
             values: Batches of images by name.
-            step: The step that they belong to.
+            step: The step of the images.
             kwargs: Arguments of ``add_images``.
         """
         for name, images in values.items():
@@ -200,7 +200,7 @@ class WandBTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step that they belong to.
+            step: The step of the images.
             kwargs: Arguments of ``wandb.Image``.
         """
         import wandb
@@ -224,7 +224,7 @@ class WandBTracker(RunTracker):
             columns: The names of the columns.
             data: The rows.
             dataframe: A pandas data frame, in place of ``columns`` and ``data``.
-            step: The step that it belongs to.
+            step: The step of the table.
             kwargs: Arguments of ``wandb.log``.
 
         Raises:
@@ -242,7 +242,7 @@ class MLflowTracker(LoggerTracker):
 
     Args:
         experiment_name: The project's name.
-        logging_dir: A local directory for the runs. Default: the tracking server's.
+        logging_dir: A local directory for the runs. Default: the tracking server stores them.
         kwargs: Arguments of `treadle.loggers.MLFlowLogger`, such as ``run_name``, ``run_id``, ``tags``.
     """
 
@@ -287,7 +287,7 @@ class AimTracker(RunTracker):
 
         Args:
             values: By name, an array, a PIL image, or a tuple of one of them and a caption.
-            step: The step that they belong to.
+            step: The step of the images.
             kwargs: ``{"aim_image": {...}, "track": {...}}``, arguments of ``aim.Image`` and ``Run.track``.
         """
         import aim
@@ -355,7 +355,7 @@ class ClearMLTracker(RunTracker):
 
         Args:
             values: By name, an array or a PIL image.
-            step: The step that they belong to.
+            step: The step of the images.
             kwargs: Arguments of ``Logger.report_image``.
         """
         for name, image in values.items():
@@ -377,7 +377,7 @@ class ClearMLTracker(RunTracker):
             columns: The names of the columns. Default: the first row of ``data``.
             data: The rows.
             dataframe: A pandas data frame, in place of ``columns`` and ``data``.
-            step: The step that it belongs to.
+            step: The step of the table.
             kwargs: Arguments of ``Logger.report_table``.
 
         Raises:
@@ -420,7 +420,7 @@ class SwanLabTracker(RunTracker):
 
         Args:
             values: Lists of images by name.
-            step: The step that they belong to.
+            step: The step of the images.
             kwargs: Arguments of ``Run.log``.
         """
         import swanlab
@@ -456,8 +456,8 @@ _registered: dict[str, type[GeneralTracker]] = {}
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Register a class, so that ``Accelerator(log_with=tracker_class.name)`` creates trackers of it.
 
-    The class is called with the project's name, then with the logging directory if ``requires_logging_directory``, and
-    with its ``init_kwargs``.
+    The class is called with the project's name, then with the logging directory if ``requires_logging_directory`` is
+    set, and with its ``init_kwargs``.
 
     Args:
         tracker_class: A subclass of `GeneralTracker` with ``name`` and ``requires_logging_directory``.
@@ -640,7 +640,7 @@ class Trackers:
 
         Args:
             values: Numbers, or tensors of one element, by name.
-            step: The step that they belong to.
+            step: The step of the values.
             log_kwargs: Further arguments of each tracker's ``log``, by the tracker's name.
         """
         if self.sources and not self.started and self._world.is_main:

@@ -64,7 +64,7 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
 
 
 def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> float | None:
-    """Return a duration in seconds, and None for None.
+    """Return a duration in seconds; None is returned unchanged.
 
     Args:
         name: Name of the flag, for messages.
@@ -133,7 +133,7 @@ def check_batches(name: str, value: int | bool) -> int:
 
 
 def check_interval(name: str, value: int | float | None) -> int | float:
-    """Return a limit like `check_limit`, which must be positive.
+    """Return a limit in the form of `check_limit`; it must be positive.
 
     Args:
         name: Name of the flag, for messages.
@@ -148,7 +148,7 @@ def check_interval(name: str, value: int | float | None) -> int | float:
 
 
 def check_epochs(name: str, value: int | None, interval: int | float | None) -> int | None:
-    """Return a number of epochs; None, which needs an interval in batches or in time, counts across epochs.
+    """Return a number of epochs; None counts batches across epochs, and needs an interval in batches or in time.
 
     Args:
         name: Name of the flag, for messages.
@@ -268,7 +268,7 @@ def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, An
 
 
 def refuse_with_barebones(**flags: Any) -> None:
-    """Raise a ValueError for a flag that requests what ``barebones`` disables.
+    """Raise a ValueError for a flag that requests a feature that ``barebones`` disables.
 
     Args:
         flags: Flags by name.

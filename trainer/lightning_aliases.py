@@ -98,38 +98,38 @@ class LightningAliases:
 
     @property
     def training(self) -> bool:
-        """Return whether ``fit`` is training, rather than validating."""
+        """True if ``fit`` is training, rather than validating."""
         return self._trainer.stage == "fit" and not self._validates_within_fit
 
     @property
     def validating(self) -> bool:
-        """Return whether a validation is running, also within ``fit``; the sanity check does not count."""
+        """True if a validation is running, also within ``fit``; the sanity check does not count."""
         return self._trainer.stage == "validate" or (self._validates_within_fit and not self._trainer.sanity_checking)
 
     @property
     def _validates_within_fit(self) -> bool:
-        """Return whether ``fit`` is validating or running the sanity check."""
+        """True if ``fit`` is validating or running the sanity check."""
         trainer = self._trainer
         return trainer.stage == "fit" and (trainer.sanity_checking or trainer.metrics.evaluation is not None)
 
     @property
     def testing(self) -> bool:
-        """Return whether ``test`` is running."""
+        """True if ``test`` is running."""
         return self._trainer.stage == "test"
 
     @property
     def predicting(self) -> bool:
-        """Return whether ``predict`` is running."""
+        """True if ``predict`` is running."""
         return self._trainer.stage == "predict"
 
     @property
     def evaluating(self) -> bool:
-        """Return whether a validation or ``test`` is running."""
+        """True if a validation or ``test`` is running."""
         return self.validating or self.testing or self._trainer.sanity_checking
 
     @property
     def is_last_batch(self) -> bool:
-        """Return whether the current or latest micro-batch is the last of its epoch."""
+        """True if the current or latest micro-batch is the last of its epoch."""
         sources, progress = self._trainer.sources, self._trainer.progress
         if not progress.in_step and (progress.epoch_is_trained or not progress.batch):
             return progress.batches > 0  # the dataloader already counts the next epoch
@@ -159,7 +159,7 @@ class LightningAliases:
 
     @property
     def enable_validation(self) -> bool:
-        """Return whether ``fit`` validates; see `Trainer.has_validation`."""
+        """True if ``fit`` validates; see `Trainer.has_validation`."""
         return self._trainer.has_validation
 
     # -- loaders -------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class LightningAliases:
 
     @property
     def train_dataloader(self) -> Any:
-        """Training dataloader of the user; None if the stage does not train."""
+        """The user's training dataloader; None if the stage does not train."""
         sources = self._trainer.sources
         if sources is None or (self._trainer.stage != "fit" and not sources.has_train):
             return None
@@ -200,17 +200,17 @@ class LightningAliases:
 
     @property
     def val_dataloaders(self) -> Any:
-        """Validation dataloader of the user, or the list of them."""
+        """The user's validation dataloader; a list if there are several, None if there are none."""
         return self._get_loaders("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        """Test dataloader of the user, or the list of them."""
+        """The user's test dataloader; a list if there are several, None if there are none."""
         return self._get_loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """Predict dataloader of the user, or the list of them."""
+        """The user's predict dataloader; a list if there are several, None if there are none."""
         return self._get_loaders("predict")
 
     def _get_loaders(self, kind: str) -> Any:
@@ -248,6 +248,6 @@ class LightningAliases:
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """First early-stopping callback; with ``fast_dev_run`` it is idle."""
+        """First early-stopping callback; with ``fast_dev_run``, this callback is idle."""
         callbacks = [*self._trainer.callbacks, *self._trainer.idle_callbacks]
         return next((callback for callback in callbacks if isinstance(callback, EarlyStopping)), None)

@@ -14,13 +14,13 @@ _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 
 
 class LoopView:
-    """View of a loop in Lightning's form. Names that can be set are flags of the Trainer, which gets the value.
+    """View of a loop in Lightning's form. Setting an attribute sets the Trainer's flag of that name.
 
     Args:
         trainer: The Trainer whose loop it shows.
 
     Raises:
-        AttributeError: If any other attribute of Lightning's loop is used.
+        AttributeError: If an attribute of Lightning's loop is used that the view does not have.
     """
 
     _place = "trainer.fit_loop"
@@ -74,7 +74,7 @@ class FitLoopView(LoopView):
         return self.epoch_loop.total_batch_idx
 
     def setup_data(self) -> None:
-        """Create the training dataloader, if that has not happened yet."""
+        """Create the training dataloader, unless this was done before."""
         sources = self._trainer.sources
         if sources is not None:
             _ = sources.train
@@ -164,7 +164,7 @@ class EvaluationLoopView(LoopView):
         object.__setattr__(self, "_place", f"trainer.{'validate' if kind == 'val' else kind}_loop")
 
     def setup_data(self) -> None:
-        """Create the dataloaders, if that has not happened yet."""
+        """Create the dataloaders, unless this was done before."""
         sources = self._trainer.sources
         if sources is not None:
             sources.evaluation(self._kind)
@@ -234,7 +234,7 @@ class LoggerConnectorView:
 
     @property
     def should_update_logs(self) -> bool:
-        """Return whether the values of this optimizer step are sent to the loggers."""
+        """True if the values of this optimizer step are sent to the loggers."""
         trainer = self.trainer
         every = trainer.log_every_n_steps
         return trainer.should_stop or bool(every and (trainer.progress.step + 1) % every == 0)

@@ -17,7 +17,7 @@ class TrainerStatus(StrEnum):
 
     @property
     def stopped(self) -> bool:
-        """Return whether a stage has ended, by success or failure."""
+        """True if a stage has ended, by success or failure."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
@@ -41,12 +41,12 @@ class RunningStage(StrEnum):
 
     @property
     def evaluating(self) -> bool:
-        """Return whether it is a validation, the sanity check or a test."""
+        """True if the activity is a validation, the sanity check or a test."""
         return self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 
     @property
     def dataloader_prefix(self) -> str:
-        """Prefix of its dataloader method: ``"val"`` in ``val_dataloader``."""
+        """Prefix of the activity's dataloader method: ``"val"`` in ``val_dataloader``."""
         return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
 
 
@@ -66,10 +66,10 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """Return whether a stage has ended without an error."""
+        """True if a stage has ended without an error."""
         return self.status == TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        """Return whether a stage has ended, by success or failure."""
+        """True if a stage has ended, by success or failure."""
         return self.status.stopped

@@ -1,4 +1,4 @@
-"""`Trainer`: runs a task with the strategy, the precision and the callbacks that its flags name."""
+"""`Trainer`: runs a task with the strategy, the precision and the callbacks that its flags specify."""
 
 from __future__ import annotations
 
@@ -108,10 +108,11 @@ class Trainer(LightningAliases):
             whole process. Default: the current setting, ``"highest"`` unless the script has changed it.
         inference_mode: Evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``). Default:
             True.
-        use_distributed_sampler: Shard the data over the processes; False if your loaders already do. Default: True.
+        use_distributed_sampler: Shard the data over the processes; set it to False if your loaders already shard the
+            data. Default: True.
         sync_batchnorm: Compute the statistics of BatchNorm layers over all processes (DDP). Default: False.
         reload_dataloaders_every_n_epochs: Epochs between calls of the dataloader hooks; 0 calls them once. Default: 0.
-        detect_anomaly: Find the operation that produced a NaN gradient; slow. Default: False.
+        detect_anomaly: Find the operation that produced a NaN gradient, which slows training down. Default: False.
         barebones: Disable everything that adds overhead: logging, checkpoints, progress bar, summary and sanity check.
             Default: False.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a `Profiler`.
@@ -123,8 +124,8 @@ class Trainer(LightningAliases):
         on_nonfinite: Policy for a loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators
             one step later), ``"skip"`` the step on all processes (which synchronizes with the device in every step), or
             ``"ignore"``. With float16, the loss scaler handles gradients. Default: ``"raise"``.
-        timeout: How long a rank may go without progress, in the forms of ``max_time``; see `Accelerator`.
-        grace: How long a stage may take to end after a signal, in the forms of ``max_time``. After that, all ranks
+        timeout: Time that a rank may spend without progress, in the forms of ``max_time``; see `Accelerator`.
+        grace: Time that a stage may take to end after a signal, in the forms of ``max_time``. After that, all ranks
             exit, even if a save is incomplete; the run then resumes from the latest complete checkpoint. Default: no
             limit.
         unknown: Unknown flags, for the error that names the closest flag.
@@ -133,7 +134,7 @@ class Trainer(LightningAliases):
         accelerator: The `Accelerator` that the loop uses.
         progress: The run's counters.
         history: The curves of logged values, and how the time was spent; see `History`.
-        should_stop: Set it on any process to end the run after an optimizer step.
+        should_stop: Set it to True on any process to end the run after an optimizer step.
         interrupted: Whether Ctrl-C ended the last stage.
         sanity_checking: Whether the sanity check before training is running.
         decided: The settings that ``fit`` announced when it began: devices, strategy, precision, effective batch,
@@ -348,10 +349,10 @@ class Trainer(LightningAliases):
             datamodule: The data module, instead of dataloaders.
             ckpt_path: The checkpoint to resume from: a path; ``"last"``, the latest intact one; ``"best"``; or
                 ``"auto"``: ``"last"`` if a checkpoint exists, else a fresh start. Default: a fresh start.
-            weights_only: Accepted for Lightning's signature; a checkpoint never holds anything but data.
+            weights_only: Accepted for Lightning's signature; a checkpoint contains only data.
             schedule: The source of learning rates and schedule after a resume: ``"saved"``, those of the checkpoint, or
                 ``"script"``, those that ``configure_optimizers`` returns, advanced to the checkpoint's step. Default:
-                the saved ones, with a warning if the script's differ.
+                the saved ones, with a warning if those of the script differ.
 
         Raises:
             ValueError: If ``schedule`` is set without ``ckpt_path``. Errors of the run itself are raised unchanged.
@@ -525,12 +526,12 @@ class Trainer(LightningAliases):
 
     @property
     def is_global_zero(self) -> bool:
-        """Return whether this process is rank zero."""
+        """True if this process is rank zero."""
         return self.accelerator.is_main_process
 
     @property
     def received_sigterm(self) -> bool:
-        """Return whether this process received a SIGTERM in the latest ``fit``."""
+        """True if this process received a SIGTERM in the latest ``fit``."""
         return self.preemption.caught is signal.SIGTERM
 
     @property
@@ -574,7 +575,7 @@ class Trainer(LightningAliases):
         return [prepared.optimizer for prepared in self.accelerator.optimizers]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context that builds a model on its final device and as it will be trained.
+        """Return a context that creates the parameters of a model on their final device and in their final dtype.
 
         See `Accelerator.init_module`. ``configure_model`` already runs in it.
 
@@ -617,7 +618,7 @@ class Trainer(LightningAliases):
 
     @property
     def has_validation(self) -> bool:
-        """Return whether ``fit`` validates: a non-empty dataloader, a ``validation_step``, and no limit of zero."""
+        """True if ``fit`` validates: it has a non-empty dataloader, a ``validation_step``, and no limit of zero."""
         if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
         if not overrides(self.task, "validation_step"):
@@ -630,7 +631,7 @@ class Trainer(LightningAliases):
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Logged values of the stage: epoch values of all processes, and this process's latest step values.
 
-        A name that is logged by step and by epoch has the step's value until the epoch ends.
+        A name that is logged by step and by epoch has the value of the step until the epoch ends.
         """
         latest = self.metrics.latest()
         values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
@@ -657,9 +658,9 @@ class Trainer(LightningAliases):
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of the run: the first logger's, or the one that ``fit`` created.
+        """Folder of the run: that of the first logger, or the one that ``fit`` created.
 
-        It is available on every process without communication.
+        The value is available on every process without communication.
         """
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
 

@@ -28,9 +28,9 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> DeviceMap:
-    """Fill the devices one after the other with the model's modules, in the model's order.
+    """Plan a device map that fills the devices one after the other with modules, in the model's order.
 
-    Modules that share a tensor go to one device, with the first of them. If modules are left for the CPU or the disk,
+    Modules that share a tensor go to the same device as the first of them. If modules are left for the CPU or the disk,
     memory is reserved on the device that runs them: for the largest such module, and for their buffers if the buffers
     stay on it.
 
@@ -38,7 +38,7 @@ def infer_auto_device_map(
         model: The model; it may be on device ``meta``.
         max_memory: See `get_max_memory`. The disk receives the rest, without a limit unless a size is given.
         no_split_module_classes: Classes whose modules must not be split, such as those with a residual connection.
-            torch's attention and encoder layer are never split.
+            torch's attention and encoder layers are never split.
         dtype: The dtype in which floating point weights will be loaded. Default: their own.
         special_dtypes: Dtypes of single tensors by name.
         verbose: Print the plan.
@@ -48,7 +48,7 @@ def infer_auto_device_map(
             that does, out of order.
 
     Returns:
-        Devices by names of modules or tensors, which cover all tensors.
+        The device of each module or tensor, by name. Together, the names cover all tensors.
 
     Raises:
         ValueError: If a device does not exist, a size is invalid, or the disk is too small.
@@ -70,9 +70,9 @@ def infer_auto_device_map(
 def _fill_and_run(
     parts: list[Part], room: Mapping[Device, int | None], mains: list[Device], offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
-    """Fill the devices so that the first one used can run what is offloaded.
+    """Fill the devices so that the first device in use can run the offloaded modules.
 
-    A device too small for that is skipped.
+    A device that is too small for them is skipped.
     """
     placed: DeviceMap = {}
     for number, main in enumerate(mains):
@@ -99,7 +99,7 @@ def _list_direct_tensors(module: nn.Module) -> list[tuple[str, object]]:
 def _fill(
     parts: list[Part], room: Mapping[Device, int | None], main: Device | None, offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
-    """Fill the devices greedily; with ``main``, reserve memory there to run what comes after."""
+    """Fill the devices greedily; reserve memory on ``main``, if given, to run the modules that are offloaded."""
     reserves = [0]  # memory to reserve for what comes after each part
     largest = buffers = 0
     for part in reversed(parts[1:]):
@@ -157,8 +157,8 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
 
-    It plans with different limits, to find the lowest one with which the model still fits. The last accelerator keeps
-    all of its memory.
+    Different limits are tried, to find the lowest one with which the model still fits. The last accelerator keeps all
+    of its memory.
 
     Args:
         model: The model.
@@ -230,7 +230,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
     Raises:
         ValueError: If the map names something that is not in the model, or a device that this machine does not have; if
-            it misses tensors; or if it splits what must be on one device.
+            it misses tensors; or if it splits modules that must be on one device.
     """
     tensors = named_tensors(model)
     valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()

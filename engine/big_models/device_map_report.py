@@ -20,10 +20,10 @@ def device_map_plan(
     dtype: torch.dtype | str | None = None,
     special_dtypes: Dtypes | None = None,
 ) -> str:
-    """Return the map as text: a row for each entry, the devices' totals, and the tied tensors.
+    """Return the map as text: a row for each entry, the total of each device, and the tied tensors.
 
-    Neighbors on one device with numbers for names, such as the layers of a stack, share a row. A tied tensor counts at
-    its first name.
+    Neighbors on one device whose names are numbers, such as the layers of a stack, share a row. A tied tensor counts
+    under its first name.
 
     Args:
         model: The model; it may be on device ``meta``.

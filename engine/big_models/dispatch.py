@@ -64,7 +64,7 @@ def dispatch_model(
         offload_buffers: Offload buffers of offloaded modules too.
         skip_keys: Names of arguments, and of entries of the output, that are not moved.
         preload_module_classes: Classes whose modules get all weights inside them when they are called, because they
-            read them without calling the modules that hold them.
+            read the weights without calling the modules that hold them.
         force_hooks: Add the hooks even if everything is on one device.
 
     Returns:
@@ -95,7 +95,7 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights in main memory and move each module's weights to a device when it is called.
+    """Keep a model's weights in main memory and move each module's weights to a device when the module is called.
 
     Args:
         model: The model.
@@ -127,7 +127,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights on disk and read each module's weights when it is called.
+    """Keep a model's weights on disk and read each module's weights when the module is called.
 
     Args:
         model: The model.
@@ -154,7 +154,7 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model in main memory until it is called; then it stays on the device until ``hook.offload()``.
+    """Keep a whole model in main memory until it is called, and on the device from then until ``hook.offload()``.
 
     For models that run in turn: each call first moves the model of ``prev_module_hook`` off the device.
 
@@ -260,7 +260,7 @@ def dispatch(
         skip_keys: Names of arguments and outputs that are not moved.
         preload_module_classes: Classes whose modules get all weights inside them.
         force_hooks: Add the hooks even if everything is on one device.
-        all_away: Offload weights on the CPU even if they run there.
+        all_away: Offload weights that the map places on the CPU even if their modules run there.
 
     Returns:
         The model.
@@ -330,7 +330,7 @@ def _locate_values(
 def _disk_weights(
     tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
 ) -> Weights:
-    """Return the location of values on disk: already offloaded or in a checkpoint, or else written to disk."""
+    """Return the weights on disk: those already offloaded, those in a checkpoint, and the model's own once written."""
     offloaded = open_offloaded(folder, index)
     covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
     if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:

@@ -23,8 +23,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> Any:
     """Return a context in which parameters of new modules are on device ``meta``, which uses no memory.
 
     Load the parameters with `load_checkpoint_and_dispatch` before use. Only the thread that enters the context is
-    affected; it may be nested, and an error inside has no lasting effect. Each parameter is created as the module's
-    code specifies and released immediately, so at most one parameter is in memory.
+    affected. Contexts may be nested, and an error inside has no lasting effect. Each parameter is created as the
+    module's code specifies and released immediately, so at most one parameter is in memory.
 
     Args:
         include_buffers: Put buffers on ``meta`` too. Default: no, because most are computed and not saved in a
@@ -40,8 +40,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     Args:
         device: The device.
         include_buffers: Put buffers on the device too. Every tensor that is created inside the context without a device
-            is then created on it, so code that reads values back during construction cannot run with ``meta``. Default:
-            no.
+            is then created on ``device``, so code that reads values back during construction cannot run with ``meta``.
+            Default: no.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:
@@ -97,9 +97,8 @@ def _redirect_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
 class _Hooks:
     """torch's registration hooks, present as long as any thread is inside a context.
 
-    They are torch's own and apply to the whole process. One pair serves all threads, because torch iterates over the
-    hooks while it registers a parameter: a thread that entered or left in the meantime would break this iteration in
-    others.
+    torch applies them to the whole process. One pair serves all threads, because torch iterates over the hooks while it
+    registers a parameter: a thread that entered or left in the meantime would break this iteration in others.
     """
 
     def __init__(self) -> None:

@@ -19,9 +19,9 @@ from .module_tensors import copy_attributes, is_buffer, set_tensor
 
 
 class StandIn(Tensor):
-    """Stand-in for an offloaded tensor without its values: its shape, on device ``meta``.
+    """Stand-in for an offloaded tensor, with the tensor's shape on device ``meta`` and without values.
 
-    torch 2.13 multiplies a CPU tensor with a ``meta`` one and returns uninitialized memory; this class raises an error.
+    torch 2.13 multiplies a CPU tensor by a ``meta`` one and returns uninitialized memory; this class raises an error.
     """
 
     @classmethod
@@ -48,13 +48,13 @@ class StandIn(Tensor):
 
 
 class Loan:
-    """One offloaded tensor of one module. Without its values, the module has a stand-in.
+    """One offloaded tensor of one module, which has a stand-in while the values are not loaded.
 
     Args:
-        module: The module that has it.
-        name: Its name in the module.
-        piece: The location of its values.
-        shape: Its description: the class, dtype and shape, on device ``meta``.
+        module: The module that has the tensor.
+        name: The tensor's name in the module.
+        piece: The location of the tensor's values.
+        shape: A description of the tensor: its class, dtype and shape, on device ``meta``.
         stand_in: The stand-in in the module while it is not running; the same one for all tied tensors.
     """
 
@@ -74,7 +74,7 @@ class Loan:
         return self.piece.get(exact).to(device=device, dtype=dtype)
 
     def lend(self, values: Tensor, grad: bool) -> None:
-        """Put the values into the module. If gradients are computed, a gradient for them is refused.
+        """Put the values into the module. If gradients are computed, a gradient of these values raises an error.
 
         Args:
             values: The values.
@@ -119,12 +119,12 @@ def _refuse_gradient(gradient: Tensor) -> None:
 class Station:
     """Hooks of one module: when it is called, its offloaded tensors are loaded and its inputs are moved.
 
-    Two threads may run it at the same time, and a module may call itself: the values are released when the last call
-    ends.
+    Two threads may run the module at the same time, and a module may call itself: the values are released when the last
+    call ends.
 
     Args:
         device: The device that runs the module.
-        loans: Its offloaded tensors.
+        loans: The module's offloaded tensors.
         moves: Whether inputs may be on another device.
         skip: Names of arguments that are not moved.
     """
@@ -220,7 +220,7 @@ class Station:
                 loan.lend(brought[id(loan.stand_in)], grad)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy of the model, which has its own lock and no calls in progress."""
+        """Return the state to copy, without the lock and the calls in progress."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_inside")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -293,7 +293,7 @@ class Home:
         return self._calls.devices  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy of the model, which has no calls in progress."""
+        """Return the state to copy, without the calls in progress."""
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -64,14 +64,14 @@ def load_checkpoint_and_dispatch(
             then the disk, and the plan is printed. Or a map of names to devices. Default: only load the model.
         max_memory: See `get_max_memory`.
         no_split_module_classes: See `infer_auto_device_map`.
-        offload_folder: Accepted, not needed: no weights are copied to disk.
+        offload_folder: Accepted but not needed, because no weights are copied to disk.
         offload_buffers: Offload buffers of offloaded modules too.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
-        offload_state_dict: Accepted, not needed: no weight is in memory twice.
+        offload_state_dict: Accepted but not needed, because no weight is in memory twice.
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise an error if model and checkpoint differ in tensors. Default: warn, unless one would lack values.
+        strict: Raise an error if the names of tensors differ. Default: warn, unless a tensor would have no values.
         full_state_dict: Only True is supported: each process reads a whole checkpoint separately.
         broadcast_from_rank0: Only False is supported.
         quantization: ``"int8"`` or ``"int4"`` (or a `WeightQuantizer`): round each linear layer's weight as it is read.
@@ -138,9 +138,9 @@ def load_checkpoint_in_model(
         checkpoint: See `load_checkpoint_and_dispatch`.
         device_map: Devices by the names of modules or tensors. Default: tensors on device ``meta`` go to the CPU,
             others stay where they are.
-        offload_folder: Accepted, not needed.
+        offload_folder: Accepted but not needed.
         dtype: The dtype of floating point weights after the load. Default: that of the model.
-        offload_state_dict: Accepted, not needed.
+        offload_state_dict: Accepted but not needed.
         offload_buffers: Leave buffers on disk too, if the map places them there.
         keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 regardless of ``dtype``.
         strict: See `load_checkpoint_and_dispatch`.

@@ -199,7 +199,7 @@ class CpuOffload(ModelHook):
 
     Args:
         execution_device: The device that runs the model. Default: the first accelerator, else the CPU.
-        prev_module_hook: The hook of the model that is moved off the device before this one.
+        prev_module_hook: The hook of the model that is moved off the device before this model is moved onto it.
     """
 
     def __init__(

@@ -92,10 +92,11 @@ class Part:
     """Modules and tensors that go to one device as a whole, because they are kept together or share a tensor.
 
     Attributes:
-        names: Its modules and tensors.
+        names: The names of its modules and tensors.
         size: Its size in bytes.
         buffers: The size of its buffers in bytes.
-        largest: The size of the parameters of its largest module, which running it needs if it is offloaded.
+        largest: The size in bytes of the parameters of its largest module: the memory needed to run the part if it is
+            offloaded.
     """
 
     names: list[str]
@@ -162,7 +163,7 @@ def _build_part(names: list[str], atoms: dict[str, dict[Any, bool]], bytes_of: d
 
 
 def check_class_names(model: nn.Module, argument: str, names: list[str] | str | None) -> set[str]:
-    """Return the names as a set; warn if the model has no module of any of these classes.
+    """Return the names as a set; warn if no module of the model has one of these classes.
 
     Args:
         model: The model.

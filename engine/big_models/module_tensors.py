@@ -41,7 +41,7 @@ def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_buffer(tensor: Tensor) -> bool:
-    """Return whether a model's tensor is a buffer: it may be written to, while a parameter is only read.
+    """Return whether a model's tensor is a buffer, which a forward may change, and not a parameter.
 
     Args:
         tensor: The tensor.
@@ -50,7 +50,7 @@ def is_buffer(tensor: Tensor) -> bool:
 
 
 def group_tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names in groups, each the names of one tensor, in the order of their first names.
+    """Return the names in groups, one group per distinct tensor, in the order of their first names.
 
     Args:
         tensors: Tensors by name.
@@ -114,7 +114,7 @@ def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> N
 
     Args:
         model: The model.
-        names: Its names.
+        names: The names of the tensor.
         tensor: The new tensor.
     """
     for name in names:
@@ -151,7 +151,7 @@ def resolve_stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dty
 
 
 def list_class_names(module: nn.Module) -> set[str]:
-    """Return the names under which a module's class can be listed: its own and its bases'.
+    """Return the names under which a module's class can be listed: those of the class and of its bases.
 
     Args:
         module: The module.

@@ -97,7 +97,7 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
 
 
 def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Weights:
-    """Write tensors into a folder, from which they are read; a file of an earlier run is replaced.
+    """Write tensors to a file in a folder, replacing the file of an earlier run.
 
     Args:
         folder: The folder.
@@ -121,7 +121,7 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
 
 
 def _clear_dead(path: Path) -> None:
-    """Delete what killed processes of this machine left next to ``path``."""
+    """Delete the files that killed processes of this machine left next to ``path``."""
     if os.name != "posix":  # on other systems a process cannot be checked without affecting it
         return
     of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")

@@ -25,7 +25,7 @@ from .parts import Files, TensorFile
 class HostCopies:
     """Copies of tensors in host memory, in buffers that are reused by the next save.
 
-    Fresh memory takes ten times as long as the copy itself, because the system clears each page of it first.
+    Allocating new memory takes ten times as long as the copy itself, because the system clears each page of it first.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class HostCopies:
     def copy_tensors(
         self, files: Files, later: Container[str], optimizers: Iterable[Optimizer]
     ) -> tuple[Files, Copying]:
-        """Copy the tensors in ``files``, or start to.
+        """Copy the tensors in ``files``, or start their copies.
 
         Args:
             files: The files to write.
             later: The files whose tensors only a step of ``optimizers`` changes. They are copied during the forward and
-                backward passes: by a thread in host memory, by a separate stream from a GPU. A step that comes too
-                early waits for the copy, on the device that computes it.
+                backward passes: by a thread if they are in host memory, by a separate stream if they are on a GPU. A
+                step that comes too early waits for the copy, on the device that computes it.
             optimizers: All optimizers in use.
 
         Returns:
@@ -109,8 +109,8 @@ class HostCopies:
     def _make_pinned_slab(self, size: int) -> Tensor:
         """Return ``size`` bytes of pinned memory; torch's own allocator would round them up to a power of two.
 
-        If the system does not pin more memory, it is plain memory, and the host waits for each copy; a message reports
-        it.
+        If the system refuses to pin more memory, the result is plain memory, and the host waits for each copy. A
+        message reports this.
         """
         slab = torch.empty(size, dtype=torch.uint8, device="cpu")
         address, cudart = slab.data_ptr(), torch.cuda.cudart()
@@ -151,7 +151,7 @@ class Copying:
         self._lock = threading.Lock()
 
     def add(self, place: str, buffer: Tensor, tensor: Tensor) -> None:
-        """Schedule a copy of ``tensor`` in its current state to ``buffer``.
+        """Schedule a copy of ``tensor``, in its current state, to ``buffer``.
 
         Args:
             place: The name of the tensor, for errors.
@@ -251,7 +251,7 @@ class Job:
         work: The function to run in a thread.
 
     Attributes:
-        error: The error that it failed with, or None.
+        error: The error that the work failed with, or None.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -273,11 +273,11 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """True once it has ended, with or without an error."""
+        """True once the work has ended, with or without an error."""
         return self._ended.is_set()
 
     def finish(self) -> None:
-        """Wait until it has ended.
+        """Wait until the work has ended.
 
         Raises:
             BaseException: The error that the work failed with, in the first call only.

@@ -104,7 +104,7 @@ def finish(target: Path) -> str:
         target: The checkpoint.
 
     Returns:
-        What was done, in one sentence.
+        A description of the action taken.
     """
     part, old = beside(target, "part"), beside(target, "old")
     if os.path.lexists(target):
@@ -123,13 +123,13 @@ def finish(target: Path) -> str:
 
 
 def recover(target: Path) -> list[str]:
-    """Complete or roll back what a killed process left next to one checkpoint.
+    """Complete or roll back a replacement or deletion that a killed process left unfinished next to a checkpoint.
 
     Args:
         target: The checkpoint.
 
     Returns:
-        What was done, one sentence each.
+        A description of each action taken.
     """
     part, old, gone = (beside(target, suffix) for suffix in ("part", "old", "gone"))
     done = []
@@ -174,10 +174,10 @@ def take_away(path: Path) -> None:
 
 
 def retire(path: Path, target: Path) -> bool:
-    """Delete the rest of a checkpoint; foreign files move into ``target``, or stay if it does not exist.
+    """Delete the remains of a checkpoint; foreign files move into ``target``, or stay if it does not exist.
 
     Args:
-        path: The rest of a checkpoint. A foreign directory is left alone.
+        path: The remains of a checkpoint. A foreign directory is not changed.
         target: The checkpoint that replaced it.
 
     Returns:
@@ -237,7 +237,7 @@ def is_staged(path: Path) -> bool:
 
 
 def _is_left(path: Path) -> bool:
-    """Return whether the path is the rest of a checkpoint, or an empty directory."""
+    """Return whether the path is what remains of a checkpoint, or an empty directory."""
     if not os.path.lexists(path):  # the usual case, and faster to check than its content
         return False
     return is_empty(path) or any(os.path.isfile(path / name) for name in (MANIFEST, UNFINISHED))

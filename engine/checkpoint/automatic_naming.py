@@ -55,7 +55,7 @@ def find_newest(
 ) -> tuple[OpenCheckpoint, list[str]]:
     """Return the intact checkpoint with the highest number, and a sentence for each one that was skipped.
 
-    No file is deleted, since another process may be saving to the folder. All processes must call it.
+    No file is deleted, since another process may be saving to the folder. Must be called on all ranks.
 
     Args:
         world: The processes.
@@ -63,7 +63,7 @@ def find_newest(
         resumable: Skip checkpoints that contain weights only.
 
     Raises:
-        ValueError: If there is no checkpoint; on ranks other than zero, a RuntimeError.
+        ValueError: On rank zero, if there is no checkpoint. The other ranks raise a RuntimeError.
     """
     skipped: list[str] = []
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
@@ -92,7 +92,7 @@ def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: 
 
 
 def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> int:
-    """Return the number of the next checkpoint after a resume from ``loaded``: above all existing ones.
+    """Return the number of the next checkpoint after a resume from ``loaded``; it exceeds all existing numbers.
 
     Args:
         project: The configuration of the run.
@@ -109,8 +109,8 @@ def compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> in
 def drop_oldest(folder: AnyPath, limit: int) -> None:
     """Delete the checkpoints with the lowest numbers until ``limit`` of them are left.
 
-    If one cannot be deleted, a warning gives the reason, and the next save tries again. It is not an error, because the
-    new checkpoint is saved.
+    If one cannot be deleted, a warning gives the reason, and the next save tries again. This is not an error, because
+    the new checkpoint is saved.
 
     Args:
         folder: The folder of the checkpoints.

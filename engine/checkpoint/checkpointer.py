@@ -37,7 +37,7 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
     """Check that the ranks of each machine use the same directories; machines may mount a file system differently.
 
     Raises:
-        ValueError: On every rank, if they use different ones.
+        ValueError: On every rank, if the directories differ.
     """
     if world.size == 1:
         return
@@ -64,8 +64,8 @@ class Checkpointer:
         registered: Further objects in every checkpoint, by name.
         save_hooks: Called before a save.
         load_hooks: Called before a load.
-        loaded_from: By model, the path, manifest and step of the checkpoint it was loaded from, until the rest of the
-            state is loaded too.
+        loaded_from: For each model, the path, manifest and step of the checkpoint that it was loaded from, until the
+            rest of the state is loaded too.
         saving: The asynchronous save in progress, or None.
         host_copies: The memory that an asynchronous save copies the state to.
         frozen: Digests of each model's frozen weights, once a checkpoint omits them.
@@ -183,7 +183,7 @@ class Checkpointer:
         numbering: ProjectConfiguration | None,
         copying: Copying | None,
     ) -> None:
-        """Write and commit, then delete checkpoints beyond the limit: immediately, or in a thread."""
+        """Write and commit a checkpoint, then delete those beyond the limit; immediately, or in a thread."""
         hooked = bool(self.save_hooks)
 
         def publish(world: World) -> None:

@@ -95,7 +95,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
 
     Args:
         path: The file.
-        tensors: The tensors by name, of plain types, or objects that read one when they are indexed.
+        tensors: By name, tensors of plain types, or objects that read a tensor when they are indexed.
         notes: The text for the file's header.
 
     Raises:
@@ -245,7 +245,7 @@ def rmdir(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents, durably. Several processes may do so concurrently.
+    """Create a directory and its parents, durably. Several processes may call it concurrently.
 
     Args:
         path: The directory.
@@ -367,9 +367,9 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
 
 
 def mark(path: Path) -> Mark:
-    """Return the size and the modification time of a file, or of a link itself, which reveal a change.
+    """Return the size and the modification time of a file, or of a link itself, to detect a change.
 
-    The inode number is not included: some network file systems report a different one in each call.
+    The inode number is not included: some network file systems report a different one on each call.
 
     Args:
         path: The file.

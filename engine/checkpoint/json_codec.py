@@ -53,7 +53,7 @@ class Record:
     """Inert stand-in for an object in a stored state: `json_codec.decode` returns the record, never the object.
 
     Attributes:
-        kind: What the reader may create from it, such as ``"enum"``.
+        kind: The kind of object that the reader may create, such as ``"enum"``.
         name: The name of the object's class, as text.
         content: The object's data, anything that `json_codec.encode` accepts.
     """
@@ -184,7 +184,7 @@ def _copy_plain_ints(value: list[Any] | tuple[Any, ...]) -> list[Any] | None:
 
 
 class _Encoder:
-    """One traversal of a state; it adds to `tensors`."""
+    """One traversal of a state, which collects the tensors in `tensors`."""
 
     def __init__(self, prefix: str) -> None:
         self.root: tuple[str, ...] = (prefix,) if prefix else ()
@@ -405,7 +405,7 @@ class _Decoder:
 
 
 class _Malformed(ValueError):
-    """ValueError that already names its place."""
+    """ValueError whose text already names a place in the document."""
 
 
 def _require(condition: bool, rule: str) -> None:

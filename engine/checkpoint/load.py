@@ -56,7 +56,7 @@ def load(
     schedule: str | None = None,
     finish_epoch: bool = True,
 ) -> dict[str, Any]:
-    """Restore a checkpoint, or a part of it, and return its info. Gathered gradients are discarded.
+    """Restore a checkpoint, or a part of it, and return its info. Accumulated gradients are discarded.
 
     Args:
         accelerator: The Accelerator.
@@ -153,7 +153,7 @@ def _load_training(
 
 @contextmanager
 def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
-    """Run a block that reads on all processes; all fail if one does, or if the checkpoint was replaced meanwhile.
+    """Run a block that reads a checkpoint on all processes; all fail if one fails or the checkpoint is replaced.
 
     Another job may save to the same path, in which case parts of two states would be mixed.
     """
@@ -172,7 +172,7 @@ def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
 
 
 def _is_identical_save(first: Manifest, second: Manifest) -> bool:
-    """Return whether both belong to one save.
+    """Return whether two manifests belong to the same save.
 
     The user's notes are not compared: they may contain NaN, which does not equal itself.
     """
@@ -260,7 +260,7 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
     Args:
         saved: The state.
         like: Another state; if it has a sharded tensor at the same place, only this process's shard is read.
-        once: The tensors that were already read, so that tied ones are one object again.
+        once: The tensors that were already read, so that tied tensors are one object again.
     """
     if isinstance(saved, Stored):
         alike = is_sharded(like) and like.shape == saved.shape
@@ -281,7 +281,7 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
 
 
 def _read_rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
-    """Return the state that this rank did not share with others."""
+    """Return the saved state that belongs to this rank alone."""
     path, name = opened.path, rank_part(accelerator.process_index)
     state = check_form(RankState, opened.read_part(name), path, name)
     if not all(isinstance(values, dict) for values in state["buffers"]):
@@ -332,7 +332,7 @@ def _select_fitting_weights(
 def _check_frozen(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> None:
-    """Check that each model has the frozen weights that the checkpoint omits. All processes must call it.
+    """Check that each model has the frozen weights that the checkpoint omits. Must be called on all ranks.
 
     Raises:
         ValueError: On all processes, if a model has other frozen weights.
@@ -401,7 +401,7 @@ def _choose_schedule(
 
 
 def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
-    """Return weights under the names in a model's own state, if submodules are compiled."""
+    """Return weights under the names in a model's own state, which have a prefix if submodules are compiled."""
     renamed = {strip_compile_prefix(name): name for name in names if name != strip_compile_prefix(name)}
     return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
 

@@ -41,7 +41,7 @@ class Manifest:
         others: Entries of files that hooks wrote, by path, such as ``unet/config.json``. The content of a link is its
             target.
         folder: The folder in the checkpoint with all these files; empty if there is none, as on a disk.
-        source: The content of the file it was read from; empty if it was not read.
+        source: The content of the file that the manifest was read from; empty if it was not read from a file.
     """
 
     step: int
@@ -58,7 +58,7 @@ class Manifest:
 
     @property
     def names(self) -> set[str]:
-        """Paths in the checkpoint of all listed files."""
+        """Paths of all listed files in the checkpoint."""
         return {self.path_of(name) for name in (*self.files, *self.others)}
 
     def path_of(self, name: str) -> str:

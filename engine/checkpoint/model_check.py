@@ -41,7 +41,7 @@ def make_notes(model: nn.Module) -> dict[str, str]:
 
 
 class FrozenWeights:
-    """Digests of the parameters of a model that are not trained, so that a checkpoint may omit them and name them.
+    """Digests of a model's frozen parameters, which a checkpoint may store instead of the parameters.
 
     A parameter that was trained before, or that was changed otherwise, no longer counts as frozen.
     """
@@ -52,10 +52,10 @@ class FrozenWeights:
         self._trained: set[str] = set()
 
     def update(self, model: nn.Module, world: World) -> dict[str, str]:
-        """Return the digest of each frozen parameter by its name. All processes must call it.
+        """Return the digest of each frozen parameter by its name. Must be called on all ranks.
 
-        Digests are computed once; later only for parameters whose sum has changed. (Fused optimizers do not change
-        ``_version``.)
+        A digest is computed once, and again if the sum of the parameter's bits has changed. ``_version`` does not show
+        this, because fused optimizers do not increment it.
 
         Args:
             model: The user's module.
@@ -75,7 +75,7 @@ class FrozenWeights:
 
 
 def compute_digests(model: nn.Module, names: Collection[str], world: World) -> dict[str, str]:
-    """Return the digests of parameters by name, the same on all processes, which must all pass the same names.
+    """Return the digests of parameters by name, the same on all processes. All must pass the same names.
 
     Args:
         model: The user's module.
@@ -107,7 +107,7 @@ def _add_bits(tensor: Tensor) -> Tensor:
 
 
 def _flatten(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors of a tensor; for a quantized one, its integers and scales."""
+    """Return the plain tensors that a tensor consists of; for a quantized one, its integers and scales."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor.detach()]
     names, _ = tensor.__tensor_flatten__()
@@ -127,7 +127,7 @@ def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
     """Return a checkpoint's note about the weights that it omits.
 
     Args:
-        digests: Their digests by name.
+        digests: The digests of these weights, by name.
     """
     return {_FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
 
@@ -224,8 +224,8 @@ def check_weights(
     Args:
         model: The model.
         weights: Objects with a ``shape``, by name.
-        path: Their source, for the error.
-        strict: False selects what fits, and reports what was skipped.
+        path: The source of the weights, for the error.
+        strict: If False, select the weights that fit, and report those that were skipped.
         left_out: Names that may be missing.
 
     Returns:
@@ -313,7 +313,7 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
     Args:
         model: The model that loads them.
         weights: Objects with a ``dtype``, by the model's names.
-        path: Their source.
+        path: The source of the weights.
     """
     lines = [
         f"{name}: {str(weights[name].dtype)[6:]} in the checkpoint, {str(current.dtype)[6:]} in this model"
@@ -329,8 +329,8 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: AnyPat
 def find_not_finite(model: nn.Module) -> list[str]:
     """Return the names of tensors in this process's shard of a model that must not be saved; empty for a sound model.
 
-    A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. It takes one
-    pass over the memory, and one read of the device.
+    A trained parameter must be finite. Elsewhere only NaN is refused: masks and ranges contain infinities. The check
+    takes one pass over the memory, and one read of the device.
 
     Args:
         model: The user's module.

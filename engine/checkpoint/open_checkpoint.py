@@ -48,7 +48,7 @@ class OpenCheckpoint:
         self._download: remote.Download | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state that another process needs; it opens the parts, and downloads files, itself."""
+        """Return the state to send to another process, which opens the parts and downloads the files itself."""
         marks = self._marks if isinstance(self.path, Path) else {}
         return {**vars(self), "_parts": {}, "_download": None, "_marks": marks}
 
@@ -68,7 +68,7 @@ class OpenCheckpoint:
             names: The files.
 
         Raises:
-            ValueError: If a file is missing, or its content is not what was committed.
+            ValueError: If a file is missing, or its content differs from the committed content.
             OSError: If the store rejects a request, or a disk operation fails.
         """
         folder = self.folder
@@ -137,8 +137,8 @@ class OpenCheckpoint:
         """Check that every file has the committed content; each byte is read once. A second call does nothing.
 
         Args:
-            world: The processes that load the checkpoint, all of which must call it. Processes with the same file
-                system divide the files among them. Default: this process reads all of them.
+            world: The processes that load the checkpoint. The method must be called on all of them. Processes with the
+                same file system divide the files among them. Default: this process reads all of them.
 
         Raises:
             ValueError: On every process, if a file is missing or has another size or content, or if the checkpoint was
@@ -161,7 +161,7 @@ class OpenCheckpoint:
         self.verified = True
 
     def _check_and_mark(self) -> tuple[Any, ...]:
-        """Check names and sizes and note each file's mark; return what identifies the file system of this process."""
+        """Check names and sizes and note each file's mark; return an identifier of this process's file system."""
         self._compare(read_source(self.path))  # a path that is wrong only on this process is an error of its own
         if isinstance(self.path, RemotePath):
             remote.check_files(self.path, self.manifest)
@@ -202,11 +202,11 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
     """Open the checkpoint at a path on all processes. Rank zero parses the manifest; nothing is verified yet.
 
     Args:
-        world: The processes; all must call it.
+        world: The processes. Must be called on all ranks.
         path: The path of the checkpoint on this process.
 
     Raises:
-        ValueError: If it is not a checkpoint; on ranks other than zero, a RuntimeError.
+        ValueError: On rank zero, if the path is not a checkpoint. The other ranks raise a RuntimeError.
     """
     opened: OpenCheckpoint | None = None
     with world.together():
@@ -218,10 +218,10 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
 
 
 def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
-    """Verify candidates until one is intact; return that one on every process, or None.
+    """Verify candidates until one is intact, and return it on every process; None if there is none.
 
     Args:
-        world: The processes; all must call it.
+        world: The processes. Must be called on all ranks.
         candidates: The candidates in order of preference; only rank zero's are used.
         skipped: Receives one sentence for each damaged candidate.
     """
@@ -242,7 +242,7 @@ def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skippe
 
 
 def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
-    """Run a function on every process, or only on this one without a world; return the results in order of ranks.
+    """Run a function on every process, or only on this one without a world; return the results in rank order.
 
     Raises:
         ValueError: On every process, with the text of the lowest rank that raised a ValueError or an OSError.

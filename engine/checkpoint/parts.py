@@ -162,7 +162,7 @@ def has_part(files: Iterable[str], name: str) -> bool:
 
 
 def list_part_files(name: str, files: Iterable[str]) -> list[str]:
-    """Return the names of a part's files, rank zero's first.
+    """Return the names of a part's files, that of rank zero first.
 
     Args:
         name: The name of the part.
@@ -232,7 +232,7 @@ def _report_damage(path: AnyPath, name: str) -> Iterator[None]:
 def open_files(
     path: AnyPath, files: Mapping[str, filesystem.Entry], name: str, folder: Path, owner: object = None
 ) -> Part:
-    """Open one part of a checkpoint whose manifest is read. Nothing in the files can make this import or run code.
+    """Open one part of a checkpoint whose manifest is read. Nothing in the files can cause an import or run code.
 
     Args:
         path: The checkpoint, for messages.
@@ -294,7 +294,7 @@ def _open_alone(path: Path, name: str) -> Part:
 
 
 def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a model's tensors without tied ones, and the aliases of the latter."""
+    """Return a model's tensors, each tied one only once, and the other names of tied tensors."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"{part} is {name_type(state)}, but must be a flat dict of tensors, such as model.state_dict()."

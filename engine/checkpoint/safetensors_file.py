@@ -253,7 +253,7 @@ def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[st
 
 
 def read_mark(descriptor: int) -> tuple[int, ...]:
-    """Return size, time and inode number of an open file, which reveal a change.
+    """Return size, time and inode number of an open file, to detect a change.
 
     Args:
         descriptor: The file descriptor.
@@ -263,7 +263,7 @@ def read_mark(descriptor: int) -> tuple[int, ...]:
 
 
 def abbreviate(names: list[str]) -> str:
-    """Return the first names of a list, and the number of the others, as text.
+    """Return the first names of a list, and the number of omitted names, as text.
 
     Args:
         names: The names.
@@ -279,7 +279,7 @@ Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
 class Stored:
     """Tensor that may be stored in several files, each with a shard of it.
 
-    ``stored[...]`` reads all of it, ``stored[2:4, :]`` only the rows that it needs: slices without a step.
+    ``stored[...]`` reads the full tensor, ``stored[2:4, :]`` only the rows in the slice. Slices must not have a step.
 
     Attributes:
         shape: Shape of the full tensor.
@@ -366,7 +366,7 @@ class Stored:
 
 
 def _has_overlap(boxes: list[Box]) -> bool:
-    """Return whether two of the boxes, which are sorted and not empty, have an element in common."""
+    """Return whether any two boxes have an element in common. The boxes are sorted, and none is empty."""
     for number, box in enumerate(boxes):
         for at in range(number + 1, len(boxes)):
             other = boxes[at]

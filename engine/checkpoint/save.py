@@ -62,7 +62,7 @@ class Counts:
         self._world = world
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all processes. All must call it."""
+        """Return the state of all processes. Must be called on all ranks."""
         return metric_state.collect_states(self._objects, set(), self._world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -194,13 +194,13 @@ def collect(
     weights_only: bool,
     frozen: Sequence[Mapping[str, str]] = (),
 ) -> Files:
-    """Return a checkpoint's files from this process, without copying or writing anything. Call it on all processes.
+    """Return the files that this process adds to a checkpoint, without copying data. Call it on all processes.
 
     Args:
         accelerator: The Accelerator.
         target: The checkpoint.
         parts: Further states, by name.
-        weights_only: Omit what is needed only to resume.
+        weights_only: Omit everything that is needed only to resume.
         frozen: For each model, the weights to omit; see `Checkpointer.find_frozen`.
 
     Raises:
@@ -324,11 +324,11 @@ def sort_loaders(loaders: list[Loader]) -> list[Loader]:
 
 
 def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
-    """Return the files with the state that process ``rank`` does not share.
+    """Return the files with the state that belongs to process ``rank`` alone.
 
     Args:
         rank: The rank of this process.
-        random: Its RNG state.
+        random: The RNG state of this process.
         buffers: For each model, the buffers of this process.
     """
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
@@ -347,7 +347,7 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
     """Write the files of `collect`, wait for all processes, and put the checkpoint in place in one rename.
 
     Args:
-        world: The processes; all must call it.
+        world: The processes. Must be called on all ranks.
         target: The checkpoint.
         files: This process's files.
         info: The metadata for the manifest.
@@ -396,7 +396,7 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
 
 
 def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
-    """Return each model's state, sharded as it is; None for a model that a hook saves."""
+    """Return each model's state, with its current sharding; None for a model that a hook saves."""
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
@@ -446,7 +446,7 @@ def _collect_shared_state(accelerator: Accelerator) -> TrainState:
 
 
 def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
-    """Return the names of the schedulers' classes, without modules, which may change in a script.
+    """Return the schedulers' class names, without the module names, which may change for classes of a script.
 
     Args:
         schedulers: The schedulers.

@@ -1,9 +1,9 @@
-"""Checkpoint store: the files on disk, and when they count as complete. It is independent of the state and of ranks.
+"""Checkpoint store: the files on disk, and when they count as complete. It does not depend on the state or on ranks.
 
 A checkpoint is a directory of parts (see `parts`) and a ``manifest.json``: ``model``, ``optimizer``, ``state``, and
 ``rank-00000`` for each process. Tensors are safetensors, the rest is JSON, nothing is pickled. Every process writes its
-own files, the caller waits for all of them, and one process calls `commit`. What is on disk at each moment of saving to
-``last``:
+own files, the caller waits for all of them, and one process calls `commit`. The state of the disk at each stage of a
+save to ``last``:
 
 1. Parts are written to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory is fsynced. A
    failure up to here leaves only ``.last.part``, which never counts.
@@ -58,10 +58,10 @@ __all__ = [
 def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesystem.Entry]:
     """Write one part of a checkpoint next to its target, durably.
 
-    Processes may do so concurrently, with different names.
+    Several processes may write parts concurrently if the names differ.
 
     Args:
-        target: Where the checkpoint will be committed.
+        target: The path at which the checkpoint will be committed.
         name: See `parts.encode_part`.
         state: The state to store. Tensors may be on any device; tied ones are stored once.
 
@@ -106,7 +106,7 @@ def beside(target: AnyPath | str) -> Path:
 def commit(
     target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool = False
 ) -> Path:
-    """Make the written parts a checkpoint, by one rename. One process calls it, after all have written their parts.
+    """Make the written parts a checkpoint, by one rename. One process calls it after all have written their parts.
 
     An existing checkpoint at the target is replaced; at every moment one of the two can be loaded.
 
@@ -116,7 +116,7 @@ def commit(
         info: Metadata for the manifest: the counts ``step`` (optimizer steps, default 0), ``epoch`` (0), ``samples``
             (samples seen over all processes, 0) and ``world_size`` (1), and any other values but tensors, such as a
             metric.
-        others: Include other files that were put `beside` since `begin` in the checkpoint.
+        others: Include in the checkpoint other files that were put `beside` it since `begin`.
 
     Returns:
         The target, as an absolute path.
@@ -154,7 +154,7 @@ def commit(
 
 
 def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
-    """Fsync what hooks wrote into a directory in addition to ``files``, and return the entries for a manifest."""
+    """Fsync the files that hooks wrote in addition to ``files``, and return their entries for a manifest."""
     entries = {}
     folders = {source}
     for name in filesystem.list_leaves(source):
@@ -191,7 +191,7 @@ def begin(target: AnyPath | str) -> Path:
 
 
 def discard(target: AnyPath | str) -> None:
-    """Delete what `write_part` wrote for a target that will not be committed. It is not an error if nothing exists.
+    """Delete the files of `write_part` for a target that will not be committed. Missing files are not an error.
 
     Args:
         target: The argument of `write_part`. An existing checkpoint there is not changed.
@@ -212,7 +212,7 @@ def find_again(path: AnyPath | str) -> None:
     killed process has left both versions; whichever process comes first puts the better one in place.
 
     Args:
-        path: The checkpoint's directory. It is left alone if it exists, or if it is not being replaced.
+        path: The checkpoint's directory. The directory is not changed if it exists, or if it is not being replaced.
     """
     target = absolute(path)
     if isinstance(target, RemotePath):  # in a store nothing is renamed
@@ -371,12 +371,12 @@ class CheckpointStore:
             remote.check_writable(self.directory)
 
     def recover(self) -> list[str]:
-        """Complete or roll back what a killed process left, and delete leftovers.
+        """Complete or roll back the saves of killed processes, and delete leftovers.
 
         Call it once at the start, in the one process that commits to this directory, before anything is saved.
 
         Returns:
-            What was done, one sentence each; empty if there was nothing to do.
+            A description of each action taken; empty if there was nothing to do.
         """
         if isinstance(self.directory, RemotePath):
             return remote.recover(self.directory)
@@ -386,7 +386,7 @@ class CheckpointStore:
 
 
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-    """Return the readable manifests, the latest last, and the problems of the others."""
+    """Return the readable manifests, the latest last, and the problems of unreadable ones."""
     checkpoints: list[tuple[Manifest, AnyPath]] = []
     problems = []
     for path in _iterate_checkpoints(directory):
@@ -412,7 +412,7 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
 
 
 def _find_next_sequence(directory: Path) -> int:
-    """Return a number above the sequence of each checkpoint in a directory. Damaged ones do not count."""
+    """Return a number above the sequence numbers of all checkpoints in a directory. Damaged ones do not count."""
     known = _get_known_sequences(directory)
     present = {}
     for path in _iterate_checkpoints(directory):

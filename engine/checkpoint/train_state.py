@@ -100,7 +100,7 @@ class TrainerStates(TypedDict):
 
 
 class CallbackStates(TypedDict):
-    """The state under ``callbacks`` in `TrainerStates`: by ``state_key``, and what hooks add to a checkpoint."""
+    """The state under ``callbacks`` in `TrainerStates`: callback states by ``state_key``, and additions of hooks."""
 
     callbacks: dict[str, Any]
     added: dict[str, Any]
@@ -204,7 +204,7 @@ def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
 
 
 def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
-    """Return the callbacks' states and what hooks added, with tensors unread; both empty if there are none.
+    """Return the callbacks' states and the additions of hooks, with tensors unread; both are empty if there are none.
 
     Args:
         opened: The checkpoint.

@@ -24,14 +24,14 @@ class CombinedLoader:
     Pass it to ``fit`` or to `Accelerator.prepare`. In ``fit``, a plain dict, list or tuple of loaders is combined in
     mode ``"max_size_cycle"``. Iterated on its own, it yields ``(batch, batch_idx, dataloader_idx)``.
 
-    A micro-batch is weighted by the samples in all of its parts together. With several processes, or in a short last
+    A micro-batch is weighted by the total number of samples in its parts. With several processes, or in a short last
     group of micro-batches, a loss that is the mean over all of these samples is therefore exact.
 
     Args:
         iterables: Loaders, or other iterables of batches, in dicts, lists and tuples that may be nested.
         mode: ``"min_size"`` ends with the shortest loader; ``"max_size_cycle"`` ends with the longest and restarts the
-            others; ``"max_size"`` ends with the longest and yields None for the others; ``"sequential"`` reads one
-            loader after the other, and its batches are those of one loader.
+            others; ``"max_size"`` ends with the longest and yields None for loaders that have ended; ``"sequential"``
+            reads one loader after the other, and each of its batches comes from one loader.
 
     Raises:
         ValueError: If the mode is unknown, or if there is no iterable.
@@ -110,7 +110,7 @@ class CombinedLoader:
         return _fill_form(self.iterables, iter(values), True)
 
     def limit_of(self, number: int) -> int | None:
-        """Return the maximum number of batches per pass of an iterable; None for all.
+        """Return the maximum number of batches per pass of an iterable; None for no limit.
 
         Args:
             number: The index of the iterable.
@@ -226,11 +226,11 @@ def read_rows(
         mode: The mode.
         start: Starts or resumes a pass of the iterable with this index; the second argument states whether all start
             together.
-        passes: The number of passes that each has completed in this epoch; updated in place.
+        passes: The number of passes that each iterable has completed in this epoch; updated in place.
 
     Yields:
         A batch of each iterable (None if it has ended), and the indices of those that were read. In mode
-        ``"sequential"``, only the one batch.
+        ``"sequential"``, a single batch and its index.
     """
     if mode == "sequential":
         for number in range(len(passes)):

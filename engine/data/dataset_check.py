@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, str, bytes, os.PathLike, np.generic)
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return a digest of a dataset's class, and of an excerpt of what it holds in memory for each sample.
+    """Return a digest of a dataset's class, and of an excerpt of the data that it holds in memory for each sample.
 
     Args:
         dataset: The dataset of this rank.
@@ -39,7 +39,7 @@ def fingerprint(dataset: Any) -> str:
 
 
 def share_data(dataset: Any, world: World) -> bool:
-    """Return whether all ranks hold the same dataset, which is then sharded. Call it on all ranks.
+    """Return whether all ranks hold the same dataset, so that it is sharded. Call it on all ranks.
 
     Args:
         dataset: The dataset of this rank.
@@ -49,7 +49,8 @@ def share_data(dataset: Any, world: World) -> bool:
         False if each rank holds samples that no other rank has: the data is already split by rank.
 
     Raises:
-        ValueError: On every rank, if their samples differ and some are on several ranks, or cannot be distinguished.
+        ValueError: On every rank, if the datasets differ and some samples are on several ranks, or cannot be
+            distinguished.
     """
     identities = world.gather_objects((get_length(dataset), fingerprint(dataset)))
     if len(set(identities)) == 1:
@@ -107,7 +108,7 @@ def get_length(value: Any) -> int | None:
 
 
 def _iter_columns(dataset: Any) -> Iterator[Any]:
-    """Yield what a dataset holds in memory with one item per sample: arrays, and lists of plain values."""
+    """Yield the columns that a dataset holds in memory, with one item per sample: arrays and lists of plain values."""
     if isinstance(dataset, Subset):
         yield dataset.indices
         return
@@ -131,7 +132,7 @@ def _is_column(value: Any) -> bool:
 
 
 def _strip_common_folder(column: Any) -> list[Any]:
-    """Return paths relative to their common folder: the same data may lie in another folder on each machine."""
+    """Return paths relative to their common folder, which may differ between machines."""
     rows = [row if isinstance(row, tuple) else (row,) for row in column]
     if not isinstance(rows[0][0], str | os.PathLike) or not os.path.isabs(os.fspath(rows[0][0])):
         return list(column)
@@ -148,7 +149,7 @@ def _list_inner_datasets(dataset: Any) -> Iterable[Any]:
 
 
 def _take_excerpt(column: Any) -> list[Any]:
-    """Return some items of a column, quickly at any length; for wider arrays, the first numbers at both ends."""
+    """Return some items of a column, fast at any length; for an array of rows, the start of the first and last row."""
     if not len(column):
         return []
     if isinstance(column, Tensor | np.ndarray) and column.ndim > 1:

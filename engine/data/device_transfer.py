@@ -57,9 +57,10 @@ class _HostCopier:
 
     Host memory is pinned, so that the copy is asynchronous. A large tensor is copied on a separate stream, while the
     device still computes the previous step. The host is at most two such batches ahead of the device, because each of
-    them takes memory there.
+    them takes memory on the device.
 
-    A batch is not read ahead of its step: datasets draw random numbers, and a checkpoint stores what was read.
+    Batches are not read ahead of their step, because datasets draw random numbers while they are read, and a checkpoint
+    stores the resulting state.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,7 +113,7 @@ class _HostCopier:
 
 
 def _can_pin(tensor: torch.Tensor) -> bool:
-    """Return whether a pinned copy is equivalent: in host memory, of this class and strides, and in no graph."""
+    """Return whether a pinned copy of a tensor is equivalent to it: a plain, strided CPU tensor without a graph."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
@@ -146,7 +147,7 @@ class _Movable(Protocol):
 def choose_mover(device: torch.device, precision: Precision) -> Callable[[Any], Any] | None:
     """Return the function that prepares each batch for the model; None if nothing has to be done.
 
-    A CPU batch for a CPU model needs no change, and then has no overhead.
+    A CPU batch for a CPU model needs no change, so it has no overhead.
 
     Args:
         device: The device of the model.

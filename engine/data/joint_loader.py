@@ -179,7 +179,7 @@ class JointLoader(Loader):
         return self._pass_over(passing, batches) if passing else batches
 
     def end_epoch(self) -> None:
-        """End the epoch, even if it was left early, and continue with the next one. A complete iteration calls it."""
+        """End the epoch, even if it was left early, and continue with the next one. A complete iteration calls this."""
         if self._plan.order is not None:
             self._plan.passes = [0] * len(self.loaders)
             for loader in self.loaders:
@@ -187,7 +187,7 @@ class JointLoader(Loader):
         super().end_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch; for the combined loaders it is the number of their next pass.
+        """Set the number of the next epoch, which is the number of the next pass for the combined loaders.
 
         Args:
             epoch: The number.
@@ -197,7 +197,7 @@ class JointLoader(Loader):
             loader.set_epoch(epoch)
 
     def keep_order(self) -> bool:
-        """Yield every epoch in the same order; see `Loader.keep_order`."""
+        """Use the same order in every epoch; see `Loader.keep_order`."""
         shuffled = [loader.keep_order() for loader in self.loaders]
         return any(shuffled)
 

@@ -46,8 +46,9 @@ class Loader:
         cursor: Updated with each micro-batch that is yielded.
         stream: The stream that samplers draw from.
         accumulate: Returns the number of micro-batches per optimizer step.
-        shard: False leaves each process with everything that its own loader yields.
-        evaluation: No groups; the last samples are distributed so that every process takes part in every batch.
+        shard: If False, each process gets all batches of its own loader.
+        evaluation: Form no accumulation groups, and distribute the last samples so that every process takes part in
+            every batch.
         move: Function applied to each batch (device transfer), or None.
         split: Whether ``batch_size`` is that of the global batch.
         on_begin: Called before the first batch of each epoch.
@@ -191,7 +192,7 @@ class Loader:
         return self._run(None)
 
     def begun(self) -> Iterator[Any]:
-        """Return an iterator whose epoch begins immediately and not with its first batch, as in torch's loaders."""
+        """Return an iterator whose epoch begins immediately, as in torch's loaders, and not with its first batch."""
         return self._run(self._begin())
 
     def _run(self, batches: Iterator[Any] | None, *, end: bool = True) -> Iterator[Any]:
@@ -299,7 +300,8 @@ class Loader:
             batch: The index of the batch, of this process, from 0.
 
         Returns:
-            False after the last batch of an epoch that `finish_epoch` has ended: there is nothing to iterate.
+            False if `finish_epoch` has ended the epoch and ``batch`` lies past its end, so that there is nothing to
+            iterate.
 
         Raises:
             ValueError: If a stream is already past this batch.
@@ -324,7 +326,7 @@ class Loader:
         return True
 
     def end_epoch(self) -> None:
-        """End the epoch, even if it was left early, and continue with the next one. A complete iteration calls it."""
+        """End the epoch, even if it was left early, and continue with the next one. A complete iteration calls this."""
         if self._plan.order is not None:
             self.epoch += 1
             self.samples = self.batches = self._ahead = 0
@@ -345,7 +347,7 @@ class Loader:
         return True
 
     def _leave_epoch(self) -> None:
-        """End an epoch that was left early; the next one is the one that `set_epoch` has set since, if any."""
+        """End an epoch that was left early. If `set_epoch` was called since, its number is that of the next epoch."""
         named, self._named = self._named, False
         if self._resuming or self._plan.order is None:
             return
@@ -356,7 +358,7 @@ class Loader:
             self._named = False
 
     def keep_order(self) -> bool:
-        """Yield every epoch in the same order: the dataset's, or the first one that a user-defined sampler draws.
+        """Use the same order in every epoch: that of the dataset, or the first one that a user-defined sampler draws.
 
         Returns:
             Whether the loader would have shuffled.
@@ -446,7 +448,7 @@ class Loader:
         self._named = True
 
     def close(self) -> None:
-        """End the workers, persistent ones and those of an epoch that an error has interrupted.
+        """End all workers: persistent ones, and those of an epoch that an error has interrupted.
 
         The error's traceback refers to the epoch's iterator, and a notebook keeps the error. Garbage collection would
         wait for each persistent worker for five seconds.
@@ -458,7 +460,7 @@ class Loader:
     # -- position ------------------------------------------------------------------------------------------------
 
     def agree(self, world: World) -> None:
-        """Compare what the ranks read: shares of the same data, drawn in one order, or each rank's own data.
+        """Determine whether the ranks read shares of the same data, in the same order, or each rank its own data.
 
         Args:
             world: The ranks.
@@ -565,7 +567,7 @@ class Loader:
         return {"generators": read_states(self._reads), "own": rank_state, "ranks": planner.world_size}
 
     def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
-        """Restore a state returned by `reading_state`. Another dataset's generators are kept, with a warning.
+        """Restore a state returned by `reading_state`. If the generators differ, keep them and warn.
 
         Args:
             state: A state returned by `reading_state`.
@@ -588,8 +590,8 @@ def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None
         number: The batch's index in its group, from 0. Default: the last batch that was yielded.
 
     Returns:
-        What the sampler yielded; empty for a stand-in, whose sample belongs to another process; None for a stream,
-        which has no indices.
+        The indices that the sampler yielded; empty for a stand-in, whose sample belongs to another process; None for a
+        stream, which has no indices.
     """
     micro, indices = loader._micro, loader._indices
     if micro is None or indices is None:

@@ -19,8 +19,9 @@ class Cursor:
         waited: Seconds that this process has waited for batches.
         read: Number of batches that this process has read.
         number: The value of ``read`` at the current batch, which distinguishes it from others with the same metadata.
-        around: Returns the context in which a batch is processed, given whether it is a short last one; or None.
-        outlook: The coming group that the votes of the current group describe; or None.
+        around: Function that returns the context in which a batch is processed; its argument states whether the batch
+            is a short last one. Or None.
+        outlook: The upcoming group that the votes of the current group describe; or None.
     """
 
     __slots__ = ("around", "micro", "number", "outlook", "read", "waited")

@@ -32,8 +32,8 @@ class Share:
 class RankShares:
     """Samples of each micro-batch over all ranks, if every rank reads its own data.
 
-    All ranks stay in step until the last one has read its data: a rank without a batch takes part with weight zero. So
-    no rank waits for another that has left, and no sample is dropped.
+    All ranks stay in step until the last one has read its data: a rank without a batch takes part with weight zero. No
+    rank therefore waits for another that has left, and no sample is dropped.
 
     If each rank's batches follow from the length of its data, the lengths are exchanged once. If a stream may be read
     ahead, the ranks vote on the next group along with the gradients; see `Outlook`. In all other cases (the first
@@ -85,7 +85,7 @@ class RankShares:
 
     @property
     def batches(self) -> int | None:
-        """Number of batches in an epoch, on the rank that has the most; None if one is unknown."""
+        """Number of batches in an epoch, on the rank that has the most; None if the number of some rank is unknown."""
         if self._shares is None:
             return None
         counts = [share.batches for share in self._shares]
@@ -144,19 +144,19 @@ class RankShares:
 
 
 def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bool:
-    """Compare what a source yields first over the ranks, and log it if every rank's differs. Call it on all ranks.
+    """Compare a source's first item across ranks, and log a message if all differ. Call it on all ranks.
 
     Args:
-        first: A digest of it; a unique value if there is nothing.
+        first: A digest of the first item; a unique value if there is none.
         source: The name of the source.
-        kind: The name of what it yields.
+        kind: The name of the items, for messages.
         world: The ranks.
 
     Returns:
-        False if it differs on every rank.
+        False if the first item differs on every rank.
 
     Raises:
-        ValueError: On every rank, if some ranks have the same and others do not.
+        ValueError: On every rank, if the first item is the same on some ranks and not on others.
     """
     marks = world.gather_objects(first)
     if len(set(marks)) == 1:

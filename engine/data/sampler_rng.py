@@ -81,11 +81,11 @@ class Draws:
         self.load_epochs(state)
 
     def epochs(self) -> list[int]:
-        """Return the epochs that datasets count on their own."""
+        """Return the epoch counters that datasets keep on their own."""
         return [dataset.epoch for dataset in self.counting_epochs]
 
     def load_epochs(self, state: dict[str, Any]) -> None:
-        """Restore the epochs that datasets count on their own; older checkpoints do not have them.
+        """Restore the epoch counters that datasets keep on their own; older checkpoints do not have them.
 
         Args:
             state: The state.
@@ -106,7 +106,7 @@ class Draws:
         load_states(self.private, states)
 
     def agree(self, world: World) -> None:
-        """Use rank zero's private generators, so that all ranks draw one order. Call it on all ranks.
+        """Use rank zero's private generators, so that all ranks draw the same order. Call it on all ranks.
 
         Args:
             world: The ranks.
@@ -128,7 +128,7 @@ class Draws:
             sampler.load_state_dict(copy.deepcopy(saved))
 
     def read_host_state(self) -> dict[str, Any]:
-        """Return the state inside of `RandomStream.drawing`, for any stream."""
+        """Return the states of the host's generators and of the private ones, inside `RandomStream.drawing`."""
         return {"stream": host_state(), "generators": self.private_states()}
 
     @contextmanager
@@ -177,7 +177,7 @@ class Draws:
             self._first = self._last
 
     def warn_of_counts(self, inside: bool) -> None:
-        """Warn if a sampler counts on its own, so that its counter is not saved.
+        """Warn if a sampler has changed a counter of its own, which is not saved.
 
         Args:
             inside: Whether an epoch is running, which a resume would start again.
@@ -245,7 +245,7 @@ def get_stateful(value: Any) -> Any:
 
 
 def _counts_epochs(dataset: Any) -> bool:
-    """Return whether a stream, or a part of one, counts its epochs in a plain ``epoch`` without a way to set it."""
+    """Return whether a stream, or a part of one, counts its epochs in ``epoch`` and has no ``set_epoch``."""
     return (
         not (isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset))
         and type(getattr(dataset, "__dict__", {}).get("epoch")) is int

@@ -18,7 +18,7 @@ class SeedableRandomSampler(RandomSampler):
         seed: The seed; the generator of an epoch is seeded with it plus the epoch's number.
 
     Attributes:
-        epoch: The epoch to draw.
+        epoch: The epoch whose order is drawn.
     """
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
@@ -32,7 +32,7 @@ class SeedableRandomSampler(RandomSampler):
         yield from super().__iter__()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch to draw.
+        """Set the epoch whose order is drawn.
 
         Args:
             epoch: The number.

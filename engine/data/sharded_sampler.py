@@ -38,7 +38,7 @@ class GroupIndices(NamedTuple):
 
     Attributes:
         global_batches: The indices of all processes, with the sizes of the user's own batches if those are kept.
-        slices: This process's share of each.
+        slices: This process's share of each global batch.
     """
 
     global_batches: list[tuple[list[Any], list[int] | None]]
@@ -70,7 +70,7 @@ class ShardedBatches:
     Attributes:
         order: The RNG state that the epoch's order was drawn from; if it is set before the epoch begins, that epoch is
             repeated.
-        micros: For each batch that was yielded and that the loop has not processed yet: its metadata, what was drawn
+        micros: For each batch that was yielded and that the loop has not processed yet: its metadata, the draws made
             for it from a copy of the stream (None if the epoch's order was drawn in one call), and the indices of its
             group.
     """
@@ -103,8 +103,8 @@ class ShardedBatches:
         """Set up the next iteration.
 
         Args:
-            epoch: Its number.
-            skip: Samples of it that were yielded before, over all ranks.
+            epoch: The number of the epoch.
+            skip: Samples of the epoch that were yielded before, over all ranks.
             limit: The maximum number of batches to yield.
             done: Batches of this rank that contained these samples.
             passed: Further batches to skip.
@@ -138,7 +138,7 @@ class ShardedBatches:
         """Use the dataset's order in place of torch's own random samplers.
 
         Returns:
-            Whether the loader shuffles, or did before.
+            Whether the loader shuffles, or shuffled before this call.
         """
         sampler = self.sampler
         if isinstance(sampler, RandomSampler):
@@ -154,8 +154,8 @@ class ShardedBatches:
         """Start the loader's iterator; the seed that it draws for its workers comes from the stream.
 
         Args:
-            get_iterator: Starts it.
-            silently: Undo the draw of the seed, for a resumed run that had drawn it already.
+            get_iterator: Starts the iterator.
+            silently: Undo the draw of the seed, because a resumed run had already drawn it.
         """
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():
@@ -187,7 +187,7 @@ class ShardedBatches:
         return self._count_batches(self._count_items(len), limit)
 
     def agree(self, world: World) -> None:
-        """Determine whether the ranks share one dataset in one order, or each reads its own. Call it on all ranks.
+        """Determine whether the ranks share one dataset in one order, or each reads its own data. Call it on all ranks.
 
         Args:
             world: The ranks.
@@ -227,7 +227,7 @@ class ShardedBatches:
         return Share(samples if self.plain or not self.batched else None, self.batch_size, self._count_batches(count))
 
     def _count_items(self, count: Callable[[Any], Any]) -> Any:
-        """Return the length of the user's sampler, and undo what it draws to compute it."""
+        """Return the length of the user's sampler; restore the random state if computing the length draws from it."""
         if not self._counting_draws:
             return count(self.sampler)
         before = host_state()

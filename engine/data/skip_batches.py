@@ -14,10 +14,10 @@ from .loader import Loader
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Return an iterable that starts at batch ``num_batches`` of the current epoch of ``dataloader``, once.
+    """Return an iterable over the current epoch of ``dataloader`` without its first ``num_batches`` batches.
 
     The batches are those of an uninterrupted epoch; for the following epochs, iterate ``dataloader`` itself. A prepared
-    loader that `Accelerator.load_state` has restored has its position already, and does not skip twice.
+    loader that `Accelerator.load_state` has restored already has its position, and does not skip twice.
 
     Args:
         dataloader: A prepared loader, a ``DataLoader`` or any iterable of batches.

@@ -10,7 +10,7 @@ _MAPPED = "MappedExamplesIterable"
 
 
 def split_over(dataset: Any) -> int:
-    """Return the number of ranks that ``split_dataset_by_node`` split a Hugging Face stream over; 0 for any other.
+    """Return the number of ranks that ``split_dataset_by_node`` split a Hugging Face stream over, else 0.
 
     Args:
         dataset: The stream.
@@ -46,7 +46,7 @@ def explain_split(dataset: Any, ranks: int) -> str:
 def explain_state_gap(dataset: Any) -> str:
     """Return why the state of a stream does not contain its exact position; "" if it does.
 
-    The documentation of Hugging Face's ``IterableDataset.state_dict`` names both cases.
+    The documentation of Hugging Face's ``IterableDataset.state_dict`` describes both cases.
 
     Args:
         dataset: The stream.
@@ -63,7 +63,7 @@ def explain_state_gap(dataset: Any) -> str:
 
 
 def copies_state(owner: Any) -> bool:
-    """Return whether an object's ``state_dict`` is a library's own: fast, and a copy that does not change afterwards.
+    """Return whether ``state_dict`` is implemented by a library that returns a copy, which does not change later.
 
     One ``state_dict`` call takes 16-70 us in Hugging Face datasets; in torchdata it takes 0.3 us with workers and
     100 us without.

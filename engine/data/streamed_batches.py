@@ -91,9 +91,9 @@ class BatchAhead:
 
     Attributes:
         size: Its number of samples.
-        batch: What the source yielded.
+        batch: The batch as the source yielded it.
         state: The state of the source before the batch was read; None if the source has no state.
-        drawn: What was drawn to read it; None if this process draws nothing.
+        drawn: The draws made to read the batch; None if this process draws nothing.
     """
 
     size: int
@@ -106,9 +106,9 @@ class StreamedBatches:
     """Reader of the batches of a stream, in groups with exact weights.
 
     A stream that splits itself by rank (it depends on the rank, or a library has split it) is read unchanged: each rank
-    trains on what its own stream yields. A stream that is the same on all ranks is distributed: every rank reads all of
-    it, and batch r of each ``size`` batches belongs to rank r. The first batches are compared over the ranks to find
-    out which of the two it is.
+    trains on the batches of its own stream. A stream that is the same on all ranks is distributed: every rank reads all
+    of it, and in each round of ``size`` batches, batch r belongs to rank r. The first batches are compared across ranks
+    to determine which case applies.
 
     A rank without a batch in a round takes part with weight zero.
 
@@ -117,16 +117,16 @@ class StreamedBatches:
 
     Args:
         source: The user's loader or iterable.
-        counted: The number of samples in a full batch, if ``sizes`` has that of each batch; None if all batches weigh
-            the same.
+        counted: The number of samples in a full batch, if ``sizes`` has that of each batch; None if all batches have
+            the same weight.
         planner: Groups and weights.
         draws: The random sources that the source may draw from.
-        lent: Whether this process reads the source itself, so that the stream must be lent to it: then what it draws is
-            the same on every rank, and the same again after a resume.
+        lent: Whether this process reads the source itself. The source then draws from the run's random stream, so that
+            its draws are the same on every rank, and the same again after a resume.
         stateful: An object with ``state_dict`` and ``load_state_dict`` that contains the position of the source, or
             None.
-        gap: Why the state of the source is not used, or "".
-        cursor: Receives the coming group that the votes describe; None if the stream may not be read ahead.
+        gap: The reason why the state of the source is not used, or "".
+        cursor: Receives the upcoming group that the votes describe; None if the stream may not be read ahead.
 
     Attributes:
         order: The RNG state that the epoch was drawn from; if it is set before the epoch begins, that epoch is
@@ -179,8 +179,8 @@ class StreamedBatches:
         """Set up the next iteration; see `ShardedBatches.begin`.
 
         Args:
-            epoch: Its number.
-            skip: Samples of it that were yielded before, over all ranks.
+            epoch: The number of the epoch.
+            skip: Samples of the epoch that were yielded before, over all ranks.
             limit: The maximum number of batches to yield.
             done: Batches of this rank that contained these samples.
         """
@@ -215,11 +215,11 @@ class StreamedBatches:
         return count if limit is None else limit if count is None else min(limit, count)
 
     def share(self) -> Share:
-        """Return the length of this rank's own data; batches of unknown size weigh the same."""
+        """Return the length of this rank's own data; batches of unknown size have the same weight."""
         return Share(None, self.counted or 1, get_length(self.source), self.cursor is not None)
 
     def agree(self, world: World) -> None:
-        """Determine what the ranks read, if it is known before the first batch. Call it on all ranks.
+        """Determine whether the ranks share a stream, if this is known before the first batch. Call it on all ranks.
 
         Args:
             world: The ranks.
@@ -297,8 +297,8 @@ class StreamedBatches:
         """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`.
 
         Args:
-            get_iterator: Starts it.
-            silently: A resumed run had started persistent workers already.
+            get_iterator: Starts the iterator.
+            silently: Whether a resumed run had already started persistent workers.
         """
         draws = self.draws
         start_state = draws.state()
@@ -427,7 +427,7 @@ class StreamedBatches:
     def _take_group(
         self, source: Iterator[Any], width: int, shares: RankShares
     ) -> tuple[list[tuple[int, Any]], Draw | None]:
-        """Return the next group of micro-batches, shorter at the end of the stream, and what was drawn to read it."""
+        """Return the next group of micro-batches, shorter at the end of the stream, and the draws made to read it."""
         if shares.depth:
             self._read_ahead(source, width)
         taken = [self._ahead.popleft() for _ in range(min(width, len(self._ahead)))]
@@ -466,8 +466,8 @@ class StreamedBatches:
     def _pop_outlook(self, shares: RankShares, width: int) -> Outlook | None:
         """Return the votes on the next group; None if there are none.
 
-        A loop whose backward carries no votes leaves them unanswered. Then reading ahead is disabled, on all ranks. If
-        the group is wider or narrower than expected, it and those after it differ from the groups that were voted on.
+        If the loop's backward passes carry no votes, reading ahead is disabled on all ranks. If the group is wider or
+        narrower than expected, this group and the following ones differ from those that were voted on.
         """
         if self.cursor is not None:
             self.cursor.outlook = None
@@ -526,7 +526,7 @@ class StreamedBatches:
         Between two groups nothing has been read ahead of the loop.
 
         Args:
-            drawn: What was drawn for the last batch; None for the current state of the stream.
+            drawn: The draws made for the last batch; None for the current state of the stream.
         """
         if self._stands is not None:  # loaded, but not started since
             return self._stands

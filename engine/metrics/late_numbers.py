@@ -11,9 +11,9 @@ from .logged_values import stack_numbers
 
 
 class LateNumbers:
-    """Reader of numbers that a GPU may still compute: returns those of an earlier call once they are available.
+    """Reader of numbers that a GPU may still be computing; it returns those of an earlier call once they are ready.
 
-    Reading the latest ones would wait for all queued work at each refresh of a progress bar.
+    Reading the latest numbers would wait for all queued work at each refresh of a progress bar.
     """
 
     def __init__(self) -> None:

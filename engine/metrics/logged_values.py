@@ -28,7 +28,8 @@ class Metrics:
     """All logged values of one stage.
 
     Args:
-        training: Decides the defaults: training steps log the step's value, all else the epoch's mean.
+        training: Whether the stage trains. By default, training steps log the value of the step, and all other hooks
+            log the mean over the epoch.
         copies: Whether values must be copied, since CUDA graphs overwrite their results.
 
     Attributes:
@@ -70,11 +71,11 @@ class Metrics:
             self.weight = 1.0  # the weight of a process's value, not of a batch's
 
     def counted(self, batches: Iterable[Any], cursor: Cursor, owner: nn.Module) -> Iterator[Any]:
-        """Yield batches; metric objects of ``owner`` do not count the stand-ins among them.
+        """Yield batches; stand-ins among them do not change the metric objects of ``owner``.
 
         A stand-in is another process's sample, which fills an empty share of the last global batch so that the
         collectives match. In an evaluation it does not change ``owner``'s own lists, sums and counts either. In
-        training it does: step counts there must stay the same on all processes.
+        training it does, because step counts must stay the same on all processes.
 
         Args:
             batches: The batches of a prepared loader.
@@ -214,7 +215,7 @@ class Metrics:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def step_values(self, world: World) -> list[tuple[Entry, float]]:
-        """Return the values of the latest step over all processes; one exchange. All processes must call it.
+        """Return the values of the latest step over all processes, in one exchange. Must be called on all ranks.
 
         Args:
             world: The processes.
@@ -223,7 +224,7 @@ class Metrics:
         return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world)
 
     def epoch_values(self, world: World) -> list[tuple[Entry, float]]:
-        """Return the values of the epoch over all batches and processes; one exchange. All processes must call it.
+        """Return the epoch's values over all batches and processes, in one exchange. Must be called on all ranks.
 
         Args:
             world: The processes.
@@ -240,9 +241,9 @@ class Metrics:
         return [(entry, values[entry]) for entry in entries if entry in values]
 
     def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:
-        """Return what each batch of this evaluation logged with ``on_step=True``, over all processes; one exchange.
+        """Return the values that each batch logged with ``on_step=True``, over all processes, in one exchange.
 
-        All processes must call it, after `epoch_values`, which checks that they have logged the same names.
+        Must be called on all ranks, after `epoch_values`, which checks that they have logged the same names.
 
         Args:
             world: The processes.
@@ -336,13 +337,13 @@ class Metrics:
     ) -> dict[str, Any]:
         """Return the epoch's sums, the latest step values, their display settings, and the state of metric objects.
 
-        All processes must call it.
+        Must be called on all ranks.
 
         Args:
             world: The processes.
             owner: The task whose metric objects are included.
-            over: The epoch is at its end: the next one has logged nothing yet.
-            read: Wait for the device. If False, numbers are left on it, for `read_numbers`.
+            over: Whether the epoch has ended and the next one has logged nothing yet.
+            read: Wait for the device. If False, numbers stay on the device, for `read_numbers`.
         """
         objects = {} if owner is None else metric_state.find(owner)
         done = [e.metric for e in self.entries] if over else []
@@ -484,7 +485,7 @@ class Entry:
         reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
         prog_bar: Show it in the progress bar.
         logger: Send it to loggers.
-        suffix: The part of ``name`` that names the evaluation loader, if there are several.
+        suffix: The part of ``name`` that identifies the evaluation loader, if there are several.
 
     Attributes:
         batches: Value and weight by ``Metrics.place``, for an entry that logs each batch of an evaluation; else None.
@@ -580,7 +581,7 @@ class Entry:
         self.metric = metric
 
     def part(self) -> tuple[Any, float, list[Any], list[float]]:
-        """Return the total, its weight, and the values and weights that are not in it yet.
+        """Return the total, its weight, and the values and weights that are not included in it yet.
 
         Numbers may be on the device; see `read_numbers`.
         """
@@ -733,7 +734,7 @@ def _plain(value: Any) -> Any:
 
 
 def stack_numbers(values: list[Any]) -> Tensor:
-    """Return 0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no float64).
+    """Return 0-d tensors and numbers as one vector of float64, or of float32 on MPS, which lacks float64.
 
     The vector is on the GPU if one of the tensors is. The host does not wait: its values are copied to the GPU in one
     transfer.

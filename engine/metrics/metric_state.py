@@ -105,11 +105,11 @@ def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Modul
 
 
 def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
-    """Return the state of each object on each process, by place. All processes must call it.
+    """Return the state of each object on each process, by place. Must be called on all ranks.
 
     Args:
         objects: Metric objects by place.
-        empty: The ids of those whose epoch is complete; their state is None.
+        empty: The ids of the objects whose epoch is complete; their state is None.
         world: The processes.
     """
     # On the device if they stay in this process, where no wait for them is needed.
@@ -204,7 +204,7 @@ def _move_value(value: Any, device: Any) -> Any:
 
 
 def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> Any:
-    """Return this process's share of states of another world size, so that `compute` gives the same result."""
+    """Return this process's share of states from another world size, so that `compute` gives the same result."""
     if not _has_states(metric):
         if len(every) == 1:
             return every[0] if world.is_main else None

@@ -1,7 +1,7 @@
-"""Keep another rank's samples out of what a task collects on its own.
+"""Exclusion of other ranks' samples from values that a task collects on its own.
 
 If a rank has no share of the last batches of an evaluation, it processes another rank's samples, so that collectives
-match. What its steps add to lists, sums and counts in attributes of the task would count these samples twice.
+match. Lists, sums and counts in attributes of the task would then include these samples twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def preserve_values(owner: nn.Module) -> Iterator[None]:
     """Restore the values of the module's own attributes when the context ends.
 
     Numbers, tensors, lists, dicts, sets and deques are restored, including those inside of lists and dicts. Objects of
-    other classes, parameters and submodules are left alone.
+    other classes, parameters and submodules are not restored.
 
     Args:
         owner: The task.

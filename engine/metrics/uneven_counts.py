@@ -1,4 +1,4 @@
-"""Compute metric objects over ranks that have processed different numbers of batches.
+"""Computation of metric objects over ranks that have processed different numbers of batches.
 
 torchmetrics gathers a list state tensor by tensor: lists of unequal lengths hang or mix up their items, and a rank
 without data sends an empty vector regardless of the dimensions and dtype that the others send. Libraries that pad the
@@ -91,7 +91,7 @@ def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:
 
 
 def _read_list(metric: Any, name: str) -> list[Tensor] | None:
-    """Return the tensors of a list state; those that will be concatenated as one tensor."""
+    """Return the tensors of a list state, as one tensor if they will be concatenated; None for other states."""
     items, reduction = getattr(metric, name), metric._reductions[name]
     concatenated = getattr(reduction, "__name__", "") == "dim_zero_cat"
     if not isinstance(metric._defaults[name], list) or not (reduction is None or concatenated):

@@ -1,4 +1,4 @@
-"""One optimizer step: its micro-batches, their gradients, and what happens before the optimizer steps."""
+"""One optimizer step: its micro-batches, their gradients, and the work before the optimizer steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Accumulation:
         watches_gradients: Whether `agree` checks that the gradients are finite.
         guard: Called with the optimizer before each step; returns whether the step may be taken. None if there is no
             check.
-        unfinished: Whether gradients are still to be divided by the reported weights.
+        unfinished: Whether gradients are still to be divided by the total ``weight`` passed to `backward`.
         unreduced: Optimizers whose gradients were not reduced over the processes yet.
         agreed_taint: NaN if some process's loss was not finite when gradients were last reduced; see `Agreement.taint`.
     """
@@ -135,7 +135,7 @@ class Accumulation:
         return self._steps_before + optimizer.steps_taken
 
     def forget_group(self) -> None:
-        """Start a new group, none of whose micro-batches has run."""
+        """Start a new group, of which no micro-batch has run."""
         self.position = 0
         self._weight = None
         self.unfinished = self._unweighted = False
@@ -154,7 +154,7 @@ class Accumulation:
         """Return the context of one micro-batch.
 
         Args:
-            models: The prepared models that are trained in it.
+            models: The prepared models that the micro-batch trains.
         """
         micro = self.cursor.micro
         if micro is not None and self.groups_end_with_loader:
@@ -223,12 +223,12 @@ class Accumulation:
 
         Args:
             loss: 0-d tensor.
-            weight: The number of items that the loss is a mean over, if these are not samples.
+            weight: The number of items that the loss is the mean of, if these are not the samples.
             by: Function to call with the weighted and scaled loss in place of ``Tensor.backward``.
             kwargs: Arguments of ``Tensor.backward``.
 
         Raises:
-            ValueError: If only some micro-batches of a group report a weight.
+            ValueError: If only some micro-batches of a group have a weight.
         """
         self._latest_loss = ref(loss)
         micro = self.cursor.micro
@@ -278,12 +278,12 @@ class Accumulation:
     # -- before the optimizer steps ------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Divide the gradients of the group by the weights that all processes reported."""
+        """Divide the group's gradients by the total ``weight`` over all processes."""
         if self.unfinished:
             self.agree()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average the gradients of one optimizer that backward has not reduced.
+        """Average over all processes the gradients of one optimizer that backward has left unreduced.
 
         Args:
             optimizer: A prepared optimizer.
@@ -302,7 +302,7 @@ class Accumulation:
             optimizer.optimizer.zero_grad()
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Divide gradients by the reported weights and by the float16 loss scale.
+        """Divide gradients by the total ``weight`` passed to `backward` and by the float16 loss scale.
 
         Args:
             optimizer: The optimizer whose gradients are unscaled. Default: all of them.
@@ -317,10 +317,10 @@ class Accumulation:
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Make the backward pass of every step carry the values that all processes agree on.
+        """Exchange the values that all processes agree on in the backward pass of every step.
 
         Args:
-            finite: Whether to watch losses that are not finite.
+            finite: Whether to check that losses are finite.
             at_once: Read the values in the same step on accelerators too, which waits for the device.
         """
         on_cpu = self.world.device.type == "cpu"
@@ -332,7 +332,7 @@ class Accumulation:
         self.agreement.immediate = at_once or on_cpu
 
     def agree(self) -> Agreement:
-        """Check the gradients, and return what all processes agreed on."""
+        """Check the gradients, and return the agreement of all processes."""
         agreement = self.agreement
         if self.watches_gradients:
             agreement.watch_gradients(self.optimizers)

@@ -36,21 +36,21 @@ class Agreement:
     Args:
         world: All processes.
         strategy: Transports the votes.
-        cursor: Has the coming group of micro-batches that the votes also describe; see `Outlook`.
+        cursor: Holds the upcoming group of micro-batches that the votes also describe; see `Outlook`.
 
     Attributes:
-        stop_vote: This process requests a stop; it may be set at any time.
-        stop: Some process requested a stop, and all processes have agreed on it.
-        finite: The step's losses, and its gradients if they are watched, were finite on every process.
-        local_finite: The losses were finite on this process.
+        stop_vote: Whether this process requests a stop; may be set at any time.
+        stop: Whether some process requested a stop and all processes have agreed on it.
+        finite: Whether the step's losses, and its gradients if they are watched, were finite on every process.
+        local_finite: Whether the losses were finite on this process.
         bad_losses: The indices, in the step, of this process's micro-batches whose loss was not finite.
         micro_batches: The number of micro-batches that ``bad_losses`` covers.
         next_place: An identifier of the current step; any value.
-        leave_vote: This process wants to leave the epoch without this step.
+        leave_vote: Whether this process wants to leave the epoch without this step.
         leaves: The number of processes that wanted to leave.
-        signal_vote: This process received a signal that requests the end of the run; see `signal`.
-        signaled: Some process received such a signal, and all processes have agreed on it.
-        has_voted: The votes of the current step were cast.
+        signal_vote: Whether this process received a signal that requests the end of the run; see `signal`.
+        signaled: Whether some process received such a signal and all processes have agreed on it.
+        has_voted: Whether the votes of the current step were cast.
         not_finite: 1.0 on the device if the step must be skipped there, because the host learns of it one step later;
             None if the host learns of it in the same step, or if nothing is watched.
     """
@@ -95,10 +95,10 @@ class Agreement:
         self.signaled |= self.alone
 
     def ask(self, stop: bool) -> bool:
-        """Agree by a collective, if no step carries votes.
+        """Agree in a separate collective, if no step carries votes.
 
         Args:
-            stop: This process requests a stop.
+            stop: Whether this process requests a stop.
 
         Returns:
             Whether some process requests a stop.
@@ -151,7 +151,7 @@ class Agreement:
         """Cast this process's votes, before or after the last backward pass of a step.
 
         Args:
-            weight: The number of items that this process's losses of the step are a mean over, if it was reported.
+            weight: The number of items that this process's losses of the step are a mean over, if the loop passed it.
         """
         self.has_voted = True
         if self.alone:
@@ -187,8 +187,8 @@ class Agreement:
     def finite_so_far(self, agreed_taint: Tensor | None) -> bool:
         """Return whether losses and gradients since the last vote are finite.
 
-        Waits for the device if ``immediate``; otherwise it sets ``not_finite``, and returns the result of the step
-        before.
+        With ``immediate``, it waits for the device. Otherwise, it sets ``not_finite`` and returns the result of the
+        previous step.
 
         Args:
             agreed_taint: `taint`, summed in the reduction of these gradients; None with a world size of one.
@@ -255,7 +255,7 @@ class Agreement:
         self._read_place = ballots.place
 
     def settle(self) -> None:
-        """Read immediately what would be read one step later; waits for the device."""
+        """Read immediately the values that would be read one step later; waits for the device."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._read(pending)
@@ -285,7 +285,7 @@ class Agreement:
 
 
 class Ballots:
-    """Values to read of one step: the summed votes, and the checks of this process. Created without waiting.
+    """Values of one step that are still to be read: the summed votes, and the checks of this process.
 
     Args:
         votes: The votes summed over the processes; None with a world size of one.
@@ -293,7 +293,7 @@ class Ballots:
         norms: One per gradient that was checked.
         watched: The parameters of these gradients.
         place: An identifier of the step.
-        outlook: The coming group of micro-batches that the votes describe.
+        outlook: The upcoming group of micro-batches that the votes describe.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ def find_executable_batch_size(
     """Decorate a function so that it runs again with a smaller batch size whenever memory runs out.
 
     All processes try the same sizes: if memory runs out on one, all start over. Prepare models and optimizers inside
-    ``function``, because each attempt has a new process group. An Accelerator created outside stays usable: call its
-    ``free_memory()`` first.
+    ``function``, because each attempt has a new process group. An Accelerator created outside stays usable; call its
+    ``free_memory()`` at the start of ``function``.
 
     If ``function`` has a parameter ``gradient_accumulation_steps``, it grows by the factor by which the batch shrinks,
     so that the global batch keeps its size.
@@ -63,7 +63,7 @@ def find_executable_batch_size(
 
     Args:
         function: The function to run; its first parameter is the batch size. Without it, a decorator is returned.
-        starting_batch_size: The first size to try, in every call. Default: 128.
+        starting_batch_size: The first size to try, on every call. Default: 128.
         reduce_batch_size_fn: Returns the next size. Default: the largest divisor of ``starting_batch_size`` that is at
             most half of the size that failed.
 
@@ -125,14 +125,14 @@ def _try_sizes(
     first: int | None,
     reduce: Callable[[], int] | None,
 ) -> Any:
-    """Run the function with smaller and smaller batch sizes until one fits, and return its result.
+    """Run the function with decreasing batch sizes until one fits, and return its result.
 
     Args:
         body: The function.
-        args: Its arguments after the batch size.
-        kwargs: Its keyword arguments.
+        args: The function's arguments after the batch size.
+        kwargs: The function's keyword arguments.
         starting: The first size.
-        first: Its ``gradient_accumulation_steps`` with the first size; None if it has no such parameter.
+        first: The function's ``gradient_accumulation_steps`` with the first size; None if it has no such parameter.
         reduce: Returns the next size; None for the default.
     """
     size, attempts = starting, Attempts()
@@ -157,7 +157,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
         call: The attempt.
 
     Returns:
-        Whether it fit into memory on all processes, and what it returned on this one.
+        Whether the attempt fit into memory on all processes, and its result on this process.
 
     Raises:
         BaseException: Any error other than running out of memory.
@@ -178,7 +178,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def _forget(error: BaseException) -> None:
-    """Release what the frames of a failed attempt hold: models, gradients, batches."""
+    """Release the objects in the frames of a failed attempt: models, gradients, batches."""
     following: BaseException | None = error
     while following is not None:
         traceback.clear_frames(following.__traceback__)

@@ -58,9 +58,9 @@ def copy_plain_options(optimizer: Optimizer) -> list[State]:
 def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
     """Enable torch's fused kernels for ``Adam`` and ``AdamW`` on CUDA, if the script did not choose an implementation.
 
-    They are the fastest, equal to the others up to rounding, and can skip a step on the device. torch itself chooses
-    its ``foreach`` implementation, which stays in use for other optimizers: fused SGD fails if a parameter gets its
-    first gradient later than the others (torch 2.13).
+    They are the fastest implementation, give the same results as the others up to rounding, and can skip a step on the
+    device. By default, torch chooses its ``foreach`` implementation, which stays in use for other optimizers: fused SGD
+    fails if a parameter gets its first gradient later than the others (torch 2.13).
 
     Args:
         optimizer: The optimizer, before its first step.

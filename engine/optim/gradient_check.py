@@ -22,8 +22,8 @@ class HostCheck:
     """Check that gradients in host memory are finite: 2 us for four small ones, memory speed for large ones.
 
     torch's ``GradScaler`` detects overflows with the same operation: one call for all tensors, of any dtypes, which are
-    multiplied by 1. The norm of each (``torch._foreach_norm``) takes 4 times as long for small ones, or 20 times with
-    the infinity norm, the one that cannot overflow (torch 2.13).
+    multiplied by 1. Computing norms with ``torch._foreach_norm`` takes 4 times as long for small gradients, or 20 times
+    with the infinity norm, which is the only one that cannot overflow (torch 2.13).
     """
 
     def __init__(self) -> None:

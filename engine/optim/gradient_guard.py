@@ -28,7 +28,7 @@ class GradientGuard:
 
     Args:
         policy: ``"raise"`` or ``"skip"``. On accelerators ``"raise"`` takes effect one step later, so that nothing
-            waits for the device, and the step is skipped meanwhile if the optimizer supports it.
+            waits for the device; the step itself is skipped on the device if the optimizer supports this.
         loaders: The prepared loaders; a list that the Accelerator appends to.
         on_host: Whether gradients are in host memory, where they are read in the same step.
     """

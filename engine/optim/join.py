@@ -1,4 +1,4 @@
-"""Loops over user-defined batches, if some ranks have more of them than others."""
+"""Loops over user-defined batches of which some ranks have more than others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _JoinedAgreement(Agreement):
     """Votes of ranks that may leave the loop at different times.
 
     Args:
-        accelerator: Has the loaders that show whether the ranks are in step.
+        accelerator: The Accelerator, whose loaders show whether the ranks are in step.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -22,10 +22,10 @@ class LocalSGD:
         accelerator: The Accelerator of the processes.
         model: A prepared model that is replicated on each process.
         local_sgd_steps: Optimizer steps between two averages of the parameters. They are also averaged at the end.
-        enabled: False disables it. With a world size of one it is always disabled.
+        enabled: Whether to use local SGD. With a world size of one, it is always disabled.
 
     Raises:
-        ValueError: If ``local_sgd_steps`` is not positive, or if the strategy does not support it.
+        ValueError: If ``local_sgd_steps`` is not positive, or if the strategy does not support local SGD.
 
     Example:
         >>> import torch, treadle
@@ -59,7 +59,7 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Count an optimizer step, and average the parameters if it is due. Call it after each micro-batch."""
+        """Count an optimizer step, and average the parameters if an average is due. Call it after each micro-batch."""
         if not self.enabled or not self._accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""Scaling of gradients: by float16's loss scale, and by the weights that a loop reports."""
+"""Scaling of gradients: by float16's loss scale, and by the weights that a loop passes to ``backward``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LossScale:
     """torch's ``GradScaler``, for any number of optimizers that share a backward pass.
 
     torch's ``update`` changes the scale and forgets which gradients were unscaled, so it may only run once all
-    optimizers of a group have stepped. It is not known which one is the last, so it runs before the next loss.
+    optimizers of a group have stepped. Which optimizer steps last is unknown, so ``update`` runs before the next loss.
 
     Args:
         scaler: The scaler.
@@ -67,7 +67,7 @@ class LossScale:
             closure: The argument of its ``step``, or None.
 
         Returns:
-            What the optimizer returned, and whether the step was skipped.
+            The optimizer's return value, and whether the step was skipped.
         """
         self.unscale((optimizer,))
         skipped = any(flag.item() for flag in self._overflows(optimizer))
@@ -76,7 +76,7 @@ class LossScale:
         return self.scaler.step(optimizer, *arguments), skipped
 
     def _overflows(self, optimizer: Optimizer) -> Iterable[Tensor]:
-        """Return the overflow flags per device from the only place where torch keeps them. `update` reads them too."""
+        """Return the overflow flags per device from the state of torch's scaler, which `update` reads too."""
         return self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
 
 

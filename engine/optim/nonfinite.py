@@ -112,10 +112,10 @@ def order_by_backward(
 ) -> list[tuple[float, int, str]]:
     """Sort the parameters whose gradients are not finite by the time at which backward computes them.
 
-    NaN propagates from the loss to the inputs, so the first one is closest to its origin. The graph of a loss gives the
-    order, even after backward has freed the saved tensors. A parameter that is used several times counts where its
-    gradient is complete: at its first use. Parameters that the graph does not contain (of a part that is compiled or
-    recomputed in the backward pass) follow, from the end of the model on.
+    NaN propagates from the loss to the inputs, so the first parameter is closest to the origin of the NaN. The graph of
+    a loss gives the order, even after backward has freed the saved tensors. A parameter that is used several times is
+    ordered by its first use, where its gradient becomes complete. Parameters that the graph does not contain (of a part
+    that is compiled or recomputed in the backward pass) follow, starting at the end of the model.
 
     Args:
         bad: The parameters.
@@ -159,7 +159,7 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
     """Describe the samples in a batch, and its values that are not finite; waits for the device.
 
     Args:
-        batch: What the loader yielded, for one micro-batch.
+        batch: The batch that the loader yielded for one micro-batch.
         indices: The indices in the dataset of the samples of its whole group; None for a stream.
 
     Returns:

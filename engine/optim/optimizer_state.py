@@ -1,4 +1,4 @@
-"""State of an optimizer under the names of its parameters, so that it can be matched and fits any layout."""
+"""State of an optimizer under the names of its parameters, so that it can be matched and loaded into any layout."""
 
 from __future__ import annotations
 
@@ -133,9 +133,10 @@ def _find_counterpart(group: State, saved: list[State]) -> State:
 def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
     """Return this process's shards of a state returned by `encode_by_name`, for ``optimizer.load_state_dict``.
 
-    Implementation options, such as fused kernels, are those of the script. If the two differ, the result contains what
-    fits: the slots of parameters with the same name and shape (the others start empty), and the options of the one
-    saved group that contained a group's parameters, because a schedule relies on its last learning rate.
+    Implementation options, such as fused kernels, are those of the script. If the state and the optimizer differ, the
+    result contains what fits: the slots of parameters with the same name and shape (the others start empty), and the
+    options of the one saved group that contained a group's parameters, because a schedule relies on its last learning
+    rate.
 
     Args:
         saved: The state.
@@ -180,7 +181,7 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 
 
 def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype | None = None) -> Any:
-    """Return a nested state with its tensors in memory; those of the parameter's shape are sharded like it.
+    """Return a nested state with its tensors in memory; those of the parameter's shape get its sharding.
 
     Slots that had the parameter's saved dtype, ``saved_dtype``, change to its current dtype; counts and products do
     not.

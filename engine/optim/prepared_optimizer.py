@@ -95,7 +95,7 @@ class PreparedOptimizer(Optimizer):
             closure: Argument of the wrapped optimizer's ``step``.
 
         Returns:
-            What the wrapped optimizer returns; None if it did not step.
+            The return value of the wrapped optimizer's ``step``; None if it did not step.
         """
         accumulation = self.accumulation
         if not accumulation.sync_gradients:
@@ -221,9 +221,10 @@ class PreparedOptimizer(Optimizer):
 class PreparedScheduler:
     """The user's scheduler, advanced only by optimizer steps that were applied.
 
-    A script sizes its schedule by the loader it wrote, whose batches the processes share: one optimizer step processes
-    one batch per process. So each call advances the schedule by the number of processes, as in Accelerate, and by one
-    with ``split_batches``. The learning rate then follows the number of samples seen, with any world size.
+    A script sizes its schedule by the loader that it creates, whose batches the processes share: one optimizer step
+    processes one batch per process. Each call therefore advances the schedule by the number of processes, as in
+    Accelerate, or by one with ``split_batches``. The learning rate then follows the number of samples seen, with any
+    world size.
 
     Args:
         scheduler: The wrapped scheduler.
@@ -322,8 +323,8 @@ class PreparedScheduler:
     def _convert(self, saved_advances: int) -> bool:
         """Convert the position to this script's steps, if the schedule is sized in them.
 
-        Functions are not saved in a checkpoint, so they are the script's: the saved learning rate shows whether they
-        depend on the world size.
+        Functions are not saved in a checkpoint, so those of the script are used. The saved learning rate shows whether
+        they depend on the world size.
         """
         scheduler = self.scheduler
         if not isinstance(scheduler, LambdaLR):

@@ -26,7 +26,7 @@ class ReplicasDiffer(RuntimeError):
 
 
 def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
-    """Compare the models of all processes. Call it on all of them.
+    """Compare the models of all processes. Must be called on all ranks.
 
     Tensors that a strategy shards are skipped, since every process holds a different shard.
 

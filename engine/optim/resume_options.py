@@ -45,7 +45,7 @@ class LoadedOptimizer(NamedTuple):
 
 
 def _to_numbers(value: Any) -> list[int | float]:
-    """Return a list of numbers unchanged; an empty list for anything else, which a damaged file may contain."""
+    """Return a list of numbers unchanged. Return an empty list for other values, which a damaged file may contain."""
     numbers = to_plain(value)
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
@@ -63,7 +63,7 @@ def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOpti
         state: The part of the checkpoint that contains the schedulers.
 
     Raises:
-        ValueError: If the saved schedule ends before the script's, so that torch would end the run early.
+        ValueError: If the saved schedule ends before that of the script, so that torch would end the run early.
     """
     lines = _compare_options(accelerator, optimizers)
     schedules, rates = _compare_schedules(accelerator, state)
@@ -283,7 +283,8 @@ def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: Tra
         accelerator: The Accelerator with the script's prepared objects.
         optimizers: The optimizers that were loaded.
         state: The part of the checkpoint that contains the schedulers.
-        script: Whether the learning rates and schedules are the script's; other options are always the saved ones.
+        script: Whether the learning rates and schedules come from the script; all other options come from the
+            checkpoint.
     """
     for optimizer, _, options, _ in optimizers:
         prepared = _find_prepared(accelerator, optimizer)

@@ -69,7 +69,7 @@ def _advise_fit(plan: Plan, again: Again) -> str:
 
 
 def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
-    """Reduce the micro-batch, with the same number of samples per step."""
+    """Reduce the micro-batch and keep the number of samples per step."""
     fixed = sum(candidate.states.values())
     room = candidate.gpu.memory / candidate.calibration.reserved - fixed
     sample_bytes = max(1, (candidate.peak - fixed) // candidate.micro_batch)
@@ -89,7 +89,7 @@ def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
-    """Suggest shards within a machine and replicas over machines: then only fast links gather parameters."""
+    """Suggest shards within a machine and replicas over machines, so that only fast links gather parameters."""
     inside = max(1, plan.gpu.per_machine // plan.grid["tensor"])
     replicas, left = divmod(plan.world_size // plan.grid["tensor"], inside)
     if replicas < 2 or left or inside < 2 or plan.grid["replicate"] > 1:

@@ -45,7 +45,7 @@ class Event:
 
 
 class Stream:
-    """Sequence of work. ``time`` is when all of it so far is done, in seconds."""
+    """Sequence of operations. ``time`` is the time, in seconds, at which all operations so far are done."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.time = 0.0

@@ -1,4 +1,4 @@
-"""A standard transformer decoder (Llama's) of common sizes, for plans before a model exists."""
+"""Standard transformer decoder (the Llama architecture) in common sizes, for plans before a model exists."""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ class Traffic:
         """Add a collective.
 
         Args:
-            kind: Its kind.
-            size: Its bytes.
+            kind: The kind of the collective.
+            size: The size of the tensor in bytes.
         """
         self.count[kind] += 1
         self.size[kind] += size
@@ -179,7 +179,7 @@ class Meter(TorchDispatchMode):
         self._members: dict[Any, tuple[int, ...]] = {}
 
     def begin(self) -> None:
-        """Discard what was recorded."""
+        """Discard all records."""
         self.traffic = Traffic()
         self.launched = 0
         self.spent: dict[str, float] = defaultdict(float)

@@ -25,7 +25,7 @@ class Calibration:
     Args:
         arithmetic: Share of the peak that matrix products reach (fitted without compilation).
         fused: Share of the memory traffic that remains when a model is compiled (fitted with compilation).
-        launch: Least time that a GPU takes for an operation, in seconds.
+        launch: Minimum time that a GPU takes for an operation, in seconds.
         host: Seconds that the host takes to send an operation: at best, most likely, at worst. A guess, because no part
             of Treadle was timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a launch
             adds some.
@@ -134,7 +134,7 @@ class Prices:
         self._free: dict[Any, bool] = {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
-        """Return the duration of ``func`` and its category; no time if there is nothing to do.
+        """Return the duration of ``func`` and its category; the duration is zero if there is nothing to do.
 
         Args:
             func: The operation.

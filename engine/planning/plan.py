@@ -20,7 +20,7 @@ class Conditions:
 
     Args:
         world_size: Number of processes.
-        strategy: The layout of the model over them. A plan consumes it.
+        strategy: The layout of the model over them. A strategy object can be used by one plan only.
         gpu: The GPU of each process; see `gpus.GPUS`.
         micro_batch: Samples of one forward pass.
         accumulate: Forward passes per optimizer step.
@@ -74,7 +74,7 @@ class Plan(Conditions):
         traffic: Communication.
         flops: Arithmetic of its matrix products, including recomputation.
         seconds: Device time of the step, without stragglers.
-        spent: The same by category; `WAITING` is for what comes from other processes.
+        spent: The same by category; `WAITING` is the time spent waiting for other processes.
         launched: Operations that the host sends to the device.
     """
 
@@ -137,8 +137,8 @@ class Plan(Conditions):
     def band(self) -> tuple[float, float, float]:
         """Seconds of a step: at best, most likely, at worst.
 
-        The slower of the device and the host determines it. Beyond the checked world sizes the band widens with every
-        doubling.
+        The slower of the device and the host determines the time. Beyond the checked world sizes the band widens with
+        every doubling.
         """
         spread = self.calibration.spread if self.checked else self.calibration.spread_unchecked
         late = (1 + self.calibration.straggler) ** max(0.0, log2(self.world_size / self.calibration.straggler_from))

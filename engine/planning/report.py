@@ -51,7 +51,7 @@ def screen(
         name: The name of the model.
         schedule: The length of the run.
         hints: The suggestions of `advice.advise`.
-        gpu_from: How the GPU was determined, if the user did not name it.
+        gpu_from: The way in which the GPU was determined, if the user did not name it.
         width: Columns.
     """
     machines = -(-plan.world_size // plan.gpu.per_machine)
@@ -170,7 +170,7 @@ def _describe_time(plan: Plan) -> str:
 
 
 def _describe_bound(plan: Plan) -> str:
-    """Describe what dominates the time of a step."""
+    """Describe the part of a step that dominates its time."""
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (

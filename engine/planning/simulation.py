@@ -29,13 +29,13 @@ def simulate(
 ) -> Plan:
     """Run one optimizer step of one process without values, and record its time, memory and communication.
 
-    The strategy lays the model out as in the run, and torch's own FSDP2 schedules gathers and reductions. It takes
-    seconds and a few hundred MB, for any world size.
+    The strategy lays the model out as in the run, and torch's own FSDP2 schedules gathers and reductions. The
+    simulation takes seconds and a few hundred MB, for any world size.
 
     Args:
         build_model: Creates the model, without memory for its parameters.
-        make_batch: Creates a batch with this number of samples.
-        loss: Returns the loss of the model (or its method ``step``) and a batch; it must not read a tensor's value.
+        make_batch: Creates a batch with the given number of samples.
+        loss: Returns the loss, given the model (or its method ``step``) and a batch; it must not read a tensor's value.
         optimizer: Creates an optimizer for parameters.
         conditions: See `Conditions`; at least ``world_size`` and ``strategy``.
 
@@ -91,7 +91,7 @@ class _Step:
         """Run the step without values.
 
         Args:
-            make_batch: Creates a batch with this number of samples.
+            make_batch: Creates a batch with the given number of samples.
         """
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,

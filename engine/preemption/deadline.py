@@ -38,7 +38,7 @@ class Deadline:
         self._thread.start()
 
     def hear(self) -> None:
-        """Start the time limit, since another rank has received a signal."""
+        """Start the time limit, because another rank has received a signal."""
         with contextlib.suppress(OSError):  # it has ended
             os.write(self._writing, bytes([_HEARD]))
 
@@ -75,7 +75,7 @@ class Deadline:
             self._read()
 
     def _read(self) -> int | None:
-        """Return the next signal that counts, or None for another one."""
+        """Read the next signal. Return it if it counts, else None."""
         number = os.read(self._reading, 1)[0]
         if self._others != -1 and number not in (_OVER, _HEARD):
             with contextlib.suppress(OSError):

@@ -33,8 +33,8 @@ class _Round:
         number: The number of the stage; the ranks go through the same stages.
         position: The batch that this rank is in, or about to begin.
         asked: Whether this rank wants to leave.
-        limit: Where this rank waits for the decision.
-        decision: Where all ranks leave.
+        limit: The batch before which this rank waits for the decision.
+        decision: The batch before which all ranks leave.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Departure:
         self._on_asked: Callable[[], None] = lambda: None
 
     def begin_stage(self, watchdog: Watchdog | None, on_asked: Callable[[], None]) -> None:
-        """Begin a stage, which discards earlier requests. All ranks must call it.
+        """Begin a stage, and discard earlier requests. Must be called on all ranks.
 
         Args:
             watchdog: Its thread accesses the store; without a watchdog, several ranks cannot leave a loop early.
@@ -90,7 +90,7 @@ class Departure:
         self._round.position = (self._round.position[0], _FAR)
 
     def must_leave(self, batch: int) -> bool:
-        """Return whether all ranks leave before this batch of the loop. It may wait for the others, once.
+        """Return whether all ranks leave before this batch of the loop. It may wait for the other ranks, once.
 
         Args:
             batch: The number of the batch.
@@ -107,7 +107,7 @@ class Departure:
         return position >= state.decision
 
     def stay(self) -> None:
-        """Cancel the request in this stage. All ranks must call it, at the point where they would have left."""
+        """Cancel the request in this stage. Must be called on all ranks, at the point where they would have left."""
         self._round.asked, self._round.limit = False, (_FAR, 0)
         self._round.decision = self._round.limit
 

@@ -55,19 +55,19 @@ class Preempted(SystemExit):
 class Preemption:
     """Handler of SIGTERM, SIGUSR1 and SIGHUP during training; the loop saves and leaves after the current step.
 
-    The handler only sets a flag, so a signal never interrupts a step or a save, even if it comes repeatedly. All ranks
-    leave after the same step, no matter which one received the signal. In the Trainer's loop the flag is part of the
-    votes of each step; in a user-defined loop, and in evaluations, the ranks agree through the store, which takes up to
-    two seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 before a job's time is up: then the job is requeued too.
+    The handler only sets a flag, so a signal never interrupts a step or a save, even if it is sent repeatedly. All
+    ranks leave after the same step, no matter which one received the signal. In the Trainer's loop the flag is part of
+    the votes of each step; in a user-defined loop, and in evaluations, the ranks agree through the store, which takes
+    up to two seconds. SLURM's ``--signal=USR1@90`` sends SIGUSR1 before a job's time is up; the job is then requeued.
 
     Before the first step nothing has to be saved: in the block of `leaving_at_once`, a rank that receives a signal
     leaves without waiting for the others, and its launcher informs them.
 
-    Ctrl-C (SIGINT) raises KeyboardInterrupt immediately, with two exceptions: if ``interrupts`` is set it is handled
-    like the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not delayed.
+    Ctrl-C (SIGINT) raises KeyboardInterrupt immediately, with two exceptions: if ``interrupts`` is set, Ctrl-C is
+    handled like the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not delayed.
 
     Args:
-        accelerator: Its votes carry the flag.
+        accelerator: The Accelerator, whose votes carry the flag.
         grace: Seconds from the first signal, to any rank, to the end of all ranks, regardless of their state. Default:
             no limit.
 
@@ -75,7 +75,7 @@ class Preemption:
         caught: The signal that this process received; None if it received none.
         interrupts: Whether Ctrl-C is handled like the other signals.
         abandoned: Whether a second Ctrl-C arrived, so that nothing more is saved.
-        departure: Lets loops without votes, in evaluations, end together.
+        departure: Makes the ranks leave loops without votes, such as evaluations, together.
 
     Example:
         >>> import treadle
@@ -181,7 +181,7 @@ class Preemption:
         self._failing = True
 
     def _hear(self) -> None:
-        """Start the deadline, since another rank has received a signal; called by a thread."""
+        """Start the deadline, because another rank has received a signal; called by a thread."""
         if (deadline := self._deadline) is not None:
             deadline.hear()
 
@@ -220,7 +220,7 @@ class Preemption:
             watchdog.interrupted = False
 
     def _interruption(self) -> int | None:
-        """Return a rank that has ended, so that this rank leaves without an agreement after its signal; or None."""
+        """Return a rank that has ended, or None. If one has, this rank leaves without an agreement after its signal."""
         watchdog = self._accelerator.watchdog
         return watchdog.ended if watchdog is not None and watchdog.interruptible else None
 
@@ -272,7 +272,7 @@ class Preemption:
             self._raise_interrupt(frame)
 
     def _raise_interrupt(self, frame: FrameType | None) -> None:
-        """Do what Ctrl-C does without Treadle."""
+        """Handle Ctrl-C in the same way as without Treadle."""
         handler = self._replaced.get(signal.SIGINT, signal.default_int_handler)
         if callable(handler):
             handler(signal.SIGINT, frame)
@@ -285,8 +285,8 @@ class Preemption:
     def should_stop(self) -> bool:
         """Return whether to save and leave now; the result is the same on every rank.
 
-        Every rank must call it equally often, ideally once per batch. Inside an accumulation group the result is always
-        False, because nothing could be saved there. It needs no exchange.
+        Every rank must call this method the same number of times, ideally once per batch. Inside an accumulation group
+        the result is always False, without an exchange, because nothing could be saved there.
         """
         if not self._accelerator.sync_gradients:
             return False
@@ -299,7 +299,7 @@ class Preemption:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def agree(self) -> signal.Signals | None:
-        """Return the signal that ends the run, None if no rank received one. All ranks must call it."""
+        """Return the signal that ends the run; None if no rank received one. Must be called on all ranks."""
         self._set_interruptible(False)
         rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught), device="cpu")
         index = int(self._accelerator.world.all_reduce(rating, "max"))
@@ -307,7 +307,7 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the job if its time is up, and end the process. Save first; all ranks must call it.
+        """Requeue the job if its time is up, and end the process. Save first. Must be called on all ranks.
 
         Raises:
             Preempted: For every signal but Ctrl-C.

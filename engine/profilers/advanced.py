@@ -13,8 +13,8 @@ from .profiler import Profiler
 class AdvancedProfiler(Profiler):
     """Profiler that records, for each action, every function called in it, with Python's ``cProfile``.
 
-    Functions that are called in an action within another one count for the inner one only. The profiler slows Python
-    code down several times; use `SimpleProfiler` first to find where to look.
+    Functions that are called in an action within another one count for the inner action only. The profiler makes Python
+    code several times slower; use `SimpleProfiler` first to find where to look.
 
     Args:
         dirpath: See `Profiler`.

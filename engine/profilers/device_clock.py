@@ -21,7 +21,7 @@ class Span:
 
     Attributes:
         inner: Milliseconds of the known spans within it.
-        repeats: Whether it lies within another span of its name.
+        repeats: Whether it lies within another span of the same name.
     """
 
     __slots__ = ("inner", "name", "outer", "repeats", "start", "stop")
@@ -38,7 +38,7 @@ class Span:
 
 
 class DeviceClock:
-    """Marker of the device's queue where actions begin and end; reads the marks later, without waiting.
+    """Clock that marks the device's queue where actions begin and end, and reads the marks later, without waiting.
 
     A mark is reached when all work before it is done. The time between two marks is therefore the additional time that
     the device was busy with the work launched in between, or idle because nothing was launched.
@@ -46,8 +46,8 @@ class DeviceClock:
     Args:
         new_mark: Creates a mark with ``record()``, ``query()``, ``synchronize()`` and ``elapsed_time(other)`` in
             milliseconds, such as ``torch.cuda.Event(enable_timing=True)``.
-        take: Called in the order in which spans ended, with a span's name, its seconds (0 within another span of its
-            name, which includes them), and the seconds that no inner span covers.
+        take: Called in the order in which spans ended, with a span's name, its seconds (0 within another span of the
+            same name, which includes them), and the seconds that no inner span covers.
     """
 
     def __init__(self, new_mark: Callable[[], Any], take: Callable[[str, float, float], None]) -> None:
@@ -104,7 +104,7 @@ class DeviceClock:
 
 
 def device_clock(device: torch.device | None, take: Callable[[str, float, float], None]) -> DeviceClock | None:
-    """Return the clock of a device; None if it has none that can be read.
+    """Return the clock of a device; None if the device has no clock that can be read.
 
     Args:
         device: The device.

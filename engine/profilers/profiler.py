@@ -23,13 +23,13 @@ class Profiler:
     docs/profiling.md. Actions may be nested. In a step, ``with self.trainer.profiler.profile("attention"):`` adds one.
 
     Args:
-        dirpath: Directory of the files that it writes. Default: the run's log directory.
+        dirpath: Directory of the profiler's files. Default: the run's log directory.
         filename: Write the report to a file with this name, one for each process, in place of showing it.
 
     Attributes:
         device: Device of the run; None without a Trainer.
         model: Task of the run; None without a Trainer.
-        advice: What could make an action faster, by the action's name.
+        advice: Suggestions to make actions faster, by the action's name.
 
     Example:
         >>> import time
@@ -75,7 +75,7 @@ class Profiler:
         """
 
     def step(self) -> None:
-        """Mark the end of an optimizer step with all that belongs to it; in an evaluation, the end of a batch."""
+        """Mark the end of an optimizer step and of its additional work; in an evaluation, the end of a batch."""
 
     def summary(self) -> str:
         """Return the report as text."""
@@ -136,7 +136,7 @@ class Profiler:
 
     @property
     def needs_directory(self) -> bool:
-        """True if it writes files, so that `setup` has to name a directory."""
+        """True if the profiler writes files, so that `setup` has to name a directory."""
         return True
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
@@ -145,7 +145,7 @@ class Profiler:
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
             local_rank: This process's rank, which becomes part of file names. The Trainer passes the global rank, so
-                that no two processes write one file; None with a world size of one.
+                that no two processes write to the same file; None with a world size of one.
             log_dir: The directory if no ``dirpath`` was given.
         """
         self._stage, self._rank = stage, local_rank
@@ -170,7 +170,7 @@ class Profiler:
 
         Args:
             ending: The suffix of the name, with its dot.
-            part: What it contains, if a process writes several.
+            part: The content of the file, if a process writes several files.
         """
         words = [self._stage, self.filename, None if self._rank is None else str(self._rank), part]
         name = re.sub(r"[^\w.+-]+", "_", "-".join(str(word) for word in words if word)) or "profile"

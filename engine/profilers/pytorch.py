@@ -31,7 +31,8 @@ class PyTorchProfiler(Profiler):
         emit_nvtx: Create ranges for Nsight Systems in place of a recording: ``nsys profile python train.py``.
         export_to_chrome: Write traces.
         row_limit: Rows of the table; -1 for all.
-        sort_by_key: Order of the table, one of `AVAILABLE_SORT_KEYS`. Default: the device's time, or the CPU's.
+        sort_by_key: Order of the table, one of `AVAILABLE_SORT_KEYS`. Default: the time on the device, or on the CPU if
+            no device was recorded.
         record_module_names: Create a range for each call of a submodule (not within compiled code).
         table_kwargs: Further arguments of torch's ``EventList.table``.
         profiler_kwargs: Arguments of ``torch.profiler.profile``: ``schedule`` (by default steps 3 to 5 are recorded;
@@ -216,7 +217,7 @@ class PyTorchProfiler(Profiler):
 class ModuleNames:
     """Hooks that create a named range for each call of a submodule, until `remove`.
 
-    Compiled submodules are excluded, including all that they contain: a range would break their graph.
+    Compiled submodules and the modules inside them are excluded, because a range would break their graph.
 
     Args:
         model: The model.
@@ -256,5 +257,5 @@ def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: t
 
 
 def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that ``emit_nvtx`` also has."""
+    """Return the arguments that ``emit_nvtx`` also accepts."""
     return {name: value for name, value in options.items() if name == "record_shapes"}

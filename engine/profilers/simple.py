@@ -16,8 +16,8 @@ class SimpleProfiler(Profiler):
 
     An action's share counts its own time only, without the actions within it, so the shares add up to the total. On
     CUDA devices, where a process runs ahead of the work it launches, the device's own clock is read too (from marks in
-    its queue, without waiting), and the shares are of device time. On other accelerators they are of the process's
-    time.
+    its queue, without waiting), and the shares are of device time. On other accelerators, the shares are of the
+    process's time.
 
     Args:
         dirpath: See `Profiler`.

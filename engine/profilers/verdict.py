@@ -1,4 +1,4 @@
-"""Verdict on a run in one sentence: what it waits for, from the durations of its actions."""
+"""Verdict on a run in one sentence: what the run waits for, from the durations of its actions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Action:
 
     Attributes:
         calls: Number of runs.
-        total: Seconds in it; in a recursion, only the outermost run counts.
-        exclusive: The seconds outside of actions within it.
+        total: Seconds spent in it; in a recursion, only the outermost run counts.
+        exclusive: Seconds spent in it outside of nested actions.
         longest: Seconds of its longest run.
         first: ``exclusive`` of its first run, which takes longer than others: it starts workers, compiles, allocates
             memory.
@@ -61,8 +61,8 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
 
     Args:
         actions: The measurements, by action.
-        advice: Replaces the usual advice, by action.
-        on_device: Whether the device's clock decides.
+        advice: Advice that replaces the usual advice, by action.
+        on_device: Whether to use the times of the device's clock.
 
     Returns:
         A sentence; empty if no loop was measured.

@@ -1,4 +1,4 @@
-"""Loading of weights that other programs wrote into a model. Nothing in a file can make this run code."""
+"""Loading of other programs' weights into a model. Nothing in a file can make this module run code."""
 
 from __future__ import annotations
 
@@ -60,23 +60,26 @@ def load_weights(
 
     Args:
         model: The model, prepared or not: under any strategy each process loads its shards.
-        source: A checkpoint of Treadle; a folder in Hugging Face's form, with ``model.safetensors`` or
+        source: A checkpoint of Treadle; a folder in Hugging Face's format, with ``model.safetensors`` or
             ``pytorch_model.bin``, in one file or several with an index; a safetensors file; a file of ``torch.save``
             with a state dict, or with one under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``, such as
             Lightning's ``.ckpt``; or the URL of such a file, with ``sha256``. Each process reads (and downloads)
             separately.
-        strict: Require exactly the model's names. With False, what fits is loaded, and a warning lists the rest.
-        prefix: Load only names with this prefix, without it. Prefixes of common wrappers are removed automatically.
-        rename: A function from the source's name to the model's, or to None to skip a weight; or a mapping of
-            names, in which a name that ends with ``"."`` or is empty stands for all names with this prefix.
-        sha256: The digest of the file, which is compared before anything in it is read. Required for a URL.
+        strict: Require exactly the model's names. If False, the weights that fit are loaded, and a warning lists the
+            rest.
+        prefix: Load only names with this prefix, which is removed from them. Prefixes of common wrappers are removed
+            automatically.
+        rename: A function that maps a name in the source to the name in the model, or to None to skip the weight; or a
+            mapping of names, in which a name that ends with ``"."`` or is empty stands for all names with this prefix.
+        sha256: The digest of the file, which is compared before the content is parsed. Required for a URL.
 
     Returns:
-        What was loaded and what was not.
+        The names of the weights that were loaded, and of those that were not.
 
     Raises:
-        ValueError: If the source is damaged, harmful or of another kind, or if its names or shapes differ from the
-            model's: the error lists them, and names a prefix that would fit. In that case, the model is not changed.
+        ValueError: If the source is damaged, harmful or of another kind, or if its names or shapes differ from those of
+            the model. The error lists them, and suggests a prefix that would fit. In that case, the model is not
+            changed.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(model, nn.Module):
@@ -195,7 +198,7 @@ def _compare(
 
 
 def _may_know_other_names(module: nn.Module) -> bool:
-    """Return whether the model has its own way of loading, or hooks that change what is loaded."""
+    """Return whether the model has custom methods or hooks that change which weights are loaded."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
     hooks = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]

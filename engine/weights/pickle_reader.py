@@ -2,8 +2,8 @@
 
 Python's unpickler executes what the file contains. This one records it: the name of a class or function stays a `Name`,
 and the result of calling it stays an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which
-names they accept, and what data these stand for. It therefore does not matter which names a process has told torch to
-trust, nor whether a name's code is harmless: none of it ever runs.
+names they accept, and what data these stand for. The names that a process has told torch to trust are therefore
+irrelevant, and so is the code behind a name: it never runs.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class UnbuiltCall:
     """Record of a call that was not made.
 
     Attributes:
-        name: The name; ``"persistent"`` for what the file's owner stores elsewhere, which torch does with tensor
-            memory.
+        name: The name; ``"persistent"`` for data that is stored outside the pickle, as torch does with tensor memory.
         args: The arguments.
         state: The state that would have been set afterwards.
         pairs: The items that would have been set, in order.
@@ -69,7 +68,7 @@ class UnbuiltCall:
 
 
 def read(stream: Any) -> Any:
-    """Read one pickle, up to its end, from a binary stream; what follows is left unread.
+    """Read one pickle, up to its end, from a binary stream. Data after its end is not read.
 
     Args:
         stream: An open file with at most `MAX_BYTES` bytes.

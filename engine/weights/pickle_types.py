@@ -30,7 +30,8 @@ class Reader:
 
     Args:
         persistent: Converts a persistent id, which is a tuple.
-        calls: Further names, and functions that convert the arguments of a call of each.
+        calls: Functions that convert the arguments of a call, by the name of the called function; they extend the
+            built-in table.
         budget: The maximum number of bytes to copy: a file can refer to one long text a million times.
     """
 
@@ -68,7 +69,7 @@ class Reader:
         return entries
 
     def container(self, value: Any) -> Any:
-        """Return a dict of any class in the file as a plain dict, with its items unread; any other value unchanged.
+        """Return a dict of any class in the file as a plain dict, with its items unread. Return other values unchanged.
 
         Args:
             value: The value.

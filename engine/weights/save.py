@@ -129,7 +129,7 @@ def make_parent(path: AnyPath) -> None:
 
 
 def _clear(paths: Iterable[AnyPath]) -> None:
-    """Delete what a failure left, if the disk permits; errors are ignored, because the failure itself is raised."""
+    """Delete the files that a failure left behind. Errors are ignored, because the failure itself is raised."""
     for path in paths:
         with suppress(OSError):
             _delete(path)
@@ -178,7 +178,7 @@ def write_weights(
         safe: Write safetensors, else torch's format, in which a tensor also has its other names.
 
     Raises:
-        ValueError: If the directory is a checkpoint, whose files these would replace. In that case, no file is written.
+        ValueError: If the directory is a checkpoint, whose files would be replaced. In that case, no file is written.
     """
     directory = absolute(directory)
     refuse_checkpoint(directory)
@@ -288,7 +288,7 @@ def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, s
 
 
 def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]) -> None:
-    """Delete what the new files replace, and what killed processes left."""
+    """Delete the files that the new ones replace, and those that killed processes left behind."""
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
     entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
     existing = filesystem.list_names(directory)
@@ -357,5 +357,5 @@ def make_readable(value: Any, place: str) -> Any:
 
 
 def _has_identical_items(old: Iterable[Any], new: Iterable[Any]) -> bool:
-    """Return whether nothing was changed, so that the container stays the same object with its own attributes."""
+    """Return whether all items are the same objects, so that the container itself can be kept with its attributes."""
     return all(old_item is new_item for old_item, new_item in zip(old, new, strict=True))

@@ -50,7 +50,7 @@ class Opened:
     """Opened source of weights.
 
     Attributes:
-        place: Its name in errors.
+        place: The name of the source in errors.
         weights: Its tensors by name, unread.
         others: Other values in the state: data, or a description.
         file: The file of ``torch.save`` with the weights, if it is one.
@@ -112,7 +112,7 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
             as in Hugging Face's cache.
 
     Raises:
-        ValueError: If it is another kind of file, is damaged, or lacks a file.
+        ValueError: If the path is another kind of file, or if the checkpoint is damaged or lacks a file.
     """
     stored = find_in_store(checkpoint)
     if stored is None:

@@ -1,6 +1,6 @@
 """Reader of ``torch.save`` files without ``torch.load``: names and places of tensors, and plain data.
 
-`pickle_reader` reads the pickle in it as data, so it can run nothing; tensors stay in the file until they are
+`pickle_reader` reads the pickle in the file as data, so no code in it can run. Tensors stay in the file until they are
 requested.
 """
 
@@ -198,7 +198,7 @@ class TorchFile:
         return document
 
     def _follow(self, document: Any) -> None:
-        """Note every storage in a document: in old files only references give their lengths."""
+        """Note every storage in a document, because in old files only references give the lengths of storages."""
         visited: set[int] = set()
         left = [document]
         while left:

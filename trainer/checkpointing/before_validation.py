@@ -28,7 +28,7 @@ _COUNTING = (
 
 
 class BeforeValidation:
-    """Copy of what a validation changes: RNG states, positions of its dataloaders, buffers, counts, callbacks' states.
+    """Copy of state that a validation changes: RNG state, dataloader positions, buffers, counts, callback states.
 
     Args:
         trainer: The running Trainer.
@@ -60,7 +60,7 @@ class BeforeValidation:
         self._counts.pop_all()
 
     def try_to_leave(self) -> bool:
-        """Let callbacks put the model's own weights back; return whether it has them. Call it on all ranks."""
+        """Let callbacks put the model's own weights back; return whether the model has them. Call it on all ranks."""
         trainer, task = self._trainer, self._task
         moved_buffers = _copy_buffers(task)
         _restore_buffers(self._started_buffers)

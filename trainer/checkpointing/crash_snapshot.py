@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class LastStep:
     """Copy of everything that changes between two optimizer steps, and the checkpoint of that step.
 
-    Parameters and the optimizer's tensors stay as the last step left them until the next one, so they are not copied.
-    RNG states, the dataloaders' positions, buffers (batch norm's), counters, schedules, the states of callbacks and
-    logged values change in between and are copied after every step.
+    Parameters and the optimizer's tensors do not change between two steps, so they are not copied. RNG states, the
+    dataloaders' positions, buffers (such as those of batch norm), counters, schedules, callback states and logged
+    values change in between and are copied after every step.
 
     After an error the checkpoint is saved on one process alone, without collectives, because other ranks may have
     ended.
@@ -83,7 +83,7 @@ class LastStep:
         self._changed = True
 
     def _note_validation_start(self) -> None:
-        """Record the step before its validation, which a run that resumes from it performs."""
+        """Record the step before its validation, because a run that resumes from the step repeats the validation."""
         if not self._trainer.sanity_checking:
             self.note()
             self._sums = sum_parameters(self._task)  # to detect other weights, such as averages
@@ -149,7 +149,7 @@ class LastStep:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Values of ``epoch`` and ``step`` for names."""
+        """Values of ``epoch`` and ``step`` for checkpoint names."""
         return {"epoch": self._state["progress"].epoch, "step": self.step}
 
     @property
@@ -173,7 +173,7 @@ class LastStep:
 
         Args:
             path: Path of the checkpoint.
-            weights_only: Omit what only a resume needs.
+            weights_only: Omit everything that only a resume needs.
             trainable_only: Omit frozen weights.
 
         Raises:

@@ -41,7 +41,7 @@ _ELSEWHERE = {
 
 @dataclass
 class SearchReport:
-    """Findings of a search for a checkpoint. Rank zero fills it in and sends it to all ranks.
+    """Findings of a search for a checkpoint. Rank zero fills in the report and sends it to all ranks.
 
     Attributes:
         steps_reached: Optimizer steps that the run had taken when it ended, if its folder records them.
@@ -74,8 +74,8 @@ class CheckpointResolver:
     Args:
         trainer: The Trainer, whose ModelCheckpoints determine where to look.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        ckpt_path: None; a path, which no other checkpoint replaces; ``"last"``, the latest intact checkpoint of this
-            run; ``"best"``; or ``"auto"``, in ``fit`` only: ``"last"``, or a fresh start if there is none.
+        ckpt_path: None; a path, for which no other checkpoint is substituted; ``"last"``, the latest intact checkpoint
+            of this run; ``"best"``; or ``"auto"``, in ``fit`` only: ``"last"``, or a fresh start if there is none.
     """
 
     def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any) -> None:
@@ -86,8 +86,8 @@ class CheckpointResolver:
     def resolve(self) -> OpenCheckpoint | None:
         """Return the checkpoint, opened and verified, the same on every rank; None for a fresh start.
 
-        Call it on all ranks. Rank zero searches, all ranks verify, and one message announces the choice and what was
-        skipped.
+        Call it on all ranks. Rank zero searches, all ranks verify, and one message announces the choice and the skipped
+        checkpoints.
 
         Raises:
             ValueError: If there is no such checkpoint, or the one at a path is damaged.
@@ -125,7 +125,7 @@ class CheckpointResolver:
         return opened
 
     def _open(self, path: AnyPath) -> OpenCheckpoint:
-        """Open and verify the checkpoint that rank zero names."""
+        """Open and verify the checkpoint that rank zero has selected."""
         opened = open_together(self.world, self.world.broadcast(path))
         opened.verify(self.world)
         return opened
@@ -261,7 +261,7 @@ class CheckpointResolver:
     # -- the best checkpoint -------------------------------------------------------------------------------------
 
     def _best(self) -> OpenCheckpoint:
-        """Return the best checkpoint of this process's ModelCheckpoint, or the one that the latest checkpoint names."""
+        """Return the best checkpoint that this process's ModelCheckpoint, or else the latest checkpoint, records."""
         self._check_callbacks()
         callback, stage, is_main = self.trainer.checkpoint_callback, self.stage, self.world.is_main
         assert callback is not None

@@ -55,7 +55,7 @@ def class_name(cls: type) -> str:
 def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
     """Return the plain hyperparameters of task and data module, by dotted name, as they were before the first stage.
 
-    A finder or ``setup`` may change them later, but has not done so yet in a restarted script.
+    A finder or ``setup`` may change them later, but neither has run yet in a restarted script.
 
     Args:
         task: The task.
@@ -133,14 +133,14 @@ def _matches_class(saved: str, cls: type) -> bool:
 
 
 def _makes_another_run(name: str, saved: Any, value: Any) -> bool:
-    """Return whether a changed hyperparameter makes another run."""
+    """Return whether a changed hyperparameter means that a checkpoint belongs to another run."""
     if saved == value or (saved != saved and value != value):
         return False
     return not (_MAY_DIFFER.fullmatch(name.rpartition(".")[2]) or _is_place(saved) or _is_place(value))
 
 
 def _is_place(value: Any) -> bool:
-    """Return whether a value is a path or a URL, or a list of them."""
+    """Return whether a value is a path or a URL, or a list of paths or URLs."""
     if isinstance(value, list):
         return bool(value) and all(map(_is_place, value))
     if not isinstance(value, str):

@@ -86,7 +86,7 @@ class Bundle:
 
 
 class TrainerCheckpointer:
-    """Save and restore of the Trainer's own parts of a checkpoint: counters, logged values, callbacks, data module.
+    """Saver and loader of the Trainer's own parts of a checkpoint: counters, logged values, callbacks, data module.
 
     Args:
         trainer: The Trainer.
@@ -115,7 +115,7 @@ class TrainerCheckpointer:
         Args:
             task: The task.
             paths: Paths of the checkpoint, which is saved under each of them.
-            weights_only: Omit what only a resume needs.
+            weights_only: Omit everything that only a resume needs.
             trainable_only: Omit frozen weights. Default: False.
             blocking: Wait until the checkpoint is written. Default: True.
 
@@ -241,7 +241,7 @@ class TrainerCheckpointer:
         return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
 
     def call_save_hooks(self, task: TaskModule) -> HookedState:
-        """Call the ``on_save_checkpoint`` hooks, and return what they added to the checkpoint and changed in it.
+        """Call the ``on_save_checkpoint`` hooks, and return their additions to the checkpoint and their changes.
 
         Args:
             task: The task.
@@ -288,7 +288,7 @@ class TrainerCheckpointer:
                 handle.remove()
 
     def _get_counts(self) -> dict[str, int]:
-        """Return epoch and step under the names of checkpoints."""
+        """Return the epoch and the step under their names in checkpoints."""
         return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
 
     def _get_hparams(self) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class TrainerCheckpointer:
 
     @contextmanager
     def ahead(self, opened: OpenCheckpoint | None) -> Iterator[None]:
-        """Restore the counters and the data module first, as dataloaders may depend on them; undo it after an error.
+        """Restore the counters and the data module first, as dataloaders may depend on them; undo this after an error.
 
         Args:
             opened: The checkpoint, or None.
@@ -342,7 +342,7 @@ class TrainerCheckpointer:
             load_opened(task, Opened(str(opened.path), weights, frozen=frozen), task.strict_loading)
 
     def _edit_weights(self, task: TaskModule, opened: OpenCheckpoint) -> dict[str, Any] | None:
-        """Call the task's ``on_load_checkpoint``, and return the weights that it changed, or None."""
+        """Call the task's ``on_load_checkpoint``, and return the weights if the hook changed them, else None."""
         checkpoint = Added(read_hook_entries(opened))
         if hparams := self._get_hparams():
             checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})

@@ -25,7 +25,7 @@ _TYPING_ERROR = 0.9  # 'lr_schedular' is 0.92; 'scheduler' for 'lr_scheduler', a
 
 @dataclass(kw_only=True)
 class SchedulerConfig:
-    """Scheduler with the time of its steps.
+    """Scheduler, and the times at which it steps.
 
     Attributes:
         scheduler: An object with ``step`` and ``state_dict``.
@@ -98,7 +98,7 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
 
 
 def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
-    """Raise an error unless the optimizers train the module and the schedulers drive these optimizers.
+    """Raise an error unless the optimizers train the module and the schedulers belong to these optimizers.
 
     Args:
         module: The task.

@@ -69,7 +69,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
     """Datasets and dataloaders of a task. ``prepare_data`` runs once per machine, ``setup`` on every process.
 
     Attributes:
-        trainer: The Trainer that uses it, or None.
+        trainer: The Trainer that uses the data module, or None.
         name: A user-defined name.
         prepare_data_per_node: Whether ``prepare_data`` runs on one process of each machine, or on one process in total.
             Default: True.
@@ -129,7 +129,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """Return the sizes of each dataloader's dataset, where known."""
+        """Return the size of each dataloader's dataset, if known, as text."""
         names = ("Train", "Validation", "Test", "Predict")
         pairs = zip(names, LOADERS, strict=True)
         return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)

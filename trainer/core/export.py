@@ -41,16 +41,16 @@ class Exports(nn.Module):
             file_path: Path of the file, or an open file; None writes no file.
             input_sample: The input of ``forward``: a tensor, a tuple of arguments, or a dict of keywords. Default:
                 ``example_input_array``.
-            kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` leaves the batch
-                size open.
+            kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` makes the batch
+                size dynamic.
 
         Returns:
             The program.
 
         Raises:
             ModuleNotFoundError: If a package is missing; the message names it.
-            ValueError: If there is no input, the model is sharded, or the program's output shapes differ from the
-                model's.
+            ValueError: If there is no input, the model is sharded, or the shapes of the program's outputs differ from
+                those of the model.
         """
         require("to_onnx", "onnx", "onnxscript", extra="onnx")
         if kwargs.pop("dynamo", True) is not True:
@@ -83,8 +83,8 @@ class Exports(nn.Module):
             The program.
 
         Raises:
-            ValueError: If there is no input, the model is sharded, or the program's output shapes differ from the
-                model's.
+            ValueError: If there is no input, the model is sharded, or the shapes of the program's outputs differ from
+                those of the model.
         """
         if file_path is not None and Path(file_path).suffix != ".pt2":
             raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, the suffix that torch expects.")
@@ -127,7 +127,7 @@ class Exports(nn.Module):
         example_inputs: Any = None,
         **kwargs: Any,
     ) -> torch.jit.ScriptModule:
-        """Convert ``forward`` to TorchScript, which torch has deprecated in favour of `to_torch_export`.
+        """Convert ``forward`` to TorchScript, which torch has deprecated in favor of `to_torch_export`.
 
         Args:
             file_path: Path of the file, which ``torch.jit.load`` loads; None writes no file.

@@ -28,7 +28,7 @@ class HookedWeights:
         """Return the weights as the hooks left them; None if they did not drop, add, replace or change any.
 
         Args:
-            checkpoint: The dict that the hooks got.
+            checkpoint: The dict that was passed to the hooks.
 
         Raises:
             ValueError: If ``checkpoint["state_dict"]`` is missing or is not a mapping.

@@ -260,7 +260,7 @@ class TaskHooks:
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what `on_save_checkpoint` added to a checkpoint.
+        """Restore the entries that `on_save_checkpoint` added to a checkpoint.
 
         Args:
             checkpoint: Entries of the checkpoint, by name.

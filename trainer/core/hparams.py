@@ -50,7 +50,7 @@ class HyperparametersMixin:
             args: Names of the arguments to keep, or one dict, namespace, dataclass or OmegaConf configuration to keep
                 instead. Default: all arguments.
             ignore: Names to omit.
-            frame: The frame of ``__init__``. Default: the caller's.
+            frame: The frame of ``__init__``. Default: the frame of the caller.
             logger: Whether loggers get the hyperparameters. Default: True.
 
         Raises:
@@ -158,7 +158,7 @@ def _classify(whole: Any) -> tuple[str, str]:
 
 
 def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
-    """Return a copy that later changes to the original do not affect; ``shared`` types and non-data are not copied."""
+    """Return a copy for which values are copied, except those of ``shared`` types and those that are not data."""
     if is_config(values):
         return copy.deepcopy(values)
     snapshot = AttributeDict()

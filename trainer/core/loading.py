@@ -1,4 +1,4 @@
-"""Tasks and data modules built from checkpoints, Treadle's or another program's: arguments first, then weights."""
+"""Tasks and data modules built from checkpoints of Treadle or other programs: arguments first, then weights."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def load_checkpoint(
 
 
 def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to build a task with: those in its checkpoint, and ``given`` for the rest.
+    """Return the arguments to build a task with: those in its checkpoint, and those in ``given``.
 
     Args:
         cls: The task's class.

@@ -71,7 +71,7 @@ class Stored:
     Attributes:
         values: Values by name that `codec.encode` accepts; a mapping that can be stored only in part is reduced to that
             part.
-        left_out: Place and type of what could not be stored, by name.
+        left_out: Place and type of each value that could not be stored, by name.
     """
 
     values: dict[str, Any]
@@ -83,7 +83,8 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
 
     Args:
         hparams: Values by name, as the user passed them.
-        defaults: The constructor's defaults. A default that cannot be stored is not reported: the constructor has it.
+        defaults: The constructor's defaults. A default that cannot be stored is not reported, because the constructor
+            provides it.
     """
     flattener = _Flattener()
     values = flattener.mapping(hparams, ())
@@ -252,7 +253,7 @@ class _Flattener:
         return self._unwrap_records(items)
 
     def _unwrap_records(self, content: Any) -> Any:
-        """Return nested configurations as plain dicts and lists, which are rebuilt with the outer one."""
+        """Return nested configurations as plain dicts and lists; the outer configuration is rebuilt with them."""
         if isinstance(content, Record) and content.kind in ("DictConfig", "ListConfig"):
             return content.content
         if type(content) is dict:
@@ -380,7 +381,7 @@ class _Rebuilder:
         raise CannotRebuild(f"{record.kind!r:.40}, a kind that this version of Treadle does not support")
 
     def _find_member(self, record: Record, allowed: tuple[type, ...]) -> Any:
-        """Return the enum member that a record names."""
+        """Return the enum member that a record describes."""
         module, _, name = record.name.partition(":")
         classes = [cls for cls in allowed if cls.__qualname__ == name]
         classes += [_look_up(module_name, name) for module_name in (module, self.home)]
@@ -466,7 +467,7 @@ def _escape_references(content: Any) -> Any:
 
 
 def _iterate_classes(annotation: Any) -> Iterator[type]:
-    """Yield every class that an annotation names, at any depth."""
+    """Yield every class in an annotation, at any depth."""
     inner = typing.get_args(annotation)
     if isinstance(annotation, type) and not inner and annotation not in (Any, object):
         yield annotation

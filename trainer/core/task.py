@@ -77,8 +77,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor | Mapping[str, Any]:
         """Return the mean loss of a batch, or a dict with ``"loss"``.
 
-        A dict may also hold ``"weight"``: the number of items that the loss is the mean of, if they are not the batch's
-        samples (tokens, for example). The gradient of the optimizer step is then the mean over these items on all
+        A dict may also hold ``"weight"``: the number of items, such as tokens, that the loss is the mean of, if they
+        are not the batch's samples. The gradient of the optimizer step is then the mean over these items on all
         processes.
 
         Args:
@@ -91,7 +91,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         raise NotImplementedError
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Process one validation batch; log what you measure.
+        """Process one validation batch and log its metrics.
 
         Args:
             args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
@@ -103,7 +103,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         raise NotImplementedError
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Process one test batch; log what you measure.
+        """Process one test batch and log its metrics.
 
         Args:
             args: The batch, then ``batch_idx`` and, with several dataloaders, ``dataloader_idx``.
@@ -128,7 +128,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         raise NotImplementedError
 
     def train_dataloader(self) -> Any:
-        """Return the training dataloader, if it is not passed to ``fit``."""
+        """Return the training dataloader. It is used if none is passed to ``fit``."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
@@ -254,7 +254,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log one value. The overhead is small: values are reduced over all processes and read later, in bulk.
+        """Log one value. The overhead is small, because values are reduced over all processes and read later, in bulk.
 
         Args:
             name: The name to log under.
@@ -352,8 +352,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Run the backward pass in the run's precision, in ``training_step`` with ``automatic_optimization=False``.
 
         Args:
-            loss: 0-d tensor, the mean over the batch's samples. With several processes, it is weighted by the number of
-                samples.
+            loss: 0-d tensor, the mean over the batch's samples. With several processes, the loss is weighted by the
+                number of samples.
             args: Positional arguments of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
 
@@ -366,7 +366,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @contextmanager
     def toggled_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Restrict gradients to ``optimizer``'s parameters within a context.
+        """Disable gradients of parameters that only other optimizers have, within a context.
 
         Args:
             optimizer: The optimizer to train with.
@@ -378,7 +378,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             self.untoggle_optimizer(optimizer)
 
     def toggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Disable gradients of all other optimizers' parameters until `untoggle_optimizer` is called.
+        """Disable gradients of parameters that only other optimizers have, until `untoggle_optimizer` is called.
 
         Args:
             optimizer: The optimizer to train with.
@@ -461,9 +461,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def device_mesh(self) -> Any:
-        """Grid of processes: torch's ``DeviceMesh``, with dimensions such as ``"data_parallel"``; None if unused.
+        """Grid of processes: torch's ``DeviceMesh``, with dimensions such as ``"data_parallel"``.
 
-        None without a Trainer.
+        None if no mesh is in use, or without a Trainer.
         """
         return None if self._trainer is None else self._trainer.accelerator.strategy.device_mesh
 
@@ -472,7 +472,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """Trainer that runs this task.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If the task has no Trainer.
         """
         if self._trainer is None:
             raise RuntimeError(
@@ -495,7 +495,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def on_gpu(self) -> bool:
-        """Return whether the parameters are on a CUDA device."""
+        """True if the parameters are on a CUDA device."""
         return self.device.type == "cuda"
 
     @property

@@ -210,7 +210,7 @@ class History(Mapping[str, Curve]):
     # -- storage and display -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the curves and rates, without times: a repeated run has to save the same bytes."""
+        """Return the curves and rates, without times, because a repeated run has to save the same bytes."""
         return {
             "curves": {name: curve.state_dict() for name, curve in self.curves.items()},
             "rates": {name: curve.state_dict() for name, curve in self.rates.items()},
@@ -228,8 +228,8 @@ class History(Mapping[str, Curve]):
     def plot(self, *names: str, show: bool = False) -> Figure:
         """Draw curves with matplotlib and return the figure: one plot for names with the same ending (``..._loss``).
 
-        A notebook displays the figure once, as the value of the cell. It is closed in pyplot, which would display it
-        again.
+        A notebook displays the figure once, as the value of the cell. The figure is closed in pyplot, which would
+        display it again.
 
         Args:
             names: Names of the curves. Default: all, with the learning rates.

@@ -122,7 +122,7 @@ class Logbook:
     def write_batches(self, metrics: Metrics, counts: list[int], step: int, *, keep_counting: bool) -> None:
         """Send the loggers the values that single batches of an evaluation logged. Call it on all processes.
 
-        Their x-axis is the index of the dataloader's batches, because the step is constant in an evaluation. The row
+        The x-axis is the index of the batch in its dataloader, because the step is constant in an evaluation. The row
         includes the number of optimizer steps.
 
         Args:
@@ -164,7 +164,7 @@ class Logbook:
                     self.logged_values[name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reduced values: a scheduler or a monitoring callback may need one before it is logged again."""
+        """Return the reduced values. A scheduler or a monitoring callback may need one before it is logged again."""
         values, watch = dict(self.callback_values), self.watch.state_dict()
         return {"values": values, "watch": watch, "evaluated": list(self.evaluated)}
 
@@ -180,7 +180,7 @@ class Logbook:
         self.evaluated = list(state_dict.get("evaluated", ()))
 
     def note_epoch(self, step: int) -> None:
-        """Add the epoch's values to the history before the loggers get them: a checkpoint is saved in between.
+        """Add the epoch's values to the history before the loggers get them, because a checkpoint is saved in between.
 
         Args:
             step: Number of optimizer steps.
@@ -240,7 +240,7 @@ class Logbook:
             warn(f"{type(logger).__name__}.{action} failed; the logger is disabled: {type(error).__name__}: {error}")
 
     def places(self) -> list[str]:
-        """Return the place where rank zero's loggers wrote metrics: a directory, or a run of a service."""
+        """Return the places where rank zero's loggers wrote metrics: directories, or runs of a service."""
         # Only loggers that have written something, because reading the directory of another one would claim a
         # directory.
         written = [
@@ -288,7 +288,7 @@ class Logbook:
         self.call("log_graph", task)
 
     def agree_on_versions(self) -> None:
-        """Set every process's loggers to rank zero's versions, and so to one directory. Call it on all processes."""
+        """Set the loggers to rank zero's versions, so that all use the same directory. Call it on all processes."""
         if self.world.size == 1:
             return  # reading a version claims its directory; that can wait until something is logged
         # In one broadcast, because other ranks may have no logger.
@@ -311,7 +311,7 @@ class Logbook:
     def directory(self, root: str) -> str:
         """Return the run's folder. Call it on rank zero only.
 
-        It is the folder of the first logger that has one. If none has one (MLflow, for example), a folder is created
+        This is the folder of the first logger that has one. If none has one (MLflow, for example), a folder is created
         below ``root``, once for this logbook, so that no two runs share it. Without a logger it is ``root`` itself.
 
         Args:

@@ -141,7 +141,7 @@ class Steps:
                     hook(outputs, batch, index)
 
     def _optimize(self, index: int, loss: Tensor, batch: Any) -> None:
-        """Agree over the ranks, clip, step and reset gradients; then step the schedulers with the interval "step"."""
+        """Agree across ranks, clip, step and reset gradients; then step the schedulers with the interval "step"."""
         accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
         self.agreement.next_place = progress.step + 1, progress.epoch, index
         if accumulation.always_agree or accumulation.watches_gradients or accumulation.unfinished:
@@ -176,8 +176,8 @@ class Steps:
         """Check that every rank ends the epoch at this accumulation group.
 
         The caller then discards the group's gradients. A rank that does not leave is already in the group's
-        collectives, so this one participates in them, with weight zero. Its vote travels in these
-        collectives, which has no overhead in other steps.
+        collectives, so this rank participates in them, with weight zero. Its vote is part of these collectives, so that
+        other steps have no overhead.
 
         Args:
             batches: The remaining batches of the group.
@@ -212,7 +212,7 @@ class Steps:
         return not self.alone and self.accelerator.world.any(any(map(_is_users, self.hooks.on_train_batch_start)))
 
     def vote_to_leave(self, index: int) -> None:
-        """Agree like `_leave_together`, by a separate exchange, if the group's collectives cannot carry a vote.
+        """Agree in a separate exchange, like `_leave_together`, if the group's collectives cannot carry a vote.
 
         Args:
             index: Index of the micro-batch.
@@ -294,7 +294,7 @@ class Steps:
             self.refuse()
 
     def note_batch(self, batch: Any) -> None:
-        """Record a description of a micro-batch with a non-finite loss; it is freed before the step is refused.
+        """Describe a micro-batch with a non-finite loss, because the batch is freed before the step is refused.
 
         Args:
             batch: The micro-batch.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ClosureSteps(Steps):
-    """Loop body that passes the optimizer a closure, which processes the whole group of micro-batches in each call.
+    """Loop body that passes the optimizer a closure; each call of it processes the whole group of micro-batches.
 
     The group's batches stay in memory. Every process gets the same loss, the mean over all processes, so optimizers
     decide identically.

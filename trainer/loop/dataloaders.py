@@ -1,4 +1,4 @@
-"""Sources of batches: dataloaders that were passed, the data module's, or the task's; prepared and limited."""
+"""Sources of batches: dataloaders that were passed or that the data module or task returns, prepared and limited."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Sources:
 
     @property
     def has_train(self) -> bool:
-        """Return whether the training dataloader is prepared."""
+        """True if the training dataloader is prepared."""
         return self._train is not None
 
     @property
@@ -188,7 +188,7 @@ class Sources:
         return loader
 
     def _choose_transfer(self, number: int) -> Callable[[Any], Any] | None:
-        """Return the user-defined transfer to the device, or None for the accelerator's."""
+        """Return a function that moves a batch with the user's transfer hooks; None if no such hook is overridden."""
         owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
         # Each hook separately: a data module may augment while the task moves.
         chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]

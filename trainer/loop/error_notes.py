@@ -123,7 +123,7 @@ def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameTyp
 
 
 def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
-    """Yield the parameters of a hook that was called with a number of arguments that it does not take.
+    """Yield the parameters of a hook that was called with a number of arguments that it does not accept.
 
     Args:
         method: The method's qualified name, as in Python's message.

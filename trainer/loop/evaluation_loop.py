@@ -91,7 +91,7 @@ class EvaluationLoop:
             ValueError: If a dataloader yields no batch on any process, unless within ``fit``; or if there are several
                 dataloaders, and a step or a hook has no argument ``dataloader_idx``.
             Preempted: If a signal ended the run; within ``fit`` it is saved as of before the validation.
-            KeyboardInterrupt: If Ctrl-C ended it.
+            KeyboardInterrupt: If Ctrl-C ended the run.
         """
         if self.within_fit and not self.trainer.sanity_checking:
             self._before = BeforeValidation(self.trainer, self.task)
@@ -195,7 +195,7 @@ class EvaluationLoop:
                 warn(message)
 
     def _try_to_leave(self) -> bool:
-        """Return whether the run can be saved within the validation; otherwise it ends after it."""
+        """Return whether the run can be saved within the validation; otherwise, the run ends after the validation."""
         if self._before is None or self._before.try_to_leave():
             return True
         self.trainer.preemption.departure.stay()
@@ -222,7 +222,7 @@ class EvaluationLoop:
         return getattr(self.hooks, f"on_{self.name}_{moment}")
 
     def _own_hook(self, moment: str) -> Callable[[], Any] | None:
-        """Return the hook if the task overrides it, else None: the loop does what the default does, without a call."""
+        """Return the task's hook if it is overridden, else None; the loop performs the default action itself."""
         name = f"on_{self.name}_{moment}"
         return getattr(self.task, name) if hasattr(TaskModule, name) and overrides(self.task, name) else None
 

@@ -28,10 +28,10 @@
         on_train_epoch_end
     on_train_end; on_fit_end; teardown
 
-test and predict have the validation's form (on_test_start, on_test_end, on_test_epoch_start, on_test_epoch_end,
-on_test_batch_start, on_test_batch_end; on_predict_start, on_predict_end, on_predict_epoch_start, on_predict_epoch_end,
-on_predict_batch_start, on_predict_batch_end). on_save_checkpoint and on_load_checkpoint run where a checkpoint is made
-or restored; on_exception runs before teardown if an error was raised.
+test and predict have the same form as the validation (on_test_start, on_test_end, on_test_epoch_start,
+on_test_epoch_end, on_test_batch_start, on_test_batch_end; on_predict_start, on_predict_end, on_predict_epoch_start,
+on_predict_epoch_end, on_predict_batch_start, on_predict_batch_end). on_save_checkpoint and on_load_checkpoint run when
+a checkpoint is saved or restored; on_exception runs before teardown if an error was raised.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class FitLoop:
     # -- between two steps ---------------------------------------------------------------------------------------
 
     def _end_of_step(self) -> bool:
-        """Perform the work between two steps: log, validate, schedule, save. Return whether the epoch ends here."""
+        """Log, validate, step the schedulers and save between two steps. Return whether the epoch ends here."""
         trainer, progress = self.trainer, self.progress
         if self.steps.skip_rest:
             return True

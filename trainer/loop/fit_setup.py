@@ -83,7 +83,7 @@ class Fit:
             hook()
 
     def _prepare(self, reloads: bool) -> tuple[Any, Any]:
-        """Do everything that precedes the sanity check.
+        """Prepare the run up to the sanity check.
 
         Args:
             reloads: Whether the epoch begins with new dataloaders, which start from their beginning.
@@ -130,7 +130,7 @@ class Fit:
         """Recreate the dataloaders that a resumed run used, with ``progress.epoch`` as when they were first created.
 
         Returns:
-            Whether they are created for the epoch that begins.
+            Whether the dataloaders are created for the epoch that begins.
         """
         trainer, sources = self.trainer, self.sources
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
@@ -234,7 +234,7 @@ def _why_endless(trainer: Trainer) -> str:
 
 
 def wrap(trainer: Trainer, task: TaskModule) -> Any:
-    """Return the task as wrapped by the strategy, again if other parameters are trained. Call it on all ranks.
+    """Return the task wrapped by the strategy, anew if the trained parameters have changed. Call it on all ranks.
 
     Args:
         trainer: The Trainer.
@@ -260,7 +260,7 @@ def _check_steps(task: TaskModule) -> None:
 
 
 def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers of a task, checked.
+    """Return the validated optimizers and schedulers of a task.
 
     Args:
         task: The task.

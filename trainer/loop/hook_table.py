@@ -61,7 +61,7 @@ class Hooks:
         Args:
             hook: The method of a callback or a task.
             name: Name of the hook.
-            bound: Number of arguments before the batch's: a callback's Trainer and task.
+            bound: Number of arguments that precede those of the batch; for a callback's hook, the Trainer and the task.
         """
         if name not in _EVALUATION_BATCH or count_positional(hook) != bound + _EVALUATION_BATCH[name] - 1:
             return hook
@@ -123,7 +123,7 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
     """Warn about methods that look like hooks and are never called.
 
     Raises:
-        ValueError: For one that Lightning calls or refuses.
+        ValueError: For a method that Lightning calls or refuses.
     """
     kind = type(owner)
     for name in dir(kind):

@@ -20,7 +20,7 @@ _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipp
 class ManualSteps(Steps):
     """Loop body that calls ``training_step``, which steps the optimizers; their counters show whether a step was taken.
 
-    Without an optimizer, for a task that has a private one (Pyro's), each batch is a step.
+    For a task without optimizers, such as one that uses Pyro's, each batch is a step.
 
     Gradients stay on their process until an optimizer's step, or its clipping, needs them: any number of losses,
     optimizers and micro-batches is exact, and gradients are reduced once per step.
@@ -116,7 +116,7 @@ class ManualSteps(Steps):
         ]
 
     def _agree(self) -> None:
-        """Agree over the ranks after a batch."""
+        """Agree across ranks after a batch."""
         agreement = self.agreement
         if self.votes:
             agreement.stop_vote = self.wants_to_stop()
@@ -127,7 +127,7 @@ class ManualSteps(Steps):
         agreement.micro_batches = 0
 
     def _may_step(self, optimizer: PreparedOptimizer) -> bool:
-        """Check what an optimizer is about to apply, identically on every rank; see `Accumulation.guard`."""
+        """Check an optimizer's gradients before its step, identically on every rank; see `Accumulation.guard`."""
         agreement, accumulation = self.agreement, self.accumulation
         if optimizer in self.tainted:  # announced after the micro-batch whose loss was not finite
             agreement.forget_losses()

@@ -20,7 +20,7 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a run and its phase. This is all that checkpoints need, as they are made between optimizer steps.
+    """Counters of a run and its phase. Checkpoints need nothing else, because they are saved between optimizer steps.
 
     The loop sets ``phase`` within an epoch directly, because a method would be one more call in each step.
 
@@ -59,22 +59,22 @@ class Progress:
 
     @property
     def in_step(self) -> bool:
-        """Return whether the micro-batches of a step are being processed, so that no checkpoint can be made."""
+        """True if the micro-batches of a step are being processed, so that no checkpoint can be saved."""
         return self.phase is Phase.IN_STEP
 
     @property
     def step_is_unfinished(self) -> bool:
-        """Return whether the last step is taken, but its validation and checkpoints still follow."""
+        """True if the last step is taken, but its validation and checkpoints still follow."""
         return self.phase is Phase.STEP_TAKEN or self.phase is Phase.ENDING_STEP
 
     @property
     def epoch_is_trained(self) -> bool:
-        """Return whether the epoch's last step, its validation and its schedulers are done."""
+        """True if the epoch's last step, its validation and its schedulers' steps are done."""
         return self.phase is Phase.EPOCH_TRAINED or self.phase is Phase.EPOCH_END
 
     @property
     def epoch_is_over(self) -> bool:
-        """Return whether a complete epoch is ending, as opposed to one that a limit cut short."""
+        """True if a complete epoch is ending, as opposed to one that a limit cut short."""
         return self.phase is Phase.EPOCH_END
 
     # -- transitions ---------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ _SHOWN = 8  # metrics in one line
 
 
 class RunSummary:
-    """Description of what ``fit`` will do, and of where its results are.
+    """Description of the settings of ``fit``, and of the places of its results.
 
     Args:
         trainer: The Trainer to describe.
@@ -160,7 +160,7 @@ class RunSummary:
         return step, path
 
     def announce_end(self, since: float) -> None:
-        """Announce what was compiled since ``fit`` began, and where logs, report, checkpoint and metrics are.
+        """Announce the compilations since ``fit`` began, and the places of logs, report, checkpoint and metrics.
 
         Args:
             since: Start of ``fit`` as ``time.time()``.
@@ -183,7 +183,7 @@ class RunSummary:
 
 
 def _can_use_tf32(device: torch.device, precision: Precision) -> bool:
-    """Return whether the GPU supports TF32, but multiplies float32 matrices without it, which is torch's default."""
+    """Return whether the GPU supports TF32 but does not use it for float32 matrix products, as is torch's default."""
     return (
         device.type == "cuda"
         and precision.compute is None

@@ -172,7 +172,7 @@ class Stage:
                 )
 
     def _tear_down(self) -> None:
-        """Run all cleanups; an earlier error is still the one that is raised."""
+        """Run all cleanups. If an error was raised before, it remains the one that is raised."""
         trainer = self.trainer
         status = TrainerStatus.INTERRUPTED
         try:

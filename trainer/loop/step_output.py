@@ -50,7 +50,7 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
 
 
 def check_loss(loss: Tensor) -> None:
-    """Raise a ValueError if a loss is not one number with a gradient.
+    """Raise a ValueError if a loss is not a single number with a gradient.
 
     Args:
         loss: The loss.
@@ -69,7 +69,7 @@ def check_loss(loss: Tensor) -> None:
 
 
 def _check_weight(weight: Any) -> None:
-    """Raise a ValueError if a weight is not one number of at least 0."""
+    """Raise a ValueError if a weight is not a single number of at least 0."""
     number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
     if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
         weight_text = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)

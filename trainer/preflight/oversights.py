@@ -82,8 +82,8 @@ def _iterate_hidden(place: str, value: Any, registered: set[int], depth: int) ->
 def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
     """Check for monitors that will never be logged.
 
-    Values of training, or of a validation in a later epoch, are not known yet. A monitor that looks like one of the
-    validation and was not logged by the sanity check therefore only gives a warning.
+    Values of training, or of a validation in a later epoch, are not known yet. A monitor that looks like a validation
+    value and was not logged by the sanity check therefore only causes a warning.
 
     Args:
         trainer: The Trainer, with callbacks and schedulers.

@@ -24,7 +24,7 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
     """Encode the state of everything that a checkpoint of this run holds, without writing it.
 
     Entries of ``on_save_checkpoint`` hooks are checked at the first save, because calling them might change something.
-    So is the state that an optimizer creates for its parameters in its first step.
+    The same holds for the state that an optimizer creates for its parameters in its first step.
 
     Args:
         trainer: The Trainer.

@@ -35,7 +35,7 @@ class RunFolder:
 
     All processes of the job create it, and rank zero writes to it.
 
-    Use it in a ``with`` block: the way the block ends is recorded as the way the run ended.
+    Use it in a ``with`` block: the outcome of the block is recorded as the outcome of the run.
 
     .. code-block:: text
 
@@ -82,15 +82,15 @@ class RunFolder:
     def create(
         cls, directory: str | Path = "runs", name: str = "default", settings: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Create the folder of the next free number below ``directory/name``. Many jobs may do so concurrently.
+        """Create the folder of the next free number below ``directory/name``. Many jobs may call it concurrently.
 
         Args:
             directory: Directory above all runs, or a URL such as ``s3://bucket/runs``; created if missing. Default:
                 ``"runs"``.
             name: Common name of runs that belong together, which is the name of a folder. Default: ``"default"``.
             settings: Flags of the Trainer. ``accelerator``, ``devices`` and ``num_nodes`` determine the processes of
-                the job; missing processes are started, as by a Trainer. They run the script too, so call the method
-                where they also reach it.
+                the job; missing processes are launched as `Trainer` would launch them. They run the script too, so call
+                the method where they also reach it.
 
         Returns:
             The folder, held by this job.
@@ -256,7 +256,7 @@ class RunFolder:
         return callbacks
 
     def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
-        """Return the directory of a callback, which must not be in another run's folder."""
+        """Return the directory of a callback. Raise a ValueError if it is the folder of another run."""
         if callback.dirpath is not None:
             place = _resolve_path(callback.dirpath)
             for folder in (place, place.parent):
@@ -292,7 +292,7 @@ class RunFolder:
         Args:
             facts: The changed entries by name: ``state``, ``steps``, ``best``, ... Values are plain data. Ranks other
                 than zero record only an error.
-            charts: Steps and values of the curves of each chart, by name; None if they have not changed.
+            charts: Steps and values of the curves of each chart, by name; None if the charts have not changed.
         """
         state = facts.get("state", "running")
         if state.startswith("failed"):
@@ -366,7 +366,7 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Record how the block ended, if that is unknown, and release the folder. Errors are not suppressed."""
+        """Record how the block ended, unless the end is recorded, and release the folder. Errors are not suppressed."""
         from ...callbacks.reporting import describe_error
 
         if self._previous_files is not None and self._watch is not None and not self._watch.began:
@@ -422,7 +422,7 @@ class RunFolder:
 
 
 def check_name(name: Any) -> str:
-    """Return the name of runs, if it is valid for a folder.
+    """Return a name of runs if it is a valid folder name.
 
     Args:
         name: The name.
@@ -445,7 +445,7 @@ def check_name(name: Any) -> str:
 
 
 def _claim(home: AnyPath) -> tuple[AnyPath, RunLock | RemoteLock]:
-    """Create and lock the next free number's folder. Its creation is the claim, which succeeds for one job only."""
+    """Create and lock the next free number's folder. Creating the folder succeeds for one job only, and claims it."""
     if isinstance(home, RemotePath):
         number = max((int(entry) for entry in home.names() if entry.isascii() and entry.isdigit()), default=0) + 1
         while True:
@@ -481,7 +481,7 @@ def _lock(folder: AnyPath) -> RunLock | RemoteLock:
 
 
 def _open_world(settings: Mapping[str, Any] | None) -> World:
-    """Return the job's processes, started as by a Trainer with these flags."""
+    """Open the job's `World` as a Trainer with these flags would, launching processes if necessary."""
     from ...strategies import open_world
 
     flag_names = ("accelerator", "devices", "num_nodes")
@@ -503,7 +503,7 @@ def _thin_curve(steps: Any, values: Any) -> dict[str, Any]:
 
 
 def _make_plain(value: Any) -> Any:
-    """Return values as strict JSON, which has no non-finite numbers."""
+    """Return values as data for strict JSON, in which numbers that are not finite become text."""
     if isinstance(value, Mapping):
         return {str(name): _make_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Content of run folders. Files are not trusted: only data is read, and what cannot be read is described."""
+"""Content of run folders. Files are not trusted: only data is read, and unreadable files are reported."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ class Run:
 
     Attributes:
         path: The folder.
-        name: The name that it shares with other runs.
-        number: Its number; 0 if the folder's name is not a number, like that of a copy.
-        state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` if the record says
-            that it runs, but no process holds the lock; ``"waiting"``; ``"pruned"``; ``"unreadable"``.
+        name: The name that the run shares with other runs.
+        number: Its number; 0 if the folder's name is not a number, for example after a copy.
+        state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` if the record
+            states that the run is running, but no process holds the lock; ``"waiting"``; ``"pruned"``;
+            ``"unreadable"``.
         facts: Entries of the record whose values have the right types.
-        problem: Why the record cannot be read; "" if it can.
+        problem: The reason why the record cannot be read; "" if it can.
     """
 
     path: AnyPath
@@ -79,7 +80,7 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Total duration of all its sessions in seconds."""
+        """Total duration of the run's sessions in seconds."""
         seconds = self.facts.get("seconds")
         if seconds is not None and self.state == "running":
             seconds += max(0.0, time.time() - self.facts.get("updated", math.inf))
@@ -101,7 +102,7 @@ class Run:
         return self.facts.get("metrics", {})
 
     def summary(self) -> dict[str, Any]:
-        """Return all of this as plain data."""
+        """Return the attributes and properties above as plain data."""
         identity = {"path": str(self.path), "name": self.name, "number": self.number, "state": self.state}
         return {
             **self.facts,
@@ -189,7 +190,7 @@ def _list_numbered(folder: AnyPath) -> list[AnyPath]:
 
 
 def _read_or_none(path: AnyPath) -> Run | None:
-    """Return a run, or None if the folder is not a run's."""
+    """Return a run, or None if the folder is not a run folder."""
     try:
         return read(path)
     except (ValueError, OSError):
@@ -267,7 +268,7 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
 
 
 def _parse_points(curve: Any) -> tuple[Points, int]:
-    """Return the finite points of a saved curve, and the number of the others."""
+    """Return the finite points of a saved curve, and the number of points that are not finite."""
     steps, values = curve["steps"], curve["values"]
     points = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
     points = sorted((step, value) for step, value in points if abs(step) <= LARGEST and abs(value) <= LARGEST)

@@ -42,9 +42,9 @@ class Holder:
     Attributes:
         host: Name of its machine.
         pid: Its process ID.
-        since: When it took the lock, in seconds since 1970.
+        since: Time at which it took the lock, in seconds since 1970.
         place: ID of the machine's current boot, and its PID namespace: a container has its own.
-        began: When the system started the process, which distinguishes it from a later one with the same PID.
+        began: Time at which the system started the process, which distinguishes it from a later one with the same PID.
         token: A unique ID.
         by: ``"system"`` for a lock that the system keeps, ``"beat"`` for one that is kept by heartbeats.
     """
@@ -73,7 +73,7 @@ class Holder:
         return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)
 
     def is_alive(self, file: AnyPath) -> bool:
-        """Return whether the process is alive: known exactly in the same place, judged by its heartbeats elsewhere.
+        """Return whether the process is alive. A process in another place is judged by its heartbeats.
 
         Args:
             file: The lock's file.
@@ -144,7 +144,7 @@ class RunLock:
             self._take_by_beat()
 
     def release(self) -> None:
-        """Release the lock; does nothing if it is released, or in a forked process."""
+        """Release the lock; does nothing if it is already released, or in a forked process."""
         if self.holder.pid != os.getpid() or self._ended.is_set():
             return
         self._ended.set()
@@ -240,7 +240,7 @@ class RunLock:
 
 
 def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, certain: bool = False) -> ValueError:
-    """Return the error for a folder in use, with advice if that process may be dead.
+    """Return the error for a folder in use, with advice if its holder may be dead.
 
     Args:
         folder: The folder.
@@ -265,7 +265,7 @@ def encode_holder(holder: Holder) -> bytes:
 
 
 def read_holder(file: AnyPath) -> Holder | None:
-    """Return the holder in a lock's file; None if it is empty, missing or not a lock's.
+    """Return the holder in a lock file; None if the file is empty, missing or not a lock file.
 
     Args:
         file: The file.

@@ -49,7 +49,7 @@ class RemoteLock:
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Release the lock; does nothing if it is released, or in a forked process."""
+        """Release the lock; does nothing if it is already released, or in a forked process."""
         if self.holder.pid != os.getpid() or self._ended.is_set():
             return
         self._ended.set()

@@ -98,7 +98,7 @@ class BatchSizeSearch:
         return size * self.trainer.accelerator.gradient_accumulation_steps
 
     def _try(self, size: int) -> int:
-        """Run a few steps with batches of ``size``; return the largest batch that the data provides per process."""
+        """Run a few steps with batches of ``size``; return the largest batch size that the data allows per process."""
         with rehearsal(self.trainer, **{self.finder.batch_arg_name: size}) as inner:
             assert inner.sources is not None
             inner.sources.limits = dict.fromkeys(inner.sources.limits, 1.0)
@@ -149,7 +149,7 @@ class BatchSizeSearch:
             )
 
     def _count_most_samples(self, loader: Loader) -> int:
-        """Return the largest batch that the data could provide for one process; a huge number if unknown."""
+        """Return the largest batch size that the data allows for one process; a huge number if unknown."""
         dataset = getattr(loader.source, "dataset", None)
         try:
             count = len(dataset)  # type: ignore[arg-type]

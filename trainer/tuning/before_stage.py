@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run_searches(trainer: Trainer) -> None:
-    """Run the searches of the finders among the callbacks: batch sizes first, because a rate suits only one batch size.
+    """Run the finders among the callbacks: batch sizes first, because a learning rate suits only one batch size.
 
     The stage is set up, but the model is not built or placed yet.
 
@@ -37,7 +37,7 @@ def run_searches(trainer: Trainer) -> None:
 
 
 def _restore(finder: Callback, opened: OpenCheckpoint) -> bool:
-    """Restore the result that a finder had when the checkpoint was saved; False, with a warning, if there was none."""
+    """Restore a finder's result from a checkpoint and return True; if it has none, warn and return False."""
     state = load_into_memory(open_callback_states(opened)["callbacks"].get(finder.state_key), {}, {})
     if state is None:
         name = type(finder).__name__

@@ -148,7 +148,7 @@ class _StepLoss(Callback):
         self._micros.append(trainer.accelerator.cursor.micro)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Add the loss of a micro-batch, with the weight that may have been reported."""
+        """Add the loss of a micro-batch, weighted by the weight that the step returned, or else by its samples."""
         micro = self._micros.pop(0)
         if micro.samples:  # otherwise it is a placeholder batch
             weight = outputs.get("weight")
@@ -167,5 +167,5 @@ class _StepLoss(Callback):
 
 
 def _get_base_rate(group: dict[str, Any]) -> float:
-    """Return a group's rate before its scheduler, which may begin at 0, has changed it."""
+    """Return a group's learning rate without the changes of its scheduler, which may begin at 0."""
     return float(group.get("initial_lr", group["lr"]))

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
     """Return a context with a Trainer that has the settings of ``trainer`` and a built copy of its task.
 
-    It has no callbacks and writes nothing. Afterwards everything is restored: the task, which is never changed; the RNG
-    state; the generators, samplers and datasets that were read from; the accelerator, in which nothing may be prepared
-    yet.
+    The Trainer has no callbacks and writes nothing. Afterwards, everything is restored: the task, which is never
+    changed; the RNG state; the generators, samplers and datasets that were read from; the accelerator, in which nothing
+    may be prepared yet.
 
     Args:
         trainer: The Trainer, before its stage begins.

@@ -59,7 +59,7 @@ def check_attribute(trainer: Trainer, finder: Callback, name: str, argument: str
         trainer: The Trainer.
         finder: The callback, for the message.
         name: Name of the attribute.
-        argument: Argument of the callback with this name.
+        argument: The callback's argument that sets this name, for the message.
     """
     if attribute_owners(trainer, name):
         return

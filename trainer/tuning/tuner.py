@@ -55,7 +55,7 @@ class Tuner:
             model: The task.
             train_dataloaders: The training dataloader, or a data module.
             val_dataloaders: The validation dataloader, or several.
-            dataloaders: Not for ``fit``.
+            dataloaders: Must be None; pass ``train_dataloaders``.
             datamodule: The data module, instead of dataloaders.
             method: ``"fit"``, the only method with a learning rate. Default: ``"fit"``.
             min_lr: See `LearningRateFinder`. Default: 1e-8.

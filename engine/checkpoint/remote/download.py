@@ -41,13 +41,13 @@ class Download:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Download files, unless they already are.
+        """Download the files that were not downloaded before.
 
         Args:
             names: The files.
 
         Raises:
-            ValueError: If a file is missing, or its content is not what was committed.
+            ValueError: If a file is missing, or its content differs from the committed content.
             OSError: If the store rejects a request, or a disk operation fails.
         """
         missing = [name for name in names if name not in self._here]

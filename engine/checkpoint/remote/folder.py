@@ -78,7 +78,7 @@ def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, Remote
 
 
 def find_next_sequence(directory: RemotePath) -> int:
-    """Return a number above the sequence of each checkpoint in a folder, which is listed once per process.
+    """Return a number above all sequence numbers in a folder of checkpoints. A process lists the folder only once.
 
     Args:
         directory: The URL of the checkpoints.
@@ -92,7 +92,7 @@ def find_next_sequence(directory: RemotePath) -> int:
 
 @lru_cache(maxsize=8)
 def _known_sequences(directory: RemotePath) -> list[int]:
-    """Return a list for the highest sequence in a folder, empty until this process has listed the folder."""
+    """Return the list that stores a folder's highest sequence number; empty until this process lists the folder."""
     return []
 
 
@@ -129,7 +129,7 @@ def compare_sizes(path: RemotePath, manifest: Manifest, objects: Mapping[str, in
 
 
 def remove(path: RemotePath) -> None:
-    """Delete a committed checkpoint. The manifest is deleted first: from then on it does not count.
+    """Delete a committed checkpoint. The manifest is deleted first; from then on, the checkpoint does not count.
 
     Args:
         path: The checkpoint's URL.
@@ -161,11 +161,11 @@ def delete(path: RemotePath, names: Iterable[str]) -> None:
 
 
 def delete_superseded(target: RemotePath, folder: str) -> None:
-    """Delete what earlier saves left under a checkpoint's URL. A failure gives only a warning.
+    """Delete the objects that earlier saves left under a checkpoint's URL. A failure only causes a warning.
 
     Args:
         target: The checkpoint's URL.
-        folder: The folder of the new one.
+        folder: The folder of the new checkpoint.
     """
     try:
         delete(target, (name for name in target.sizes() if _is_data(name) and name.partition("/")[0] != folder))
@@ -177,13 +177,13 @@ def delete_superseded(target: RemotePath, folder: str) -> None:
 
 
 def recover(directory: RemotePath) -> list[str]:
-    """Delete what killed saves left in a folder.
+    """Delete the objects that killed saves left in a folder.
 
     Args:
         directory: The URL of the checkpoints.
 
     Returns:
-        What was done, one sentence for each checkpoint.
+        A description of each deletion.
     """
     left: dict[str, list[str]] = {}
     objects = directory.sizes()
@@ -212,5 +212,5 @@ def _is_data(name: str) -> bool:
 
 
 def _find_foreign(objects: Iterable[str]) -> list[str]:
-    """Return the names of a checkpoint's objects that no save of it has written."""
+    """Return the names of the objects under a checkpoint's URL that no save has written."""
     return [name for name in objects if name != MANIFEST and not _is_data(name)]

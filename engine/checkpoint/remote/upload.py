@@ -41,7 +41,7 @@ class Upload:
 
     @staticmethod
     def new_folder() -> str:
-        """Return a name that no other save has."""
+        """Return a folder name that no other save uses."""
         return f"data-{os.urandom(8).hex()}"
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
@@ -105,7 +105,7 @@ class Upload:
             return False
 
     def _upload_others(self, files: set[str]) -> dict[str, filesystem.Entry]:
-        """Upload what hooks wrote in addition to ``files``, and return the entries for a manifest."""
+        """Upload the files that hooks wrote in addition to ``files``, and return their entries for a manifest."""
         names = [name for name in filesystem.list_leaves(self.staging) if name not in files]
         for name in names:
             if name == MANIFEST or not (self.staging / name).is_file():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 class Outlook:
-    """Votes on a coming group of micro-batches: is every rank's share of it full, or has the rank's data ended?
+    """Votes on an upcoming group of micro-batches: whether each rank's share is full, or the rank's data has ended.
 
-    The votes are part of the gradient reduction of an earlier group. If each rank's share is one of the two, the
-    samples of the group follow from the counts of votes, and nothing else has to be exchanged.
+    The votes are part of the gradient reduction of an earlier group. If one of the two holds for each rank, the samples
+    of the group follow from the counts of votes, and nothing else has to be exchanged.
 
     Args:
         width: Micro-batches in the group.
-        is_full: Whether this rank has read all of them, each with the samples of a full batch.
+        is_full: Whether this rank has read all micro-batches of the group, each with the samples of a full batch.
         has_ended: Whether this rank has no data left for the group.
     """
 

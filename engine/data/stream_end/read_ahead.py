@@ -23,8 +23,8 @@ _ITEMS = 100  # a longer list is treated as data
 def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
     """Return whether a stream may be read ahead of the loop.
 
-    It may not if this process reads it and its samples may depend on the training, such as samples that the model
-    generates. Nor may it if it has a state that could be expensive to read before each batch, or that could change
+    A stream that this process reads may not be read ahead if its samples may depend on the training, such as samples
+    that the model generates. Nor may a stream whose state could be expensive to read before each batch, or could change
     after it was read.
 
     Args:
@@ -59,7 +59,7 @@ def holds_model(dataset: Any) -> bool:
 
 
 def _iter_held(value: Any) -> Iterator[Any]:
-    """Yield the attributes of an object, the items of a short list, a method's object, a function's variables."""
+    """Yield the attributes of an object, the items of a short list, a method's object, or a function's variables."""
     if isinstance(value, MethodType):
         yield value.__self__
     elif isinstance(value, partial):
