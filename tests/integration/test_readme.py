@@ -261,7 +261,8 @@ def test_figures_are_those_that_were_measured():
 README_FIGURES = ("Treadle Trainer, everything on", "Lightning, everything on", "Treadle Accelerator", "Accelerate")
 CLAIM = (
     r"takes\s+([\d.]+) times as long as .*With Lightning, it takes ([\d.]+) times .*"
-    r"`Accelerator` takes ([\d.]+) times .* with Accelerate ([\d.]+)\s+times as long\."
+    r"`Accelerator` takes\s+as\s+long\s+as\s+without\s+it\s+\(([\d.]+)\s+times\);.*"
+    r"with\s+Accelerate,\s+it\s+takes\s+([\d.]+)\s+times\s+as\s+long\."
 )
 
 

@@ -80,7 +80,7 @@ def test_classifier(tmp_path):
 
 def test_gan(tmp_path):
     ours, theirs = both("gan", tmp_path)
-    # "Several optimizers": 48 batches, in each of which the discriminator stepped, and in every second the generator.
+    # "Multiple optimizers": 48 batches, in each of which the discriminator stepped, and in every second the generator.
     assert (ours.pop("global_step"), theirs.pop("global_step")) == (48, 48 + 24)
     assert len(theirs["losses"]) == 48
     assert_same(ours, theirs)
@@ -229,8 +229,8 @@ def test_evaluation(tmp_path):
     ours, theirs = both("evaluation", tmp_path)
     assert len(theirs["losses"]) == 40
 
-    # "The last, short batches of several loaders": here a value weighs the samples in all parts of its batch, 32 or 26,
-    # there those of the first part, 16.
+    # "The last, short batches of multiple loaders": here a value weighs the samples in all parts of its batch, 32 or
+    # 26, there those of the first part, 16.
     noisy, their_noisy = (result["metrics"]["epoch"].pop("train/noisy") for result in (ours, theirs))
     assert noisy != pytest.approx(their_noisy, rel=1e-5)
     assert noisy == pytest.approx(their_noisy, rel=1e-2)
