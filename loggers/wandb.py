@@ -338,7 +338,9 @@ class WandbLogger(Logger):
         """Record that the run uses an artifact, and return it.
 
         Args:
-            artifact: Path of the artifact, ``entity/project/name:alias``. artifact_type: Its type. Default: any. """
+            artifact: Path of the artifact, ``entity/project/name:alias``.
+            artifact_type: Its type. Default: any.
+        """
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     @staticmethod
