@@ -138,7 +138,7 @@ class RemotePath:
 
     @cached_property
     def _store(self) -> Any:
-        """fsspec's filesystem without its listing cache, which would hide objects that other processes write."""
+        """Filesystem of fsspec without its listing cache, which would hide objects that other processes write."""
         import fsspec
 
         try:
