@@ -84,7 +84,7 @@ class Attempts:
         return [self._store.get(name).decode() for name in names if self._store.check([name])]
 
     def _abort_after_others(self, over: threading.Event) -> None:
-        """Abort the collectives once another process's attempt has failed, unless this one's ends first."""
+        """Abort the collectives once another process's attempt has failed, unless this process's attempt ends first."""
         while not over.wait(_LOOK_EVERY):
             if any(outcome != DONE for outcome in self._read_reports()):
                 if _is_nccl():

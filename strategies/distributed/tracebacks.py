@@ -228,7 +228,7 @@ class Uncaught:
             return None
 
     def _await_cause(self) -> str:
-        """Wait for the report of the rank that failed, and describe ranks that have ended without one."""
+        """Wait for the report of the failed rank, and return a description of ranks that ended without a report."""
         assert self.store is not None
         end = time.monotonic() + PATIENCE
         while not self.store.check(["error"]):  # torch prints a warning if a wait times out

@@ -359,7 +359,7 @@ class Watchdog:
         return self._has_ended(rank) and not self._store.check([f"{rank} has ended"])
 
     def _is_stuck(self) -> bool:
-        """Return whether this rank waits for ranks that have ended. NCCL raises no error in this case."""
+        """Return whether this rank is stuck because of ranks that have ended, for which NCCL raises no error."""
         if "TREADLE_SUPERVISOR" in os.environ:  # the supervisor names the rank that has ended, and ends this one
             return False
         waits = is_stage_running() or is_waiting(stack_of(self.thread))
@@ -527,7 +527,7 @@ class Watchdog:
         return condition, f"last seen {where}{fetch_stacks(pid, dumps, file) if near else ''}"
 
     def _end_silent(self, answers: dict[int, Any]) -> None:
-        """Kill the silent ranks of this machine, unless Treadle's supervisor does: torchrun would give them 30 s."""
+        """Kill the silent ranks of this machine, unless Treadle's supervisor does. torchrun would wait for 30 s."""
         if "TREADLE_SUPERVISOR" in os.environ:
             return
         for rank in [rank for rank, answer in answers.items() if answer is None]:
@@ -674,7 +674,7 @@ def dismiss() -> None:
 
 
 def _connect(world: World) -> dist.Store | None:
-    """Return a separate connection to the process group's store, because a call of one thread may wait for long.
+    """Return a separate connection to the process group's store, because another thread's call may wait for long.
 
     Return None if the store does not support two connections.
     """

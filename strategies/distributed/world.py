@@ -170,7 +170,7 @@ class World:
     def beside(self) -> World:
         """Return a world of the same processes with a separate process group, for a background thread.
 
-        All processes must call it.
+        Must be called on all ranks.
         """
         if self.size == 1:
             return self
@@ -229,7 +229,7 @@ class World:
             dist.barrier(self.group)
 
     def advance(self) -> None:
-        """Count that this process enters a training step or an exchange, where it may have to wait for the others."""
+        """Count that this process enters a training step or an exchange, in which it may wait for other processes."""
         if self._count is not None:
             self._count.advance()
 
@@ -412,7 +412,7 @@ class World:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is True on at least one process. All processes must call it.
+        """Return whether ``flag`` is True on at least one process. Must be called on all ranks.
 
         Args:
             flag: The flag of this process.
@@ -422,7 +422,7 @@ class World:
         return bool(self.all_reduce(torch.tensor(int(flag), device="cpu"), "max").item())
 
     def all(self, flag: bool) -> bool:
-        """Return whether ``flag`` is True on every process. All processes must call it.
+        """Return whether ``flag`` is True on every process. Must be called on all ranks.
 
         Args:
             flag: The flag of this process.
