@@ -103,7 +103,7 @@ class Callback:
         return {}
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Undo changes of ``on_validation_start`` to the model, because a signal ends the run within a validation.
+        """Undo the changes of ``on_validation_start`` to the model, because a signal ends the run within a validation.
 
         ``on_validation_end`` does not run in this case. This hook runs on all ranks.
 

@@ -204,7 +204,7 @@ class EarlyStopping(Callback):
         return f"{self.monitor} improved to {current.item():.4g}"
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
-        """Compare the monitored value, if it was measured since the last check, and stop the run if it is due."""
+        """Compare the monitored value if it was measured since the last check. Stop the run if a criterion is met."""
         value = read_new_value(trainer, self.monitor, "EarlyStopping", self.strict)
         if value is None:
             return  # without a check the wait count stays

@@ -61,7 +61,7 @@ class GarbageCollection(Callback):
         gc.disable()
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Collect if it is due."""
+        """Collect garbage if a collection is due."""
         if trainer.progress.step % self.every_n_steps == 0:
             gc.collect(self.generation)
 

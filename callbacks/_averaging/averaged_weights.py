@@ -1,4 +1,4 @@
-"""Averaged weights: each process averages the tensors it holds, and swaps the averages into and out of the model."""
+"""Averaged weights. Each process averages the tensors that it holds, and swaps them into and out of the model."""
 
 from __future__ import annotations
 

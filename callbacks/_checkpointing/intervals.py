@@ -46,7 +46,9 @@ class AgreedInterval:
         self._looked_step, self._next_step = step, step + 1
 
     def is_over(self, trainer: Trainer) -> bool:
-        """Return whether the interval has ended, and start the next one if so. Call it on all ranks after each step.
+        """Return whether the interval has ended, and start the next one if so.
+
+        Must be called on all ranks after each step.
 
         Args:
             trainer: The running Trainer.

@@ -66,7 +66,7 @@ class PrunedParameter:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
     def register_hooks(self) -> None:
-        """Make the module's state dict contain the pruned value under its own name, if the parameter is pruned."""
+        """If the parameter is pruned, make the module's state dict contain the pruned value under its own name."""
         if self.is_pruned and not self._hooks:
             self._hooks = [  # torch sets an attribute on the hook, which a bound method does not allow
                 self.module.register_state_dict_post_hook(partial(self._hide)),

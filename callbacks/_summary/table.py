@@ -277,7 +277,7 @@ def _collect_shapes(value: Any) -> Any:
 
 
 def _disable_compilation(module: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run eagerly: compiling them for an example would take minutes."""
+    """Return a context in which compiled modules run eagerly, because compiling them would take minutes."""
     compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in module.modules())
     if compiled or any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
         return torch.compiler.set_stance("force_eager")
@@ -291,7 +291,7 @@ def _make_mover(module: nn.Module) -> Callable[[Any], Any]:
 
 
 def _count_elements(parameters: Iterable[nn.Parameter]) -> tuple[int, bool]:
-    """Return the number of elements, and whether some parameters are lazy and have none before the first batch."""
+    """Return the number of elements, and whether some parameters are lazy and have no shape yet."""
     parameter_list = list(parameters)
     return sum(p.numel() for p in parameter_list if not is_lazy(p)), any(map(is_lazy, parameter_list))
 
