@@ -217,7 +217,7 @@ def find_submodule(module: str, name: str) -> str | None:
 
 
 def find_dotted(dotted: str) -> str | None:
-    """Return Treadle's dotted name for a peer's, ``"lightning.pytorch.callbacks.Timer"``; None for a module."""
+    """Return Treadle's name for a peer's dotted name (``"lightning.pytorch.callbacks.Timer"``); None for a module."""
     parts = dotted.split(".")
     for count in range(len(parts) - 1, 0, -1):
         module, names = ".".join(parts[:count]), parts[count:]
