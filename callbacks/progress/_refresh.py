@@ -55,7 +55,7 @@ class DrawnBar(ProgressBar):
 
     @property
     def leave(self) -> bool:
-        """Whether the bar of each epoch is left on the screen."""
+        """True if the bar of each epoch is left on the screen."""
         return self._leave
 
     @property

@@ -55,8 +55,7 @@ def connect(
         backend: Torch's name of the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
-        ValueError: If ``address``, ``backend`` or an existing group cannot be used, or if rank 0 has different
-            versions.
+        ValueError: If ``address``, ``backend`` or an existing group cannot be used, or if versions differ.
     """
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}. Use 'gloo'.")

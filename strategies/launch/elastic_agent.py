@@ -137,7 +137,7 @@ class Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _await_change(self, failed: list[int]) -> bool:
-        """Return whether the ranks failed because a machine joins or leaves, which is no reason to end the run.
+        """Return whether the ranks failed because a machine joins or leaves, which does not end the run.
 
         A machine that joins or leaves ends the ranks of one machine, and thereby those of all machines. This agent
         learns of the change only from the machine itself or from its agent.

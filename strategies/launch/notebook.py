@@ -62,8 +62,7 @@ def notebook_launcher(
         args: Its positional arguments. Default: none.
         num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
         mixed_precision: Must be "no". Set the precision in the function instead: `Accelerator(mixed_precision="bf16")`.
-        use_port: Port of machine 0 on which the processes meet. Default: any free port on one machine, 29500 on
-            several.
+        use_port: Port on machine 0 for the processes to meet. Default: any on one machine, 29500 on several.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Number of this machine, from 0. Default: 0.
         num_nodes: Number of machines, each of which calls this function. Default: 1.
