@@ -1,4 +1,4 @@
-"""`BatchSizeFinder`: the largest batch that fits into memory, found by trials before a stage."""
+"""`BatchSizeFinder`: search for the largest batch that fits into memory, before a stage."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ MODES = ("power", "binsearch")
 class BatchSizeFinder(Callback):
     """Callback that finds the largest batch size that fits into memory, before any stage.
 
-    For each size, a copy of the task gets the attribute and builds its dataloader, and a few steps run on it. Then both
-    are discarded and the RNG state is restored, so only the result of the search remains. All processes try the same
-    sizes, and a size must fit on all of them; ``batch_size`` is that of one process.
+    For each size, the attribute is set on a copy of the task, the copy's dataloader is built, and a few steps are run.
+    Then the copy and the dataloader are discarded and the RNG state is restored, so only the result of the search
+    remains. All processes try the same sizes, and a size must fit on all of them. ``batch_size`` is that of one
+    process.
 
-    A run that is resumed from a checkpoint keeps the batch size it started with and does not search again.
+    A run that is resumed from a checkpoint keeps its original batch size and does not search again.
 
     Args:
         mode: ``"power"`` doubles the size until memory runs out; ``"binsearch"`` then bisects between the largest size
             that fits and the smallest that does not. Default: ``"power"``.
-        steps_per_trial: Optimizer steps (or batches of an evaluation) with each size. The first step creates the
-            optimizer state, so the second is the first that needs all of the memory. Default: 3.
-        init_val: The first size; if it does not fit, smaller ones follow. Default: 2.
+        steps_per_trial: Optimizer steps (or evaluation batches) with each size. The first step creates the optimizer
+            state, so only the second one needs the full memory. Default: 3.
+        init_val: The first size. If it does not fit, smaller sizes are tried. Default: 2.
         max_trials: Maximum number of sizes to try. Default: 25.
-        batch_arg_name: Attribute with the batch size, of the task, its hparams or the data module. Default:
-            ``"batch_size"``.
-        margin: With ``"binsearch"``, the fraction that is subtracted from the result if memory ran out above it.
-            Default: 0.05.
+        batch_arg_name: Name of the attribute of the task, its hparams or the data module that contains the batch size.
+            Default: ``"batch_size"``.
+        margin: With ``"binsearch"``, the fraction that is subtracted from the result if memory ran out at a larger
+            size. Default: 0.05.
         max_val: The largest size to try. Sizes above a process's number of samples are never tried. Default: 8192.
-        keep_global_batch: In ``fit``, raise ``accumulate_grad_batches`` as the batch shrinks, so that an optimizer step
-            keeps the number of samples that attribute and flag define. The result is then the largest divisor of this
-            number that fits. Default: False.
+        keep_global_batch: In ``fit``, increase ``accumulate_grad_batches`` as the batch size decreases, so that the
+            number of samples per optimizer step does not change. The result is then the largest divisor of this number
+            that fits. Default: False.
 
     Attributes:
         optimal_batch_size: The result; None before the search.
 
     Raises:
-        ValueError: If an argument is invalid; before the search, if ``keep_global_batch`` is combined with a
+        ValueError: If an argument is invalid or, before the search, if ``keep_global_batch`` is combined with a
             `GradientAccumulationScheduler`.
         TypeError: If an argument has the wrong type.
 
@@ -87,7 +88,7 @@ class BatchSizeFinder(Callback):
         self.accumulate: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise an error if another callback also sets the number of batches per step."""
+        """Raise an error if another callback also sets the number of micro-batches per step."""
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if stage == "fit" and self.keep_global_batch and scheduled:
             raise ValueError(
@@ -99,8 +100,8 @@ class BatchSizeFinder(Callback):
         """Return the largest size that fits.
 
         Args:
-            fits: Function that tries a size. It returns None if memory ran out, else the largest batch that the data
-                provides.
+            fits: Function that tries a size. It returns None if memory ran out, otherwise the size of the largest batch
+                that the data provided.
             limit: The largest size to try.
 
         Raises:
@@ -138,14 +139,14 @@ class BatchSizeFinder(Callback):
         return min(2 * best, limit) if best else worst // 2
 
     def scale_batch_size(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Raise RuntimeError: a search within a stage would have to restart its dataloaders.
+        """Raise a RuntimeError, because a search within a stage would have to restart the stage's dataloaders.
 
         Args:
             trainer: Ignored.
             pl_module: Ignored.
 
         Raises:
-            RuntimeError: Always; the message names the function to use.
+            RuntimeError: Always. The message names the function to use instead.
         """
         raise RuntimeError(
             f"{type(self).__name__}.scale_batch_size cannot be called: the search runs before a stage, not within it. "

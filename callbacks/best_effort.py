@@ -1,4 +1,4 @@
-"""Base class of the callbacks that only display or measure: an error in one never ends a run."""
+"""Base class of callbacks that only display or measure, and in which an error never ends a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class BestEffortCallback(Callback):
-    """Callback that training does not need: after an error it warns and is disabled for the rest of the stage.
+    """Callback that is not essential for training. After an error, it warns and is disabled for the rest of the stage.
 
     Attributes:
-        strict: Raise an error in the callback instead of a warning. Default: False.
+        strict: Whether errors in the callback are raised instead of reported as a warning. Default: False.
     """
 
     strict: bool = False
@@ -29,7 +29,7 @@ class BestEffortCallback(Callback):
         self._broken = False
 
     def _safely(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work``; if it raises, warn and disable the callback."""
+        """Call ``work``. If it raises an error, warn and disable the callback."""
         if self._broken:
             return None
         try:

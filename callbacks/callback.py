@@ -12,19 +12,20 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of callbacks. Override the hooks you need; the others have no overhead.
+    """Base class of callbacks. Override the hooks that you need; hooks that are not overridden have no overhead.
 
-    ``trainer/loop/fit_loop.py`` begins with the order of the hooks. For one hook, callbacks with ``after_task`` 0 run
-    first, in the order of the list; then the task's own hook; then the other callbacks in the order of their
-    ``after_task``, because they use the values that those logged. The order is the same on every process.
+    ``trainer/loop/fit_loop.py`` begins with the order of the hooks. For each hook, callbacks with ``after_task`` 0 run
+    first, in the order of the list, and then the task's own hook. The other callbacks follow in the order of their
+    ``after_task``, because they use values that the former have logged. The order is the same on every process.
 
     Attributes:
         after_task: 0 runs before the task's own hook; 1 after it, to decide (`EarlyStopping`, `Timer`); 2 to save the
             outcome (`ModelCheckpoint`); 3 to display it (`TQDMProgressBar`). Default: 0.
-        searches: Whether it runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`). Default:
-            False.
-        exchanges: Whether its hooks call collectives, so that every rank must have the callback (`ModelCheckpoint`).
-            This is compared when a stage begins; other callbacks may be on some ranks only. Default: False.
+        searches: Whether the callback runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
+            Default: False.
+        exchanges: Whether the callback's hooks use collectives, so that every rank must have the callback
+            (`ModelCheckpoint`). This is checked when a stage begins. Other callbacks may exist on some ranks only.
+            Default: False.
 
     Example:
         >>> import treadle as tl
@@ -46,7 +47,7 @@ class Callback:
     _task: TaskModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log one value, with the arguments of `TaskModule.log` and in the same hooks.
+        """Log one value. The arguments and the permitted hooks are those of `TaskModule.log`.
 
         Args:
             name: The name to log under.
@@ -81,8 +82,8 @@ class Callback:
     def state_key(self) -> str:
         """Name under which the callback's state is saved and restored.
 
-        The default is the name of the class. Two callbacks with a state and the same name are an error, because one
-        state would be lost: add what distinguishes yours, such as an argument.
+        The default is the name of the class. If two callbacks have a state and the same name, an error is raised,
+        because one state would be lost. Override this property to add a distinguishing value, such as an argument.
         """
         return type(self).__qualname__
 
@@ -98,13 +99,13 @@ class Callback:
         """
 
     def added_layout(self) -> dict[str, Any]:
-        """Return tensors with the sharding of those that `on_save_checkpoint` adds, under the same names."""
+        """Return tensors with the names and sharding of the tensors that `on_save_checkpoint` adds."""
         return {}
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Undo changes of ``on_validation_start`` to the model, because a signal ends the run within a validation.
+        """Undo the changes of ``on_validation_start`` to the model, because a signal ends the run within a validation.
 
-        ``on_validation_end`` does not run in this case. Runs on all ranks.
+        ``on_validation_end`` does not run in this case. This hook runs on all ranks.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -112,9 +113,9 @@ class Callback:
         """
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Redo the changes that `leave_validation` undid.
+        """Redo the changes that `leave_validation` has undone.
 
-        The run could not be saved within the validation, so the validation continues.
+        This hook runs if the run could not be saved within the validation, so that the validation continues.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -142,7 +143,7 @@ class Callback:
         """
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run once model and optimizers are in place.
+        """Run once the model and the optimizers are in place.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -158,7 +159,7 @@ class Callback:
         """
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """React to an exception on this process. Call no collectives: other ranks may not reach them.
+        """React to an exception on this process. Do not use collectives, because other ranks may not reach them.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -229,7 +230,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Run after each micro-batch; after the last one of a group, the optimizer has stepped.
+        """Run after each micro-batch. After the last micro-batch of a group, the optimizer has already stepped.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -257,7 +258,7 @@ class Callback:
         """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Run once the group's gradients are complete and unscaled, before they are clipped.
+        """Run once the gradients of a group are complete and unscaled, before they are clipped.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -275,7 +276,7 @@ class Callback:
         """
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after each optimizer step, including a due validation and the schedulers' steps.
+        """Run after each optimizer step, including the schedulers' steps and a validation if one is due.
 
         Checkpoints are saved here.
 

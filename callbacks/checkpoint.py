@@ -6,10 +6,10 @@ from .callback import Callback
 
 
 class Checkpoint(Callback):
-    """Base class of a user-defined checkpoint callback. With one of them, the Trainer adds no `ModelCheckpoint`.
+    """Base class of user-defined checkpoint callbacks. If there is one, the Trainer does not add a `ModelCheckpoint`.
 
     Attributes:
-        keeper: Name of the system that stores its checkpoints, if that is not a folder that the Trainer searches
+        keeper: Name of the system that stores the checkpoints, unless this is a folder that the Trainer searches
             automatically. Default: "".
 
     Example:
@@ -42,6 +42,6 @@ class Checkpoint(Callback):
     def resume_path(self) -> str | None:
         """Return the checkpoint for ``ckpt_path="last"`` and ``"auto"``, or None if ``keeper`` has none.
 
-        It is called on all ranks, and must return the same on all of them.
+        Called on all ranks. Must return the same value on all of them.
         """
         return None

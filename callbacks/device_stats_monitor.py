@@ -1,4 +1,4 @@
-"""Memory of the device and load of the machine, logged."""
+"""`DeviceStatsMonitor`: logs of device memory and machine load."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(BestEffortCallback):
-    """Monitor that logs the statistics of the device every ``log_every_n_steps``, at the start and the end of a step.
+    """Monitor that logs device statistics every ``log_every_n_steps``, at the start and the end of a step.
 
-    On a GPU these are ``torch.cuda.memory_stats``, which need no synchronization with the device; on a CPU
-    ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. A name is ``DeviceStatsMonitor.on_train_batch_end/``
-    and the statistic. Evaluations are logged every ``log_every_n_steps`` batches. The statistics are those of rank
-    zero.
+    On a GPU, these are ``torch.cuda.memory_stats``, which need no synchronization with the device. On a CPU, they are
+    ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. Names consist of
+    ``DeviceStatsMonitor.on_train_batch_end/`` and the statistic. In evaluations, they are logged every
+    ``log_every_n_steps`` batches. The statistics are those of rank zero.
 
     Args:
-        cpu_stats: True also logs the CPU's statistics if the device is not the CPU; None logs them only if it is; False
-            never does. Default: None.
+        cpu_stats: Whether CPU statistics are logged. True logs them for any device, None only if the device is the CPU.
+            Default: None.
 
     Raises:
         TypeError: If ``cpu_stats`` is not a bool or None.
@@ -60,7 +60,7 @@ class DeviceStatsMonitor(BestEffortCallback):
         self._with_cpu = False
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Decide what to log."""
+        """Select the statistics to log."""
         super().setup(trainer, pl_module, stage)
         on_cpu = trainer.accelerator.device.type == "cpu"
         self._with_cpu = on_cpu if self.cpu_stats is None else self.cpu_stats

@@ -1,4 +1,4 @@
-"""`EarlyStopping`: stop when a logged value no longer improves."""
+"""`EarlyStopping`: stops the run when a logged value no longer improves."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ class EarlyStopping(Callback):
     Args:
         monitor: Name of the logged value.
         min_delta: Change that an improvement must exceed. Default: 0.0.
-        patience: Number of checks without improvement before the run stops. A check is an epoch, or a validation if
-            validations run several times in an epoch or not in each. Default: 3.
+        patience: Number of checks without improvement before the run stops. There is a check per epoch or, if
+            validation does not run exactly once in each epoch, per validation. Default: 3.
         verbose: Announce improvements. Default: False.
         mode: ``"min"`` or ``"max"``, whichever is best. Default: ``"min"``.
-        strict: Raise an error if the value was never logged; otherwise skip the check with a warning. Default: True.
+        strict: Raise an error if the value was never logged. Otherwise, skip the check with a warning. Default: True.
         check_finite: Stop if the value is NaN or infinite. Default: True.
         stopping_threshold: Stop once the value is better than this. Default: None.
         divergence_threshold: Stop once the value is worse than this. Default: None.
         check_on_train_epoch_end: Check at the end of epochs (True) or after each validation (False). Default: as
             described under ``patience``.
-        log_rank_zero_only: Accepted for Lightning's signature; only rank zero ever prints messages.
+        log_rank_zero_only: Accepted for compatibility with Lightning. Only rank zero prints messages in any case.
 
     Attributes:
         best_score: The best value so far, a 0-d tensor; initially infinitely bad.
         wait_count: Number of checks since the best value.
-        stopped_epoch: The epoch in which it stopped the run; 0 if it did not stop this run.
+        stopped_epoch: The epoch in which the callback stopped the run; 0 if it did not stop this run.
         stopping_reason: The reason, as an enum member.
-        stopping_reason_message: The reason as text; None if it did not stop the run.
+        stopping_reason_message: The reason as text; None if the callback did not stop the run.
 
     Raises:
-        ValueError: If an argument is invalid; in training, if the value was never logged.
+        ValueError: If an argument is invalid or, during training, if the value was never logged.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -141,7 +141,7 @@ class EarlyStopping(Callback):
         return {name: getattr(self, name) for name in _STATE} | decided
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`. States of earlier versions may lack the names read with ``get``."""
+        """See `Callback.load_state_dict`. States of earlier versions may lack the names that are read with ``get``."""
         for name in _STATE:
             setattr(self, name, state_dict[name])
         self._decided_at = state_dict.get("decided_at")
@@ -149,7 +149,7 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the state of an earlier run; a resumed run restores its own afterwards."""
+        """Reset the state of an earlier run. A resumed run restores its own state afterwards."""
         if stage == "fit":
             self._forget_stop()
 
@@ -171,12 +171,12 @@ class EarlyStopping(Callback):
         trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check after a validation, if the check is due there."""
+        """Check after a validation, unless checks run at the end of epochs."""
         if not (self._should_skip_check(trainer) or self._checks_at_epoch_end(trainer)):
             self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check after an epoch, if the check is due there."""
+        """Check after an epoch, unless checks run after validations."""
         # An epoch cut short by max_steps or a signal does not count: a resumed run checks at its real end.
         if not trainer.progress.epoch_is_over or self._should_skip_check(trainer):
             return
@@ -196,7 +196,7 @@ class EarlyStopping(Callback):
         return torch.lt if self.mode == "min" else torch.gt
 
     def _should_skip_check(self, trainer: Trainer) -> bool:
-        """Return whether to skip a check, the same on every rank."""
+        """Return whether to skip a check. The result is the same on every rank."""
         return trainer.stage != "fit" or trainer.sanity_checking
 
     def _improvement_message(self, current: Tensor) -> str:
@@ -204,7 +204,7 @@ class EarlyStopping(Callback):
         return f"{self.monitor} improved to {current.item():.4g}"
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
-        """Compare the monitored value, if it was measured since the last check, and stop the run if it is due."""
+        """Compare the monitored value if it was measured since the last check. Stop the run if a criterion is met."""
         value = read_new_value(trainer, self.monitor, "EarlyStopping", self.strict)
         if value is None:
             return  # without a check the wait count stays
@@ -218,7 +218,7 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        """Return whether to stop at ``current``, and the reason; update the best value and the wait count."""
+        """Update the best value and the wait count, and return whether to stop at ``current``, with the reason."""
         reason = self._find_stopping_reason(current.item())
         if reason is None:
             return False, None
@@ -226,7 +226,7 @@ class EarlyStopping(Callback):
         return True, message
 
     def _find_stopping_reason(self, value: float) -> tuple[EarlyStoppingReason, str] | None:
-        """Return the reason to stop at ``value``, or None; update the best value and the wait count."""
+        """Update the best value and the wait count, and return the reason to stop at ``value``, or None."""
         reason = self._find_exceeded_limit(value, 0)
         if reason is not None:
             return reason
@@ -239,7 +239,7 @@ class EarlyStopping(Callback):
         return self._find_exceeded_limit(None, self.wait_count)
 
     def _find_exceeded_limit(self, value: float | None, waited: int) -> tuple[EarlyStoppingReason, str] | None:
-        """Return the limit that ``value``, or this many checks without improvement, exceed; None if there is none."""
+        """Return the limit that ``value`` or the number of checks without improvement exceeds, or None."""
         if value is not None:
             if self.check_finite and not math.isfinite(value):
                 return EarlyStoppingReason.NON_FINITE_METRIC, f"{self.monitor} is {value}"

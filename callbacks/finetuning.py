@@ -1,4 +1,4 @@
-"""Callbacks that train a part of the model first and more of it later."""
+"""Callbacks that first train a part of the model and later train more of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Modules = nn.Module | Iterable[Any]
 
 
 def multiplicative(epoch: int) -> float:
-    """Return 2, the default factor by which `BackboneFinetuning` raises the backbone's learning rate in every epoch.
+    """Return 2, the default factor by which `BackboneFinetuning` increases the backbone's learning rate in every epoch.
 
     Args:
         epoch: Ignored.
@@ -30,9 +30,9 @@ def multiplicative(epoch: int) -> float:
 
 
 class BaseFinetuning(Callback):
-    """Callback that freezes parts of the model before training and unfreezes them later. Override two methods.
+    """Callback that freezes parts of the model before training and unfreezes them later. Override its two methods.
 
-    ``freeze_before_training(pl_module)`` runs in ``setup``, before the optimizer is created; build that from
+    ``freeze_before_training(pl_module)`` runs in ``setup``, before the optimizer is created. Create the optimizer from
     ``filter(lambda p: p.requires_grad, self.parameters())``. ``finetune_function(pl_module, epoch, optimizer)`` runs at
     the start of each epoch and may call `unfreeze_and_add_param_group`.
 
@@ -40,8 +40,8 @@ class BaseFinetuning(Callback):
     callback runs before the task's own hooks (``after_task`` is 0).
 
     Raises:
-        ValueError: Before the first step, if the model or the optimizer state (ZeRO) is sharded, which fixes the
-            trained parameters. In a resume, if ``configure_optimizers`` builds other groups.
+        ValueError: Before the first step, if the model or the optimizer state (ZeRO) is sharded, because the trained
+            parameters are then fixed. On resume, if ``configure_optimizers`` builds different groups.
 
     Example:
         >>> import torch
@@ -108,7 +108,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the modules at any depth that have no children, or that have parameters of their own.
+        """Return the modules at any depth that have no children or that directly contain parameters.
 
         Args:
             modules: A module, or nested lists of modules.
@@ -127,7 +127,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of modules that are trained, or those that are frozen.
+        """Yield the trained or the frozen parameters of modules.
 
         Args:
             modules: A module, or nested lists of modules.
@@ -205,9 +205,9 @@ class BaseFinetuning(Callback):
             modules: The modules to train from now on.
             optimizer: The optimizer.
             lr: Learning rate of the group. Default: that of the first group divided by ``initial_denom_lr``.
-            initial_denom_lr: See ``lr``. Default: 10.0.
-            train_bn: Whether BatchNorm layers are trained too. If False, their parameters, statistics and mode do not
-                change: they stay frozen if they were frozen before. Default: True.
+            initial_denom_lr: Divisor for the default of ``lr``. Default: 10.0.
+            train_bn: Whether BatchNorm layers are trained, too. If False, their parameters, statistics and mode do not
+                change, so layers that were frozen stay frozen. Default: True.
         """
         parts = BaseFinetuning.flatten_modules(modules)
         parts = [part for part in parts if train_bn or not _is_norm(part)]
@@ -234,7 +234,7 @@ class BaseFinetuning(Callback):
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Restore the trained parameters and the groups that a resumed run had when it was saved."""
+        """Restore the trained parameters and the parameter groups that a resumed run had when it was saved."""
         if trainer.opened_checkpoint is not None:
             states = open_callback_states(trainer.opened_checkpoint)["callbacks"]
             if layout := states.get(self.state_key, {}).get("made"):
@@ -248,7 +248,7 @@ class BaseFinetuning(Callback):
         self._layout = _describe_layout(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Unfreeze what is due, but not a second time in a resumed epoch."""
+        """Call `finetune_function`, but not a second time in a resumed epoch."""
         if trainer.progress.batch:
             return
         for optimizer in trainer.optimizers:
@@ -273,25 +273,25 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that trains the task's ``self.backbone`` from an epoch on, at a rate that grows to the others' rate.
+    """Callback that trains the task's ``backbone`` from an epoch on, at a rate that rises to that of the first group.
 
     Args:
-        unfreeze_backbone_at_epoch: The first epoch in which the backbone is trained, counted from 0. Default: 10.
-        lambda_func: Function of the next epoch; returns the factor by which the backbone's rate grows in each further
-            epoch. Default: 2.
+        unfreeze_backbone_at_epoch: Index of the first epoch in which the backbone is trained. Default: 10.
+        lambda_func: Function that takes the index of the next epoch and returns the factor by which the backbone's rate
+            is multiplied in each further epoch. Default: 2.
         backbone_initial_ratio_lr: Initial rate of the backbone as a fraction of the first group's. Default: 0.1.
-        backbone_initial_lr: Initial rate of the backbone; overrides the fraction. Default: None.
+        backbone_initial_lr: Initial rate of the backbone, which overrides the fraction. Default: None.
         should_align: Limit the backbone's rate to the first group's. Default: True.
-        initial_denom_lr: Accepted for Lightning's signature; the initial rate is set directly, so nothing is divided by
-            it.
+        initial_denom_lr: Accepted for compatibility with Lightning, and ignored, because the initial rate is set
+            directly.
         train_bn: Whether the backbone's BatchNorm layers are trained, from the start. If False, they stay frozen in
             evaluation mode for the whole run. Default: True.
         verbose: Announce the rates. Default: False.
         rounding: Digits of the announced rates. Default: 12.
 
     Raises:
-        ValueError: If an argument is invalid; before the first step, if there is no backbone, or the optimizer already
-            has its frozen parameters.
+        ValueError: If an argument is invalid or, before the first step, if there is no backbone or the optimizer
+            already has its frozen parameters.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -389,7 +389,7 @@ class BackboneFinetuning(BaseFinetuning):
             announce(f"train_bn=False: {norms} BatchNorm layers of the backbone stay frozen for the whole run")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the backbone, or raise its learning rate.
+        """Unfreeze the backbone, or increase its learning rate.
 
         Args:
             pl_module: The task.
@@ -421,7 +421,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
-    """Return by name which parameters are trained, in which groups, and which layers are in evaluation mode."""
+    """Return the names of the trained parameters, of those in each group, and of the layers in evaluation mode."""
     names = {id(parameter): strip_compile_prefix(name) for name, parameter in task.named_parameters()}
     return {
         "trained": [

@@ -1,4 +1,4 @@
-"""Python's garbage collection at the same step on all processes."""
+"""`GarbageCollection`: Python's garbage collection at the same step on all processes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class GarbageCollection(Callback):
     the one that collects. The callback runs after the task's own hooks (``after_task`` is 1), before checkpoints are
     saved. Objects that exist when training begins, mainly libraries, are excluded, so a collection takes milliseconds.
 
-    A Trainer with several GPUs adds one that collects every 100 steps, unless ``callbacks`` has one.
+    A Trainer with several GPUs adds a GarbageCollection that runs every 100 steps, unless ``callbacks`` contains one.
 
     Args:
         every_n_steps: Optimizer steps between two collections. Default: 1000.
-        generation: The oldest generation to collect: 0 is the youngest, 2 collects all. Default: 2.
+        generation: The oldest generation to collect. 0 collects only the youngest objects, 2 collects all. Default: 2.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -61,7 +61,7 @@ class GarbageCollection(Callback):
         gc.disable()
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Collect if it is due."""
+        """Collect garbage if a collection is due."""
         if trainer.progress.step % self.every_n_steps == 0:
             gc.collect(self.generation)
 

@@ -20,12 +20,12 @@ class GradientAccumulationScheduler(Callback):
     callback runs before the task's own hooks (``after_task`` is 0).
 
     Args:
-        scheduling: Micro-batches per optimizer step, by the epoch from which they apply, counted from 0. Before the
-            first of these epochs the number is 1.
+        scheduling: Micro-batches per optimizer step, by the index of the epoch from which the number applies. Before
+            the first of these epochs, the number is 1.
 
     Raises:
-        ValueError: If epochs or numbers are invalid or missing; before the first step, if the Trainer sets its own
-            number, or the task uses manual optimization.
+        ValueError: If epochs or numbers are invalid or missing or, before the first step, if the Trainer sets its own
+            number or the task uses manual optimization.
         TypeError: If ``scheduling`` is not a dict.
 
     Example:
@@ -72,7 +72,7 @@ class GradientAccumulationScheduler(Callback):
         return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise an error if the number is also set elsewhere."""
+        """Raise an error if the number of micro-batches is also set elsewhere."""
         if stage != "fit":
             return
         if not pl_module.automatic_optimization:
@@ -87,7 +87,7 @@ class GradientAccumulationScheduler(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the number of the first epoch, or of the epoch in which the checkpoint was saved."""
+        """Set the number for the first epoch, or for the epoch in which the checkpoint was saved."""
         opened = trainer.opened_checkpoint
         epoch = 0 if opened is None else opened.manifest.epoch
         trainer.accelerator.gradient_accumulation_steps = self.get_accumulate_grad_batches(epoch)
@@ -95,11 +95,11 @@ class GradientAccumulationScheduler(Callback):
         announce(f"micro-batches per optimizer step: {words}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the number of the epoch."""
+        """Set the number for the epoch."""
         number = self.get_accumulate_grad_batches(trainer.progress.epoch)
         trainer.accelerator.gradient_accumulation_steps = number
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the Trainer's number."""
+        """Reset the Trainer's ``accumulate_grad_batches``."""
         if stage == "fit":
             trainer.accelerator.gradient_accumulation_steps = 1

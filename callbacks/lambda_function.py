@@ -13,11 +13,11 @@ class LambdaCallback(Callback):
     """Callback made of functions: ``LambdaCallback(on_train_end=lambda trainer, pl_module: print("done"))``.
 
     Args:
-        hooks: A function for each hook, by the hook's name, with the arguments of `Callback`'s method of that name
-            except ``self``; None is ignored.
+        hooks: Functions by the name of the hook. Each takes the arguments of the method of `Callback` with this name,
+            except ``self``. None is ignored.
 
     Raises:
-        TypeError: If a hook does not exist (the message names the closest one), or a value is not callable.
+        TypeError: If a hook does not exist (the error names the closest one), or a value is not callable.
 
     Example:
         >>> import treadle as tl

@@ -1,4 +1,4 @@
-"""`LearningRateFinder`: a learning rate to start from, found by a short run with a rising rate."""
+"""`LearningRateFinder`: search for an initial learning rate by a short run with a rising rate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _LRFinder:
     Attributes:
         results: ``"lr"``, the rates that were tried, and ``"loss"``, the smoothed loss at each: the running mean ``m[k]
             = 0.98 * m[k-1] + 0.02 * loss[k]`` divided by ``1 - 0.98 ** (k + 1)``, so that the first is the loss itself.
-            A loss is that of the whole step, over all micro-batches and processes, before the step is taken. A loss
+            Each loss is that of the whole step, over all micro-batches and processes, before the step is taken. A loss
             that is not finite becomes NaN and is excluded from the mean.
 
     Example:
@@ -57,7 +57,7 @@ class _LRFinder:
         self._optimal_idx: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step.
+        """Return the learning rate for a step.
 
         Rates, or their logarithms, are evenly spaced from the first to the last one.
 
@@ -88,7 +88,7 @@ class _LRFinder:
     def diverges(self, threshold: float) -> bool:
         """Return whether the last loss is not finite, or exceeds ``threshold`` times the best one.
 
-        For a negative best loss, the distance from it is the same as for a positive one.
+        For a negative best loss, the permitted increase is the same as for a positive loss of the same magnitude.
 
         Args:
             threshold: The factor.
@@ -99,9 +99,9 @@ class _LRFinder:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the rate at which the smoothed loss falls most steeply; None, with a warning, if it never falls.
 
-        The slope is measured on the axis on which the rates are evenly spaced: it is the smallest of
-        ``numpy.gradient(loss, x)`` where ``x`` is ``log(lr)`` (mode ``"exponential"``) or ``lr`` (``"linear"``), over
-        the points that remain without the skipped ones and without NaN.
+        The slope is measured on the axis on which the rates are evenly spaced. It is the minimum of
+        ``numpy.gradient(loss, x)``, where ``x`` is ``log(lr)`` (mode ``"exponential"``) or ``lr`` (``"linear"``), over
+        all points that are neither skipped nor NaN.
 
         Args:
             skip_begin: Number of points to skip at the beginning. Default: 10.
@@ -137,7 +137,7 @@ class _LRFinder:
         Args:
             suggest: Mark the suggestion. Default: False.
             show: Open a window. Default: False.
-            ax: The axes to draw into. Default: a new figure.
+            ax: The axes to draw on. Default: those of a new figure.
 
         Returns:
             The figure.
@@ -165,19 +165,19 @@ class _LRFinder:
 
 
 class LearningRateFinder(Callback):
-    """Callback that finds an initial learning rate before the first step of ``fit``, and sets it.
+    """Callback that searches for an initial learning rate before the first step of ``fit``, and sets it.
 
     A copy of the task takes ``num_training_steps`` optimizer steps while the rate rises. Then the copy is discarded and
     the RNG state is restored, so only the result of the search remains. ``configure_optimizers`` runs after the
-    attribute is set, so optimizers and schedulers start from it. With several parameter groups, the rates of all rise
-    in proportion; the reported rate is the highest. Requires automatic optimization.
+    attribute is set, so optimizers and schedulers start from it. With several parameter groups, all rates rise in
+    proportion, and the highest rate is reported. Requires automatic optimization.
 
     A run that is resumed from a checkpoint keeps its rate and does not search again.
 
     Args:
         min_lr: The first rate to try. Default: 1e-8.
         max_lr: The last rate to try. Default: 1.0.
-        num_training_steps: Number of rates to try; if an epoch is shorter, the next one follows. Default: 100.
+        num_training_steps: Number of rates to try, if necessary over several epochs. Default: 100.
         mode: How the rate rises: ``"exponential"`` or ``"linear"``. Default: ``"exponential"``.
         early_stop_threshold: End the search when the smoothed loss exceeds the best one by this factor, or is not
             finite; None disables this. Default: 4.0.
@@ -186,7 +186,7 @@ class LearningRateFinder(Callback):
             module.
 
     Attributes:
-        optimal_lr: The result: see its ``results``, ``suggestion()`` and ``plot()``. None before the search.
+        optimal_lr: The result, with ``results``, ``suggestion()`` and ``plot()``; None before the search.
 
     References:
         Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, https://arxiv.org/abs/1506.01186.
@@ -236,14 +236,14 @@ class LearningRateFinder(Callback):
         self.optimal_lr: _LRFinder | None = None
 
     def lr_find(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Raise RuntimeError: a search within a run would have to restart the optimizer and its schedulers.
+        """Raise a RuntimeError, because a search within a run would have to restart the optimizer and its schedulers.
 
         Args:
             trainer: Ignored.
             pl_module: Ignored.
 
         Raises:
-            RuntimeError: Always; the message names the function to use.
+            RuntimeError: Always. The message names the function to use instead.
         """
         raise RuntimeError(
             f"{type(self).__name__}.lr_find cannot be called: the search runs before the first step of fit, not within "

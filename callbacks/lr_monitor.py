@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(BestEffortCallback):
-    """Monitor that logs the learning rate of each optimizer: the one with which a step was taken or an epoch starts.
+    """Monitor that logs the learning rates with which each optimizer took a step or starts an epoch.
 
-    Each scheduler has its own name: the one in its configuration, or ``lr-`` and its optimizer's class, such as
-    ``lr-Adam``. Optimizers without a scheduler are named the same way. A second one of that class is ``lr-Adam-1``.
-    With several parameter groups, each has its own: ``lr-Adam/pg1``, ``lr-Adam/pg2``, or the group's ``"name"`` in
-    place of ``pg1``.
+    Each rate is logged under the name in the scheduler's configuration or, by default, ``lr-`` and the optimizer's
+    class, such as ``lr-Adam``. Optimizers without a scheduler are named in the same way. A second optimizer of the same
+    class is ``lr-Adam-1``. If there are several parameter groups, each has its own name: ``lr-Adam/pg1``,
+    ``lr-Adam/pg2``, or the group's ``"name"`` instead of ``pg1``.
 
     Args:
         logging_interval: ``"step"`` (every ``log_every_n_steps``), ``"epoch"``, or None for each scheduler's own
@@ -36,7 +36,7 @@ class LearningRateMonitor(BestEffortCallback):
         last_weight_decay_values: The latest weight decays by name.
 
     Raises:
-        ValueError: If the interval is unknown; in ``fit``, if there is no logger, no step is logged
+        ValueError: If the interval is unknown or, in ``fit``, if there is no logger, no step is logged
             (``log_every_n_steps=0``), or two groups of an optimizer have the same name.
         TypeError: If a flag is not a bool.
 
@@ -117,7 +117,7 @@ class LearningRateMonitor(BestEffortCallback):
             self._rates, self._others = {}, {}
 
     def _read(self, trainer: Trainer, interval: str, only: Optimizer | None = None) -> None:
-        """Read the rates of all optimizers, or only of the one that steps now, if several take turns in one step."""
+        """Read the rates of all optimizers, or only those of ``only`` if several optimizers step in turn."""
         for optimizer, name in self._find_optimizers(trainer, interval):
             if only is not None and optimizer is not only:
                 continue
@@ -131,7 +131,7 @@ class LearningRateMonitor(BestEffortCallback):
                     self._others[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
 
     def _find_optimizers(self, trainer: Trainer, interval: str) -> Iterator[tuple[Optimizer, str]]:
-        """Yield the optimizers that are logged at this interval, with their names."""
+        """Yield the optimizers whose rates are logged at this interval, with their names."""
         for optimizer, name, due in name_optimizers(trainer):
             if self.logging_interval is not None or interval == due:
                 yield optimizer, name
@@ -142,7 +142,7 @@ class LearningRateMonitor(BestEffortCallback):
         return list(self.lrs)
 
     def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
-        """Return the current values for an interval (``"any"`` for all). Subclasses in public code call it."""
+        """Return the current values for an interval (``"any"`` for all). Subclasses in public code call this method."""
         rates, others = self._rates, self._others
         self._rates, self._others = {}, {}
         try:
@@ -174,7 +174,7 @@ class LearningRateMonitor(BestEffortCallback):
 
 
 def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
-    """Yield each scheduler's optimizer, then those without a scheduler.
+    """Yield the optimizer of each scheduler, and then the optimizers without a scheduler.
 
     Args:
         trainer: The running Trainer.
@@ -201,7 +201,7 @@ def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
 
 
 def read_learning_rates(trainer: Trainer) -> dict[str, float]:
-    """Return the current learning rate of each parameter group, by `LearningRateMonitor`'s names.
+    """Return the current learning rate of each parameter group, under the names that `LearningRateMonitor` uses.
 
     Args:
         trainer: The running Trainer.

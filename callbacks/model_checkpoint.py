@@ -42,59 +42,60 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
-    A checkpoint is a directory that is renamed into place once it is complete; an older one is removed only after that.
+    A checkpoint is a directory that is renamed into place once it is complete. An older one is removed only after that.
     Several ModelCheckpoints may be used at the same time, for example one for the best checkpoint and one for regular
     intervals.
 
-    A checkpoint is saved when everything that belongs to its step is done: after the step's validation and the
-    schedulers, and for the last step of an epoch after the epoch has ended. It is ranked by a value that was measured
-    on its own weights: if ``monitor`` is a value of a validation or of a whole epoch, and a save by steps or by time is
-    due in between, the ranked save waits for the next such value. ``last.ckpt`` does not wait. For a value of training
-    steps, the latest one is used: if it is not logged in every step, it may be some steps old.
+    A checkpoint is saved when everything that belongs to its step is done, that is, after the step's validation and the
+    schedulers and, for the last step of an epoch, after the end of the epoch. It is ranked by a value that was measured
+    on its own weights. If ``monitor`` is a value of a validation or of a whole epoch, and a save by steps or by time is
+    due in between, the ranked save waits for the next such value. ``last.ckpt`` does not wait. If ``monitor`` is a
+    value of training steps, its latest value is used, which may be some steps old if it is not logged in every step.
 
     Args:
         dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
             run's folder. The run's folder is that of the first logger that has one. If no logger has one, it is a
             folder in ``default_root_dir`` named after experiment and run; without loggers, it is ``default_root_dir``
             itself.
-        filename: Template such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
-        monitor: Name of the logged value that ranks checkpoints. None ranks the latest as the best. ``"step"`` with
-            ``mode="max"`` keeps the latest ``save_top_k``. Default: None.
+        filename: Template of file names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
+        monitor: Name of the logged value by which checkpoints are ranked. With None, the latest checkpoint is the best.
+            ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
         verbose: Announce each save. Default: False.
-        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` means the same, without a link:
-            checkpoints do not depend on each other. ``save_on_exception`` then also saves under this name. Default:
-            only in a run folder in which no other ``ModelCheckpoint`` keeps the latest.
-        save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 none. Default: 1.
-        save_on_exception: Save the run when an error or Ctrl-C ends ``fit``; a run that resumes from there equals an
-            uninterrupted one. Ctrl-C ends the run after the current step, and all ranks save. After an error, rank zero
-            saves the run as of the last completed step. With several processes the other ranks' state is missing, so
-            their RNG state is initialized again; no checkpoint is saved if they hold shards of the model. Nothing is
-            saved either if the error occurs in the optimizer's step or in ``on_step_end``, or, with several processes,
-            between the two, except in a validation, which is then repeated. The overhead is 0.1 ms per step, a copy of
-            the model's buffers and of the callbacks' states, and on a GPU a synchronization if the mean of an epoch is
-            logged. Default: False.
-        save_weights_only: Omit what only a resume needs. Default: False.
+        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` has the same effect and creates no link,
+            so that checkpoints do not depend on each other. ``save_on_exception`` then also saves under this name.
+            Default: only in a run folder in which no other ``ModelCheckpoint`` keeps the latest checkpoint.
+        save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. Default: 1.
+        save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. A run that resumes from this checkpoint
+            equals an uninterrupted one. Ctrl-C ends the run after the current step, and all ranks save. After an error,
+            rank zero saves the run as of the last completed step. With several processes, the state of the other ranks
+            is missing, so their RNG state is initialized again. No checkpoint is saved if the other ranks hold shards
+            of the model, or if the error occurs in the optimizer's step or in ``on_step_end``. With several processes,
+            this also applies to errors between the two, except in a validation, which is then repeated. The overhead is
+            0.1 ms per step, a copy of the model's buffers and of the callbacks' states, and, on a GPU, a
+            synchronization if the mean of an epoch is logged. Default: False.
+        save_weights_only: Omit everything that is only needed to resume. Default: False.
         save_trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model
-            with adapters. To load such a checkpoint, build the task with the same frozen weights; their digests are
+            with adapters. To load such a checkpoint, build the task with the same frozen weights, whose digests are
             compared. Weights that were trained at any time of the run are saved. Default: False.
         mode: ``"min"`` or ``"max"``, whichever is best. NaN is worse than any number. Default: ``"min"``.
-        auto_insert_metric_name: Write ``name=value`` into file names, with ``_`` in place of ``/``. Default: True.
+        auto_insert_metric_name: Write ``name=value`` into file names, with ``_`` instead of ``/``. Default: True.
         every_n_train_steps: Optimizer steps between saves.
         train_time_interval: Time between saves (``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments), by rank
             zero's clock.
         every_n_epochs: Epochs between saves. Default: 1 if none of the three triggers is set.
         save_on_train_epoch_end: Whether ``every_n_epochs`` saves at the end of the epoch (True) or after its validation
-            (False). Default: at the end, unless validations run several times in an epoch or not in each.
-        enable_version_counter: Append ``-v1`` if a checkpoint of another run has the name; otherwise replace it. A
-            checkpoint that another ModelCheckpoint of this run keeps is never replaced. Default: True.
-        async_save: Continue training once the state is copied to host memory, which needs room for one copy; the rest
-            of the save runs in the background. A failed save ends ``fit`` at a later step or at its end, and replaced
-            checkpoints are removed only after their successor is in place. Until then, ``best_model_path`` may not
-            exist yet. Default: False.
+            (False). Default: at the end of the epoch if validation runs exactly once in each epoch, otherwise after
+            validations.
+        enable_version_counter: Append ``-v1`` if a checkpoint of another run has the same name. If False, replace that
+            checkpoint. A checkpoint that another ModelCheckpoint of this run keeps is never replaced. Default: True.
+        async_save: Continue training once the state is copied to host memory, which must have room for one copy. The
+            rest of the save runs in the background. A failed save ends ``fit`` at a later step or at its end, and
+            replaced checkpoints are removed only after their successor is in place. Until then, ``best_model_path`` may
+            not exist yet. Default: False.
 
     Attributes:
         best_model_path: Path of the best checkpoint, or "".
-        best_model_score: Its value, a 0-d tensor; None without a monitor.
+        best_model_score: Value of the best checkpoint, a 0-d tensor; None without a monitor.
         best_k_models: Values by path of the kept checkpoints; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
         current_score: Value at the latest save, or None.
@@ -223,8 +224,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`.
 
-        From the state of another directory, only the best checkpoint is restored, because this run must not clean that
-        directory.
+        If the state belongs to another directory, only the best checkpoint is restored, because this run must not
+        remove checkpoints from that directory.
         """
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._save_requested = state_dict["wanted"]
@@ -237,24 +238,24 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def saves(self) -> bool:
-        """Return whether the callback saves at all."""
+        """Return whether the callback saves any checkpoints."""
         triggers = self.every_n_train_steps or self.every_n_epochs or self.train_time_interval is not None
         return self.save_on_exception or bool(triggers and (self.save_top_k or self.save_last))
 
     @property
     def keeps_newest(self) -> bool:
-        """Return whether a run can be resumed from its latest save, and not only from its best checkpoint."""
+        """Return whether a run can be resumed from the latest save rather than only from the best checkpoint."""
         newest = self.save_last or self.save_top_k == -1 or (self.monitor is None and bool(self.save_top_k))
         return newest and not self.save_weights_only
 
     def keep_last_by_default(self) -> None:
-        """Also keep a ``last.ckpt``, unless ``save_last`` was set. Call it before ``fit``."""
+        """Also keep a ``last.ckpt``, unless ``save_last`` was set. Must be called before ``fit``."""
         self.save_last |= self._may_keep_last
 
     # -- triggers ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Determine the directory, the same on every process, and reset the triggers of an earlier run."""
+        """Determine the directory, which is the same on every process, and reset the triggers of an earlier run."""
         if stage != "fit":
             return
         self._warn_of_never_called(ModelCheckpoint)
@@ -267,10 +268,10 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check before the first step that saving will work, and remove what a killed run left.
+        """Check before the first step that saving will work, and remove the checkpoints that a killed run left.
 
         Raises:
-            OSError: If the directory cannot be created or written to, or has no room for one checkpoint.
+            OSError: If the directory cannot be created or written to, or does not have enough space for a checkpoint.
         """
         progress, world = trainer.progress, trainer.accelerator.world
         self._top_k.saved_step = progress.step
@@ -296,7 +297,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._top_k.forget(world.broadcast(missing))  # those that rank zero does not find
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Trigger a save after a validation, if it is due there."""
+        """Trigger a save after a validation, unless saves are triggered at the end of epochs."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
 
@@ -316,13 +317,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._serve(trainer, epoch_is_over=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if a save was triggered, or if one is due at the end of the epoch."""
+        """Save if a save was triggered, or if a save is due at the end of the epoch."""
         if self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
         self._serve(trainer, epoch_is_over=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Wait for a save in the background. Warn if no checkpoint of the run could be ranked."""
+        """Wait for a background save. Warn if no checkpoint of the run could be ranked."""
         self._settle(trainer, wait=True)
         if self._waiting and not self.best_model_path:
             warn(
@@ -331,9 +332,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Save the last completed step on rank zero, if ``save_on_exception`` is set. No collectives are called.
+        """Save the last completed step on rank zero if ``save_on_exception`` is set. No collectives are used.
 
-        A save in the background is completed first.
+        A background save is completed first.
 
         Raises:
             ValueError: If a weight is not finite.
@@ -345,7 +346,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._save_last(trainer, exception)
 
     def save_now(self, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if that is kept, else as ``preempted.ckpt``. Call it on all ranks.
+        """Save the run as ``last.ckpt`` if that is kept, else as ``preempted.ckpt``. Must be called on all ranks.
 
         Args:
             trainer: The running Trainer.
@@ -362,7 +363,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._save_as(path, trainer)
 
     def save_interrupted(self, trainer: Trainer) -> str:
-        """Save the run under the name that ``save_on_exception`` uses. Call it on all ranks.
+        """Save the run under the name that ``save_on_exception`` uses. Must be called on all ranks.
 
         Args:
             trainer: The running Trainer.
@@ -378,7 +379,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._save_as(None, trainer)
 
     def _save_as(self, path: str | None, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if that is kept; else as ``path``, or by the template."""
+        """Save the run as ``last.ckpt`` if that is kept, otherwise as ``path`` or under the template's name."""
         progress = trainer.progress
         if self.save_last or path is None:
             values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
@@ -421,7 +422,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return once or not trainer.has_validation
 
     def _trigger_by_epoch(self, trainer: Trainer) -> None:
-        """Trigger a save if the epoch is due."""
+        """Trigger a save if one is due in this epoch."""
         if self.every_n_epochs and (trainer.progress.epoch + 1) % self.every_n_epochs == 0:
             self._trigger(trainer.progress.step)
 
@@ -431,7 +432,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._triggered_step, self._save_requested = step, True
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
-        """Perform the triggered saves whose value is known."""
+        """Perform the triggered saves for which the monitored value is available."""
         measured = epoch_is_over or trainer.logbook.watch.step == trainer.progress.step
         if not self._save_requested and not (self._waiting and measured):
             return
@@ -445,10 +446,10 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._save(trainer, values, ranked)
 
     def _has_current_value(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
-        """Return whether ``name`` has a value of the current weights. The value of a step counts as one.
+        """Return whether ``name`` has a value for the current weights. The value of a training step always counts.
 
         Raises:
-            ValueError: If the epoch has ended and has not logged it.
+            ValueError: If the epoch has ended without logging ``name``.
         """
         if name in ("step", "epoch"):
             return True
@@ -472,7 +473,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self.dirpath
 
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
-        """Decide what is kept, save it, and remove what is no longer kept."""
+        """Decide which checkpoints to keep, save the new one, and remove those that are no longer kept."""
         self._settle(trainer, wait=True)
         top_k, before = self._top_k, self._top_k.snapshot()
         self._before = before
@@ -516,11 +517,11 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._finish_save(trainer)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Save one checkpoint. A subclass may write something else, on all ranks. The name is Lightning's."""
+        """Save one checkpoint, on all ranks. A subclass may write something else. The method name is Lightning's."""
         trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
 
     def _settle(self, trainer: Trainer, wait: bool = False) -> None:
-        """Complete a background save that has ended, and raise its error."""
+        """Complete a background save that has ended, and raise its error, if any."""
         job = self._job
         if job is None or not (wait or job.done):
             return
@@ -535,7 +536,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._finish_save(trainer)
 
     def _finish_save(self, trainer: Trainer) -> None:
-        """Remove the replaced checkpoints, now that the latest one is in place."""
+        """Remove the replaced checkpoints once the latest one is in place."""
         if self.verbose:
             announce(f"saved the run as of optimizer step {self._top_k.saved_step} in {self._directory}")
         if trainer.is_global_zero:
@@ -545,7 +546,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         trainer.logbook.call("after_save_checkpoint", self)
 
     def _collect_reserved_paths(self, trainer: Trainer) -> set[str]:
-        """Return the paths that this run's other callbacks keep, are saving, or will remove afterwards."""
+        """Return the paths that other callbacks of this run keep, are saving to, or will remove afterwards."""
         others = (callback for callback in trainer.checkpoint_callbacks if callback is not self)
         return set().union(*(callback._top_k.reserved_paths for callback in others))
 
@@ -553,13 +554,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the worst ranked checkpoint, which the next better one replaces; "" if none is replaced."""
+        """Path of the worst ranked checkpoint, which the next better checkpoint replaces; "" if none is replaced."""
         return self._top_k.kth_best_model_path
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         """Return whether a checkpoint with this value of ``monitor`` is among the best.
 
-        A subclass may decide differently, but identically on every rank.
+        A subclass may decide differently, but the decision must be the same on every rank.
 
         Args:
             trainer: The running Trainer.
@@ -568,7 +569,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return current is not None and bool(self.save_top_k) and self._top_k.is_among_best(current)
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
-        """Return whether a path exists on rank zero's disk. Call it on all ranks.
+        """Return whether a path exists on rank zero's disk. Must be called on all ranks.
 
         Args:
             filepath: The path.
@@ -581,7 +582,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def _filenames(self) -> CheckpointFilenames:
-        """Names of the checkpoints, from the current class attributes."""
+        """File names of the checkpoints, according to the current class attributes."""
         return CheckpointFilenames(
             template=self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}",
             template_of_last=self.CHECKPOINT_NAME_LAST,
@@ -601,9 +602,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Return the path for these values.
 
         Args:
-            metrics: Values by name; one that the template uses and that is missing counts as 0.
+            metrics: Values by name. A missing value that the template uses counts as 0.
             filename: The template. Default: the callback's ``filename``.
-            ver: Number of a suffix like ``-v1``. Default: no suffix.
+            ver: Number of a suffix such as ``-v1``. Default: no suffix.
 
         Raises:
             ValueError: If a value cannot be written in its field's format.
@@ -612,7 +613,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return name if self.dirpath is None else str(as_path(self.dirpath) / name)
 
     def _agree_on_path(self, trainer: Trainer, values: dict[str, Any], replaced: str, last: bool = False) -> str:
-        """Return the path that rank zero chooses, see `_choose_path`. Call it on all ranks."""
+        """Return the path that rank zero chooses; see `_choose_path`. Must be called on all ranks."""
         step = trainer.progress.step
         path = self._choose_path(trainer, values, step, replaced, last) if trainer.is_global_zero else ""
         return str(trainer.accelerator.world.broadcast(path))
@@ -625,7 +626,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         Args:
             trainer: The running Trainer.
             values: Values of the template.
-            step: The optimizer step that is saved.
+            step: The optimizer step to save.
             replaced: This callback's checkpoint whose path may be reused.
             last: Return the path of ``last.ckpt`` instead of a ranked checkpoint.
         """

@@ -1,4 +1,4 @@
-"""`ModelSummary`: a table of the model's modules when training begins."""
+"""`ModelSummary`: a table of the model's modules, printed when training begins."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class ModelSummary(BestEffortCallback):
     """Callback that prints a table of the model's modules when ``fit`` begins.
 
-    If the task has an ``example_input_array``, it is run on it once, and the table also shows the shapes of each
-    module's inputs and outputs and its floating-point operations. For a sharded model the table also shows how many of
-    the parameters one process holds. Override `show` to print the table differently.
+    If the task has an ``example_input_array``, the task is run on it once, and the table also shows the shapes of
+    inputs and outputs and the floating-point operations of each module. For a sharded model, the table also shows the
+    number of parameters that one process holds. Override `show` to print the table differently.
 
     Args:
         max_depth: Levels of nested modules to show; -1 shows all, 0 prints no table. Default: 1.

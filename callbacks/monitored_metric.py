@@ -1,4 +1,4 @@
-"""Monitored metrics: read identically on every rank, and measured on the current weights."""
+"""Monitored metrics, which are identical on every rank and measured on the current weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MODES = ("min", "max")
 
 
 class LatestValidation:
-    """Names that the latest validation logged, and its optimizer step.
+    """Names that the latest validation logged, and the optimizer step of that validation.
 
-    A value of a validation belongs to the weights it was measured on. A checkpoint of later weights must not be ranked
-    by it.
+    A value of a validation belongs to the weights that it was measured on. A checkpoint of later weights must not be
+    ranked by this value.
 
     Attributes:
         step: Optimizer steps taken before the latest validation; None before the first.
-        names: The names it logged.
+        names: The names that it logged.
 
     Example:
         >>> from treadle.callbacks import LatestValidation
@@ -44,7 +44,7 @@ class LatestValidation:
         self.step = trainer.progress.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: restored values must not count as new ones in a resumed run."""
+        """Return the state for a checkpoint, so that restored values do not count as new ones in a resumed run."""
         return {"step": self.step, "names": sorted(self.names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -73,11 +73,12 @@ class LatestValidation:
 
 
 def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str, float]:
-    """Return every logged value, identical on every rank. Call it on all ranks.
+    """Return every logged value, identical on every rank. Must be called on all ranks.
 
     Args:
         trainer: The running Trainer.
-        keep: Names whose step value is ignored, because a validation has logged them since. Default: none.
+        keep: Names whose values of training steps are ignored, because a validation has logged them since. Default:
+            none.
 
     Returns:
         Values by name.
@@ -92,13 +93,13 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
 def read_monitored_metric(
     trainer: Trainer, name: str, consumer: str, strict: bool = True, keep: Container[str] = ()
 ) -> float | None:
-    """Return the latest value of ``name``, identical on every rank. Call it on all ranks.
+    """Return the latest value of ``name``, identical on every rank. Must be called on all ranks.
 
     Args:
         trainer: The running Trainer.
         name: The logged name.
         consumer: The object that needs the value, for messages, such as ``"the scheduler's monitor"``.
-        strict: Raise an error if the name was never logged; otherwise return None. Default: True.
+        strict: Raise an error if the name was never logged. Otherwise, return None. Default: True.
         keep: See `read_logged_metrics`.
 
     Raises:
@@ -111,9 +112,9 @@ def read_monitored_metric(
 
 
 def checks_at_epoch_end(trainer: Trainer) -> bool:
-    """Return whether a monitored value is checked at the end of epochs, rather than after each validation.
+    """Return whether a monitored value is checked at the end of epochs rather than after each validation.
 
-    At the end of an epoch, its training values are available as well as those of its one validation.
+    At the end of an epoch, the training values are available as well as those of the epoch's only validation.
 
     Args:
         trainer: The running Trainer.
@@ -123,16 +124,16 @@ def checks_at_epoch_end(trainer: Trainer) -> bool:
 
 
 def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = True) -> float | None:
-    """Return the value of ``name`` for a check, identical on every rank. Call it on all ranks.
+    """Return the value of ``name`` for a check, identical on every rank. Must be called on all ranks.
 
     Args:
         trainer: The running Trainer.
         name: The logged name.
         consumer: Class name of the callback that checks, for messages.
-        strict: Raise an error if the name was never logged; otherwise warn. Default: True.
+        strict: Raise an error if the name was never logged. Otherwise, warn. Default: True.
 
     Returns:
-        The value; None if no new one is available.
+        The value; None if no new value is available.
 
     Raises:
         ValueError: If the name was never logged; the message lists those that were.
@@ -150,7 +151,7 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
 
 
 def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: Iterable[str]) -> ValueError:
-    """Return the error for a name that was not logged, with the names that were.
+    """Return the error for a name that was not logged, which lists the logged names.
 
     Args:
         trainer: The running Trainer.

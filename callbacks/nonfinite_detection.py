@@ -1,4 +1,4 @@
-"""`NonFiniteWatch`: the first module that computes a value that is not finite."""
+"""`NonFiniteWatch`: detection of the first module that computes a value that is not finite."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 
 
 class NonFiniteWatch(Callback):
-    """Callback that names the rank and the module that first compute NaN or infinity, in the forward or backward pass.
+    """Callback that reports the rank and module that first compute NaN or infinity in the forward or backward pass.
 
-    For debugging only: it checks every module's output and its gradient and every parameter's gradient, and
-    synchronizes with the device and with all ranks after each backward pass. It runs before the task's own hooks
-    (``after_task`` is 0). The error is raised on all ranks.
+    The callback is for debugging only, because it checks the output of every module and the gradients of all outputs
+    and parameters, and synchronizes with the device and with all ranks after each backward pass. It runs before the
+    task's own hooks (``after_task`` is 0). The error is raised on all ranks.
 
     Args:
         outputs: Check the outputs of modules, in the order of the forward pass. Default: True.
-        gradients: Check the gradients of modules' outputs, in the order of the backward pass, then those of parameters,
-            from the end of the model on. Disabled with float16, where the loss scale makes gradients overflow
-            occasionally. Default: True.
+        gradients: Check the gradients of modules' outputs, in the order of the backward pass, and then those of
+            parameters, starting at the end of the model. Disabled with float16, where gradients overflow occasionally
+            because of the loss scale. Default: True.
 
     Raises:
-        ValueError: If both checks are disabled; in training, with step, rank, module and the tensor that is not finite.
+        ValueError: If both checks are disabled or, during training, if a value is not finite. The error states the
+            step, the rank, the module and the tensor.
         TypeError: If an argument is not a bool.
 
     Example:
@@ -72,7 +73,7 @@ class NonFiniteWatch(Callback):
         self._forget()
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Read the flags of this micro-batch and raise the error if one is set."""
+        """Read the flags of this micro-batch, and raise the error if a flag is set."""
         reduced_names: list[str] = []
         flags = [[*self._output_flags, *self._gradient_flags], []]
         self._forget()

@@ -1,4 +1,4 @@
-"""`OnExceptionCheckpoint`: a checkpoint when an error ends the run."""
+"""`OnExceptionCheckpoint`: a checkpoint that is saved when an error ends the run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .model_checkpoint import ModelCheckpoint
 class OnExceptionCheckpoint(ModelCheckpoint):
     """Callback that saves the run as of the last completed step when an error or Ctrl-C ends ``fit``, and only then.
 
-    It works like ``ModelCheckpoint(save_on_exception=True)`` with a constant name: an older checkpoint is replaced.
-    Other checkpoints of the Trainer are saved as usual. To resume from it, or from another checkpoint if that is newer,
-    call ``fit(ckpt_path="auto")``. It runs with the other checkpoint callbacks (``after_task`` is 2), after other
-    callbacks have restored the model.
+    It works like ``ModelCheckpoint(save_on_exception=True)`` with a constant name, so an older checkpoint is replaced.
+    Other checkpoints of the Trainer are saved as usual. To resume from this checkpoint, or from another one if that is
+    newer, call ``fit(ckpt_path="auto")``. The callback runs with the other checkpoint callbacks (``after_task`` is 2),
+    after other callbacks have restored the model.
 
     Args:
         dirpath: Directory of the checkpoint.
-        filename: Its name without the extension. Default: ``"on_exception"``.
+        filename: Name of the checkpoint without the extension. Default: ``"on_exception"``.
 
     Raises:
         ValueError: If the name is empty.

@@ -1,4 +1,4 @@
-"""Predictions in files: written by all ranks while they are computed, and read in the dataset's order."""
+"""Predictions in files, which all ranks write while they predict, and which are read in the dataset's order."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ class PredictionWriter(BasePredictionWriter):
     numbers, text, and dicts, lists, tuples and dataclasses of these can be written; dataclasses are read back as dicts.
 
     Args:
-        dirpath: The folder, or its URL. If it exists and is not empty, ``-v1``, ``-v2``... is appended to its name.
+        dirpath: The folder, or its URL. If it exists and is not empty, ``-v1``, ``-v2``, ... is appended to its name.
             Default: ``predictions`` in the Trainer's ``default_root_dir``.
-        shard_mib: Size of the tensors in a file in MiB, at which the file is written. Default: 64.
+        shard_mib: Size of the collected tensors in MiB at which a file is written. Default: 64.
 
     Attributes:
         folder: Folder of the latest predictions; None before the first, and if ``predict_step`` returned only None.
 
     Raises:
-        TypeError: In ``predict``, if a prediction has another type; the message names its place.
+        TypeError: In ``predict``, if a prediction has an unsupported type. The error states its position in the
+            prediction.
 
     Example:
         >>> import tempfile
@@ -109,7 +110,7 @@ class PredictionWriter(BasePredictionWriter):
         shards.add(batch_idx * trainer.world_size + trainer.global_rank, batch_indices, prediction)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the remaining batches, and the index once all ranks are done."""
+        """Write the remaining batches and, once all ranks are done, the index."""
         written = {}
         for loader, shards in self._shards.items():
             shards.flush()
@@ -127,13 +128,13 @@ class PredictionWriter(BasePredictionWriter):
             announce(f"predictions saved in {self.folder}; treadle.read_predictions(path) reads them in order")
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Discard batches that are not written."""
+        """Discard batches that have not been written."""
         super().teardown(trainer, pl_module, stage)
         self._shards = {}
 
 
 class _Shards:
-    """Files of one rank's batches of one dataloader."""
+    """Files with the batches of one rank and one dataloader."""
 
     def __init__(self, folder: Path, stem: str, limit: int) -> None:
         self.files: list[str] = []
@@ -177,7 +178,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _make_free_folder(wanted: AnyPath) -> AnyPath:
-    """Return an empty folder, with a version in its name if the requested one is not empty."""
+    """Return an empty folder, with a version in its name if the requested folder is not empty."""
     if isinstance(wanted, RemotePath):
         names = (f"{wanted.name}-v{version}" if version else wanted.name for version in itertools.count())
         return next(place for name in names if not (place := wanted.parent / name).exists())
@@ -215,19 +216,19 @@ def _write_index(folder: Path, every: list[dict[int, dict[str, Any]]]) -> None:
 def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool = False) -> Iterator[Any]:
     """Yield the predictions of each batch that a `PredictionWriter` wrote, in the dataset's order.
 
-    One file of each rank is open at a time. No code in the files is run.
+    One file of each rank is open at a time. Reading the files never executes code.
 
     Args:
         path: The folder, or its URL.
         dataloader_idx: Index of the dataloader, if there were several. Default: 0.
-        indices: Yield pairs: the indices of the batch's samples in the dataset (None for a stream), and the
+        indices: Yield pairs of the indices of the batch's samples in the dataset (None for a stream) and the
             predictions. Default: False.
 
     Yields:
         The prediction of a batch, or the pair.
 
     Raises:
-        ValueError: If the folder has no predictions, is incomplete or damaged, or there was no such dataloader.
+        ValueError: If the folder has no predictions, is incomplete or damaged, or does not have this dataloader.
     """
     folder = local_folder(path)
     if not (folder / _INDEX).is_file():
@@ -243,7 +244,7 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
 
 
 def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
-    """Return for each dataloader the number of batches, and the names of each rank's files.
+    """Return the number of batches and the names of each rank's files, by dataloader.
 
     Raises:
         ValueError: If the index is damaged.
@@ -271,7 +272,7 @@ def _read_loader(folder: Path, batches: int, ranks: list[list[str]], indices: bo
 
 
 def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
-    """Yield the numbers and contents of one rank's batches."""
+    """Yield the number and content of each batch of one rank."""
     for name in files:
         path = folder / name
         pieces, notes = read_safetensors(path)

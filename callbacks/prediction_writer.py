@@ -1,4 +1,4 @@
-"""Base class of callbacks that write predictions, with the indices of their samples in the dataset."""
+"""Base class of callbacks that write predictions together with the indices of their samples in the dataset."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class WriteInterval(StrEnum):
 
 
 class BasePredictionWriter(Callback):
-    """Base class of callbacks that write predictions: override `write_on_batch_end`, `write_on_epoch_end` or both.
+    """Base class of callbacks that write predictions. Override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    Each process writes its own predictions: name files by ``trainer.global_rank``. The indices locate each sample in
-    the dataset, for any sampler and any world size; over all processes each index occurs once, if the sampler yields it
-    once. With ``trainer.predict(..., return_predictions=False)`` and ``"batch"`` no prediction is kept in memory. An
-    error in writing ends the stage, because the predictions would be lost.
+    Each process writes its own predictions, so include ``trainer.global_rank`` in the names of files. The indices
+    locate each sample in the dataset, for any sampler and any world size. Over all processes, each index occurs once if
+    the sampler yields it once. With ``trainer.predict(..., return_predictions=False)`` and ``"batch"``, no prediction
+    is kept in memory. An error in writing ends the stage, because the predictions would otherwise be lost.
 
     Args:
         write_interval: ``"batch"``, ``"epoch"`` (which keeps all predictions of a process in host memory until the end)
             or ``"batch_and_epoch"``. Default: ``"batch"``.
 
     Raises:
-        ValueError: If the interval is unknown, or the method that it calls is not overridden.
+        ValueError: If the interval is unknown, or the corresponding method is not overridden.
 
     Example:
         >>> import treadle as tl
@@ -106,9 +106,9 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
-            predictions: Results of ``predict_step`` for each batch, in host memory; with several dataloaders a list of
-                these lists.
-            batch_indices: For each dataloader and each batch, the indices that `write_on_batch_end` gets.
+            predictions: Results of ``predict_step`` for each batch, in host memory; with several dataloaders, a list of
+                such lists.
+            batch_indices: For each dataloader and each batch, the indices that `write_on_batch_end` receives.
         """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:

@@ -1,4 +1,4 @@
-"""`ModelPruning`: weights set to zero during training, with ``torch.nn.utils.prune``."""
+"""`ModelPruning`: pruning of weights during training with ``torch.nn.utils.prune``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], type[prune.BasePruningMethod]]] 
 class ModelPruning(Callback):
     """Callback that prunes parameters at the end of epochs with permanent masks.
 
-    A checkpoint's model has the pruned weights under their own names, so it loads into an unpruned model. The
-    checkpoint also contains the masks and the values below them, so a resumed run equals an uninterrupted one. All
+    The model in a checkpoint has the pruned weights under their own names, so it can be loaded into an unpruned model.
+    The checkpoint also contains the masks and the unmasked values, so a resumed run equals an uninterrupted one. All
     processes use rank zero's masks.
 
     The callback runs before the task's own hooks (``after_task`` is 0), so a checkpoint at the end of an epoch is
@@ -49,21 +49,22 @@ class ModelPruning(Callback):
         parameter_names: Names to prune by default: ``"weight"``, ``"bias"`` or both. Default: both.
         use_global_unstructured: Compare the weights of all layers with each other, not only within each layer. Default:
             True.
-        amount: Fraction (float) or number (int) of the remaining weights to prune each time; or a function of the
+        amount: Fraction (float) or number (int) of the remaining weights to prune each time, or a function of the
             epoch. Default: 0.5.
-        apply_pruning: Whether to prune; or a function of the epoch. Default: True.
+        apply_pruning: Whether to prune, or a function of the epoch. Default: True.
         make_pruning_permanent: Replace weights and masks with the pruned weights after training. Default: True.
-        use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values each time; or a function of
-            the epoch. Default: True.
-        resample_parameters: Reset them to new values of the layer's ``reset_parameters`` instead. Default: False.
-        pruning_dim: Dimension that structured pruning removes slices of.
+        use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values each time. May be a function
+            of the epoch. Default: True.
+        resample_parameters: Reset the weights to new values from the layer's ``reset_parameters`` instead. Default:
+            False.
+        pruning_dim: Dimension along which structured pruning removes slices.
         pruning_norm: The norm of ``"ln_structured"``.
-        verbose: 1 announces how much is pruned, 2 also for each layer. Default: 0.
+        verbose: 1 announces the number of pruned weights, 2 also announces it for each layer. Default: 0.
         prune_on_train_epoch_end: Prune at the end of epochs (True) or after each validation (False). Default: True.
 
     Raises:
-        ValueError: If arguments contradict each other; before the first step, if a parameter is not in the model, the
-            model is sharded, or an averaging callback still has its averages in the model when it is pruned.
+        ValueError: If arguments contradict each other or, before the first step, if a parameter is not in the model,
+            the model is sharded, or an averaging callback would still have its averages in the model when it is pruned.
         TypeError: If an argument has the wrong type.
 
     References:
@@ -155,7 +156,7 @@ class ModelPruning(Callback):
         return function  # type: ignore[no-any-return]
 
     def filter_parameters_to_prune(self, parameters_to_prune: Places = ()) -> Places:
-        """Return the pairs of module and name to prune. Override it to select some.
+        """Return the pairs of module and name to prune. Override this method to select some of them.
 
         Args:
             parameters_to_prune: All pairs.
@@ -173,7 +174,7 @@ class ModelPruning(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Find the parameters to prune and keep their initial values; restore the masks of a resumed run."""
+        """Find the parameters to prune and keep their initial values. In a resumed run, restore the masks."""
         self._latest_epoch = -1
         after = trainer.callbacks[trainer.callbacks.index(self) :]
         if not self._at_epoch_end and (
@@ -206,31 +207,31 @@ class ModelPruning(Callback):
                 pruned.load(saved["parameters"].get(pruned.full_name))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune after an epoch, if it is due there."""
+        """Prune after an epoch, unless pruning runs after validations."""
         progress = trainer.progress
         if self._at_epoch_end and progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
             self._run(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Prune after a validation, if it is due there."""
+        """Prune after a validation, unless pruning runs at the end of epochs."""
         if not self._at_epoch_end and trainer.stage == "fit" and not trainer.sanity_checking:
             self._run(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Make the pruning of the final weights permanent, averaged weights included."""
+        """Make the pruning of the final weights, including averaged weights, permanent."""
         if self._permanent:
             if trainer.last_step is not None:
                 trainer.last_step.changed()
             self.make_pruning_permanent(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Make the pruning permanent after an error, once the run could be saved."""
+        """Make the pruning permanent after an error. By then, other callbacks have saved the run."""
         if stage == "fit" and self._permanent:
             self.make_pruning_permanent(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add the masks and the values below them."""
+        """Add the masks and the unmasked values to the checkpoint."""
         if self._pruned:
             parameters = {pruned.full_name: pruned.get_state() for pruned in self._pruned}
             checkpoint[_KEY] = {"parameters": parameters, "latest_epoch": self._latest_epoch}
@@ -279,7 +280,7 @@ class ModelPruning(Callback):
                 pruned.parameter.copy_(value)
 
     def _run(self, trainer: Trainer) -> None:
-        """Prune what is due in this epoch, identically on all processes."""
+        """Prune as configured for this epoch, identically on all processes."""
         epoch = trainer.progress.epoch
         amount = self.amount(epoch) if callable(self.amount) else self.amount
         if not _evaluate_decision(self._apply, epoch) or not amount:
@@ -298,7 +299,7 @@ class ModelPruning(Callback):
             self._say(before)
 
     def _say(self, before: list[int]) -> None:
-        """Announce how much is pruned."""
+        """Announce the number of pruned weights."""
         after, sizes = (
             [pruned.count_zeros() for pruned in self._pruned],
             [pruned.parameter.numel() for pruned in self._pruned],

@@ -161,7 +161,7 @@ class SpikeWatch(Callback):
     # -- checks --------------------------------------------------------------------------------------------------
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check if it is due."""
+        """Check if a check is due."""
         if self._new and trainer.progress.step % self.every_n_steps == 0:
             self._look(trainer)
 

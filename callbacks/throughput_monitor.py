@@ -189,7 +189,7 @@ class ThroughputMonitor(BestEffortCallback):
         return None if math.isnan(counts[0]) else counts
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Measure if it is due."""
+        """Measure if a measurement is due."""
         step = trainer.progress.step
         if step % trainer.log_every_n_steps == 0 and step != self._step and self._throughput is not None:
             self._step = step

@@ -1,4 +1,4 @@
-"""Helpers of all packages: messages, durations, argument checks, optional packages, lazy exports.
+"""Helpers for all packages: messages, durations, argument checks, optional packages, lazy exports.
 
-The bottom layer: it imports nothing else of Treadle, and never torch.
+This is the bottom layer. It imports neither torch nor any other package of Treadle.
 """

@@ -1,4 +1,4 @@
-"""Work that must finish before the interpreter ends, while threads still run."""
+"""Work that must finish before the interpreter exits, while threads still run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _waiting: dict[int, Callable[[], Any]] = {}
 def before_exit(work: Callable[[], Any]) -> Callable[[], None]:
     """Register a function to call when the main thread has ended, while threads and executors still accept work.
 
-    ``atexit`` is too late: asyncio, which packages of object stores use, can no longer resolve host names.
+    ``atexit`` is too late, because asyncio, which clients of object stores use, can no longer resolve host names then.
 
     Args:
-        work: The function. An exception is printed.
+        work: The function. If it raises an exception, the exception is printed.
 
     Returns:
         A function that cancels the registration.

@@ -19,7 +19,7 @@ def parse_duration(name: str, value: Any) -> timedelta:
     """Return a duration as a ``timedelta``.
 
     Args:
-        name: Argument that received the value, for errors.
+        name: Name of the argument, for error messages.
         value: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Exports of packages: their names are stated once, for type checkers, and imported when they are first used."""
+"""Exports of packages, which are listed once, for type checkers, and imported when they are first used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports under ``if TYPE_CHECKING:`` only.
 
-    The package exports the relative imports of that block. Type checkers and editors follow them; at run time each
-    import happens when its name is first used.
+    The package exports the relative imports of that block. Type checkers and editors follow these imports. At run time,
+    each one happens when its name is first used.
 
     Args:
         package: The package's ``__name__``.
 
     Raises:
-        ImportError: If the package is installed without its source.
+        ImportError: If the package is installed without its source files.
     """
     loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
     source = loader.get_source(package)  # type: ignore[union-attr]

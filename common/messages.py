@@ -60,7 +60,7 @@ def warn(text: str) -> None:
 def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> str | None:
     """Return the valid name closest to ``name``, or None if none is close.
 
-    Upper and lower case count only between names that differ in nothing else.
+    Case is ignored unless two valid names differ only in case.
 
     Args:
         name: Name that the user wrote.

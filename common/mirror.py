@@ -1,4 +1,4 @@
-"""Mirror of a folder in an object store, such as logs: files are written locally and uploaded during training."""
+"""Local mirror of a folder in an object store, such as logs. Files are written locally and uploaded during training."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _lock = threading.Lock()
 
 
 def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
-    """Return the local folder for the files of a place: a path itself, or a folder that is mirrored to a URL.
+    """Return the local folder for a path or URL: the path itself, or a folder that is mirrored to the URL.
 
-    The files of the URL's folder are downloaded first, without its subfolders. From then on a thread of this process
-    uploads each changed file and deletes each deleted one in the store; see `flush`. Names that begin with a dot or end
-    in ``.tmp`` stay local.
+    The files directly in the URL's folder are downloaded first, except files over 1 GiB; its subfolders are not. From
+    then on, a thread of this process uploads each changed file and removes deleted files from the store; see `flush`.
+    Names that begin with a dot or end in ``.tmp`` stay local.
 
     Args:
         place: A path or a URL. A path is returned unchanged, and not created.
@@ -46,12 +46,12 @@ def local_folder(place: str | os.PathLike[str] | AnyPath) -> Path:
 
 
 def flush(place: str | os.PathLike[str] | AnyPath | None = None) -> None:
-    """Upload the changed files and wait for it.
+    """Upload the changed files, and wait until the upload is complete.
 
     Files that cannot be uploaded are kept, and a warning names their folder.
 
     Args:
-        place: The folder. Default: all mirrored ones.
+        place: The folder. Default: all mirrored folders.
     """
     if not _mirrors:
         return
@@ -80,7 +80,7 @@ class _Mirror:
         before_exit(self._finish)
 
     def open(self, url: RemotePath) -> Path:
-        """Return the local folder of this URL, or of one in it, with the files of the store.
+        """Return the local folder for this URL or a subfolder, with the store's files downloaded.
 
         Args:
             url: The folder in the store.

@@ -1,4 +1,4 @@
-"""Optional packages that only one part of Treadle needs."""
+"""Checks for optional packages, each of which only one part of Treadle needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def require(needed_by: str, *packages: str, extra: str) -> None:
         extra: Treadle's extra that installs them.
 
     Raises:
-        ModuleNotFoundError: If packages are missing; the error names them and how to install them.
+        ModuleNotFoundError: If packages are missing. The error lists them and states how to install them.
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:

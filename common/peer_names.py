@@ -1,7 +1,7 @@
-"""Names of Lightning, Fabric and Accelerate, at their own paths: their counterpart in Treadle, or a replacement.
+"""Names of Lightning, Fabric and Accelerate at their original paths, each with its counterpart or what to use instead.
 
-The tables are `compat/lightning.toml`, whose first lines explain the form, `compat/fabric.toml` and
-`compat/accelerate.toml`. They are read when a module is asked for a name that it does not have.
+The tables are `compat/lightning.toml`, whose first lines explain the format, `compat/fabric.toml` and
+`compat/accelerate.toml`. They are read when a name that a module lacks is requested from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _NoSuchNameError(ImportError):
 
 
 def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a module that holds a peer's names and nothing else.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a module that contains a peer's names and nothing else.
 
     Args:
         module: Its ``__name__``.
@@ -57,7 +57,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
 
 
 def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], Any]) -> None:
-    """Import the submodules that share a name with an export, because a later import would replace the export."""
+    """Import submodules that share a name with an export now, because importing one later would replace the export."""
     for entry in pkgutil.iter_modules(getattr(package, "__path__", ())):
         if entry.name in names:
             importlib.import_module(f"{package.__name__}.{entry.name}")
@@ -65,7 +65,7 @@ def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], 
 
 
 def find_peer_names(module: str) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module of Treadle that also exists in a peer, with the names that it lacks.
+    """Return a ``__getattr__`` that adds a peer's missing names to a module of Treadle that also exists in the peer.
 
     Args:
         module: Its ``__name__``.
@@ -81,13 +81,13 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
     """Return Treadle's counterpart of a peer's name.
 
     Args:
-        module: The ``__name__`` of the module that was asked for it.
+        module: ``__name__`` of the module that ``name`` was requested from.
         name: The name.
-        valid: Names that the module has, for a suggestion. Default: none.
+        valid: The module's names, for the suggestion in an error. Default: none.
 
     Raises:
-        ImportError, AttributeError: If Treadle has no counterpart; the error states what to use instead, if the peers
-            have such a name.
+        ImportError, AttributeError: If Treadle has no counterpart. If a peer has the name, the error states what to use
+            instead.
     """
     path = peer_path(module)
     home = None if name.startswith("__") else read_names(path).get(name)
@@ -131,7 +131,7 @@ def _refuse(module: str, name: str, text: str) -> NoReturn:
 
 
 def peer_path(module: str) -> str:
-    """Return the path below a peer's root that a module stands for: ``"utils"`` for ``treadle.compat.utils``.
+    """Return the path below a peer's root that a module corresponds to: ``"utils"`` for ``treadle.compat.utils``.
 
     Args:
         module: Its ``__name__``.
@@ -141,7 +141,7 @@ def peer_path(module: str) -> str:
 
 @cache
 def read_names(path: str) -> Mapping[str, str]:
-    """Return each of the peers' names in one module with its path below ``treadle``, or an `Elsewhere`.
+    """Return the peers' names in one module, each with its path below ``treadle`` or an `Elsewhere`.
 
     Args:
         path: Path of the module below a peer's root.
@@ -154,7 +154,7 @@ def read_names(path: str) -> Mapping[str, str]:
 
 
 def _below_fabric(path: str) -> str | None:
-    """Return the path below ``fabric``; None for a path elsewhere."""
+    """Return the path below ``fabric``, or None if the path is not in ``fabric``."""
     return path[len("fabric.") :] if path.split(".")[0] == "fabric" else None
 
 
@@ -169,7 +169,7 @@ def read_table(peer: str) -> Mapping[str, Any]:
 
 
 def list_paths() -> list[str]:
-    """Return the paths below ``treadle.compat`` that the tables have, sorted."""
+    """Return the sorted paths below ``treadle.compat`` that the tables list."""
     paths = {path for peer in ("lightning", "accelerate") for path in read_table(peer)}
     paths |= {f"fabric.{path}".rstrip(".") for path in read_table("fabric") if path != "answers"}
     return sorted(paths - {"answers"})
@@ -191,9 +191,9 @@ def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _own_module(module: str, path: str) -> Any:
-    """Return Treadle's module at the same path, for one in ``compat``.
+    """Return Treadle's own module at the same path as a module of ``compat``, or None.
 
-    Below ``fabric``, it is that of Lightning's counterpart.
+    For a module below ``fabric``, this is the module at the path of Lightning's counterpart.
     """
     below_fabric = _below_fabric(path)
     if not path or below_fabric == "":

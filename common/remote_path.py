@@ -1,8 +1,8 @@
 """Paths in object storage, such as ``s3://bucket/run``, with the operations that Treadle needs, based on fsspec.
 
-An object store has no directories, no rename and no fsync. An object appears whole, by the request that ends its
-upload; objects with a common prefix are called a folder here. A failed request is repeated several times, since
-networks fail.
+An object store has no directories, no rename and no fsync. An object becomes visible as a whole, with the request that
+completes its upload. Objects with a common prefix are called a folder here. A failed request is retried several times,
+because networks are unreliable.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFoun
 
 
 class StoreError(OSError):
-    """Failure of a store: it rejected a request, or could not be reached, several times in a row."""
+    """Error that a store rejected a request, or could not be reached, several times in a row."""
 
 
 class RemotePath:
-    """Path in an object store, with the interface of a ``pathlib.Path`` as far as Treadle needs it.
+    """Path in an object store, with the part of ``pathlib.Path``'s interface that Treadle needs.
 
     It is not an ``os.PathLike``: code that opens local files raises a TypeError instead of creating a folder called
-    ``s3:``. Addresses and secrets come from where the store's package looks for them, such as ``AWS_ENDPOINT_URL`` and
-    ``AWS_PROFILE``, or from fsspec's own configuration (``FSSPEC_S3_...``).
+    ``s3:``. The store's package reads addresses and credentials from its usual settings, such as ``AWS_ENDPOINT_URL``
+    and ``AWS_PROFILE``, or from fsspec's own configuration (``FSSPEC_S3_...``).
 
     Args:
         url: ``scheme://bucket/path``.
 
     Raises:
-        ValueError: If the URL has no path, leads upwards, or its scheme cannot be written.
+        ValueError: If the URL has no path, contains ``..`` or a wildcard, or has a scheme that does not support
+            writing.
     """
 
     def __init__(self, url: str) -> None:
@@ -137,7 +138,7 @@ class RemotePath:
 
     @cached_property
     def _store(self) -> Any:
-        """The filesystem of fsspec, without its cache of listings, which hides objects that other processes write."""
+        """Filesystem of fsspec without its listing cache, which would hide objects that other processes write."""
         import fsspec
 
         try:
@@ -162,10 +163,10 @@ class RemotePath:
         return str(self._store._strip_protocol(str(self)))
 
     def _ask(self, action: str, request: Callable[[], T]) -> T:
-        """Make a request, and repeat it if it fails.
+        """Make a request, and retry it if it fails.
 
         Raises:
-            StoreError: If the store rejected each attempt; the error states the store's reason.
+            StoreError: If every attempt failed. The error states the store's reason.
         """
         store = self._store
         for attempt in range(ATTEMPTS):
@@ -199,15 +200,15 @@ class RemotePath:
         return bool(self._ask("look it up", lambda: self._store.isdir(self._key)))
 
     def names(self) -> list[str]:
-        """Return the names in the folder, sorted; empty if it is not a folder."""
+        """Return the sorted names in the folder, or an empty list if the path is not a folder."""
         return sorted({path.partition("/")[0] for path in self._list(depth=1)})
 
     def files(self) -> dict[str, int]:
-        """Return the objects in the folder, but not in those below: the size of each in bytes, by its name."""
+        """Return the sizes in bytes of the objects directly in the folder, by name."""
         return {name: int(e["size"] or 0) for name, e in self._list(depth=1).items() if e["type"] == "file"}
 
     def sizes(self) -> dict[str, int]:
-        """Return the objects in the folder and in those below: the size of each in bytes, by its relative path."""
+        """Return the sizes in bytes of the objects in the folder and its subfolders, by relative path."""
         return {path: int(entry["size"] or 0) for path, entry in self._list().items() if entry["type"] == "file"}
 
     def _list(self, depth: int | None = None) -> dict[str, Any]:
@@ -232,7 +233,7 @@ class RemotePath:
         return tuple(str(entry.get(name)) for name in ("ETag", "etag", "LastModified", "created", "mtime", "size"))
 
     def age(self) -> float:
-        """Return the object's age in seconds, by the store's clock and this machine's.
+        """Return the object's age in seconds: this machine's time minus the store's time of the last change.
 
         Raises:
             FileNotFoundError: If the object does not exist.
@@ -258,7 +259,7 @@ class RemotePath:
 
         Args:
             data: Its content.
-            exclusive: Fail if the object exists. Default: False.
+            exclusive: Raise an error if the object exists. Default: False.
 
         Raises:
             FileExistsError: If the object exists, and ``exclusive`` is set.
@@ -273,7 +274,7 @@ class RemotePath:
             raise StoreError(f"{self}: can't {action}: {error}") from error
 
     def upload(self, file: Path) -> None:
-        """Copy a local file's content into the object, a large one in several concurrent requests.
+        """Upload a local file into the object. A large file is uploaded in several concurrent requests.
 
         Args:
             file: The local file.
@@ -283,12 +284,12 @@ class RemotePath:
 
     @property
     def takes_parts(self) -> bool:
-        """Return whether the store's package uploads single parts of an object. That of S3 does."""
+        """Return whether the store's package can upload an object in separate parts, as that of S3 can."""
         return self.scheme in ("s3", "s3a") and hasattr(self._store, "call_s3")
 
     @property
     def _sends_checksums(self) -> bool:
-        """Return whether botocore's configuration lets uploads carry checksums, which a few older stores reject."""
+        """Return whether botocore is configured to add checksums to uploads, which a few older stores reject."""
         self._store.connect()
         config = self._store.s3.meta.config  # botocore before 1.36 does not have this option
         return getattr(config, "request_checksum_calculation", "") == "when_supported"
@@ -301,7 +302,7 @@ class RemotePath:
             size: Its size in bytes.
 
         Raises:
-            StoreError: If the store rejected a request several times. No object is created.
+            StoreError: If a request failed several times. In this case, no object is created.
         """
         if size <= _PART_BYTES:
             self.write_bytes(b"".join(pieces))
@@ -340,7 +341,7 @@ class RemotePath:
             raise
 
     def _complete(self, place: dict[str, Any], parts: dict[str, Any], size: int) -> None:
-        """Turn the parts into an object. If the response to a request was lost, the next attempt finds no upload."""
+        """Combine the parts into an object. After a lost response, check whether the object is already complete."""
         try:
             self._call_s3("complete_multipart_upload", **place, MultipartUpload=parts)
         except OSError:
@@ -398,7 +399,7 @@ AnyPath = Path | RemotePath
 
 
 def is_url(place: object) -> bool:
-    """Return whether a place is a URL, ``scheme://...``, and not a path on a disk.
+    """Return whether a place is a URL (``scheme://...``) rather than a path on a disk.
 
     Args:
         place: Any value.
@@ -407,7 +408,7 @@ def is_url(place: object) -> bool:
 
 
 def as_path(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Convert a place to a ``Path``, or for a URL to a `RemotePath`.
+    """Convert a path to a ``Path``, or a URL to a `RemotePath`.
 
     Args:
         place: A path, or a URL. ``file://`` becomes a path.
@@ -436,7 +437,7 @@ def lexists(place: str | os.PathLike[str] | RemotePath) -> bool:
 
 
 def absolute(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Convert a place as `as_path` does, and make a path absolute.
+    """Convert a place as `as_path` does, and make local paths absolute.
 
     Args:
         place: A path, or a URL.

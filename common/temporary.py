@@ -1,4 +1,4 @@
-"""Temporary folder of a process for files that are uploaded to an object store, or downloaded from one."""
+"""Temporary folders of a process for files that are uploaded to an object store or downloaded from one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 
 def temporary_folder(name: str) -> Path:
-    """Return a folder of this process, the same for the same name. It is created if it does not exist.
+    """Return this process's temporary folder for a name, which is created if it does not exist.
 
-    It is in the system's folder for temporary files (``TMPDIR``), and is deleted when the process ends.
+    The folder is in the system's folder for temporary files (``TMPDIR``), and is deleted when the process ends.
 
     Args:
         name: Any text.
@@ -27,14 +27,14 @@ def temporary_folder(name: str) -> Path:
 
 @lru_cache(maxsize=1)
 def _own_folder(pid: int) -> Path:
-    """Return the folder of a process; a fork has another process ID, and so another folder."""
+    """Return the folder of a process. A forked process has its own ID and therefore its own folder."""
     folder = Path(tempfile.mkdtemp(prefix=f"treadle-{pid}-"))
     atexit.register(_remove, folder, pid)
     return folder
 
 
 def keep(folder: Path) -> None:
-    """Keep a folder when the process ends.
+    """Exclude a folder from deletion when the process ends.
 
     Args:
         folder: Result of `temporary_folder`.

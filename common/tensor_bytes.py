@@ -1,4 +1,4 @@
-"""Memory of a tensor as bytes."""
+"""View of a tensor's memory as bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checks of arguments, made where they are passed, so that the traceback ends at the faulty line.
+"""Argument checks, made where arguments are passed so that the traceback ends at the faulty line.
 
-Each returns the value, and its error states the argument, the value and the rule.
+Each check returns the value. Its error states the argument, the value and the rule.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .messages import name_type, nearest
 def check_bool(name: str, value: Any) -> bool:
     """Return the value if it is True or False.
 
-    Other values, such as the string ``"False"``, could be mistaken for one of them.
+    Other values are rejected. The string ``"False"``, for example, would count as true.
 
     Args:
         name: The argument.
         value: Its value.
 
     Raises:
-        TypeError: If the value is neither.
+        TypeError: If the value is not a bool.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False, not {name_type(value)}.")
@@ -39,7 +39,7 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
         words: The words that mean True.
 
     Raises:
-        ValueError: If the value is something else; the error names the closest word.
+        ValueError: If the value is neither a bool nor one of the words. The error names the closest word.
     """
     words = list(words)
     if isinstance(value, bool) or (isinstance(value, str) and value in words):
@@ -49,7 +49,7 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
 
 
 def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
-    """Return the value if it is an integer of at least ``low``, and not True or False.
+    """Return the value if it is an integer of at least ``low``; True and False are rejected.
 
     Args:
         name: The argument.
@@ -67,7 +67,7 @@ def check_int(name: str, value: Any, low: int, meaning: str = "") -> int:
 
 
 def check_number(name: str, value: Any, low: float = -math.inf) -> float:
-    """Return the value if it is an integer or float of at least ``low``. NaN is refused, because it compares as False.
+    """Return the value if it is an integer or float of at least ``low``. NaN is rejected.
 
     Args:
         name: The argument.
@@ -76,7 +76,7 @@ def check_number(name: str, value: Any, low: float = -math.inf) -> float:
 
     Raises:
         TypeError: If the value has another type.
-        ValueError: If the value is NaN, or smaller.
+        ValueError: If the value is NaN or less than ``low``.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} must be a number, not {name_type(value)}.")
@@ -91,7 +91,7 @@ def check_positive(name: str, value: Any, otherwise: str = "") -> float:
     Args:
         name: The argument.
         value: Its value.
-        otherwise: Alternative to a number, such as ``"or None to leave it off"``. Default: none.
+        otherwise: Alternative to a number, for the message, such as ``"or None to leave it off"``. Default: none.
 
     Raises:
         ValueError: If the value is something else.

@@ -124,7 +124,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> nn.Module:
-    """Load rank zero's full state into a sharded model. All ranks must call it.
+    """Load rank zero's full state into a sharded model. Must be called on all ranks.
 
     Args:
         accelerator: The accelerator that sharded the model.
@@ -159,7 +159,7 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write a sharded model's weights in Accelerate's format. All ranks must call it.
+    """Write a sharded model's weights in Accelerate's format. Must be called on all ranks.
 
     Args:
         fsdp_plugin: Its ``state_dict_type`` selects the format: the full state in ``pytorch_model_fsdp.bin``, or shards

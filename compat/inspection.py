@@ -110,7 +110,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 
 
 def is_shared_filesystem(strategy: Strategy | World, path: str | Path | None = None) -> bool:
-    """Return whether all ranks see the same files below ``path``. All ranks must call it.
+    """Return whether all ranks see the same files below ``path``. Must be called on all ranks.
 
     Args:
         strategy: The run's strategy, or its world.

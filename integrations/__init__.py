@@ -1,4 +1,4 @@
-"""Other libraries' models, engines and searches under a Trainer; each is imported when it is used."""
+"""Integrations of other libraries with the Trainer. Each is imported when it is used."""
 
 from __future__ import annotations
 

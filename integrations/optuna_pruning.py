@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 class PruningCallback(Callback):
     """Callback that reports a logged value to an Optuna trial and raises ``optuna.TrialPruned`` to prune it.
 
-    Only rank zero accesses the study's storage; all ranks raise after the same step. The checkpoints of a pruned trial
-    are kept, that of its last epoch included.
+    Only rank zero accesses the study's storage. All ranks raise the exception after the same step. The checkpoints of a
+    pruned trial are kept, including that of its last epoch.
 
-    A value is reported once per epoch, under the index of the epoch. If validations run several times in an epoch, each
-    is reported, under the index of the validation.
+    A value is reported once per epoch, under the epoch's index. If validation runs several times per epoch, a value is
+    reported after each validation, under the validation's index.
 
     Args:
-        trial: The trial, on rank zero. Other ranks may pass None, or what Optuna's ``TorchDistributedTrial`` wraps.
+        trial: The trial, on rank zero. Other ranks may pass None. Optuna's ``TorchDistributedTrial`` is accepted, too.
         monitor: Name of the logged value to report.
 
     Attributes:
@@ -32,7 +32,7 @@ class PruningCallback(Callback):
 
     Raises:
         ModuleNotFoundError: If Optuna is not installed.
-        ValueError: If rank zero has no trial; in training, if the value was never logged.
+        ValueError: If rank zero has no trial or, during training, if the value was never logged.
 
     Example:
         >>> import optuna
@@ -106,12 +106,12 @@ class PruningCallback(Callback):
                     )
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report after a validation, if a report is due there."""
+        """Report after a validation, unless values are reported at the end of the epoch."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not checks_at_epoch_end(trainer):
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report after an epoch, if a report is due there."""
+        """Report after an epoch, unless values are reported after each validation."""
         if trainer.progress.epoch_is_over and checks_at_epoch_end(trainer):
             self._report(trainer)
 
@@ -135,7 +135,7 @@ class PruningCallback(Callback):
             self._prune(trainer)
 
     def _ask_pruner(self, trainer: Trainer, value: float, number: int) -> bool:
-        """Report on rank zero, and return whether to prune the trial."""
+        """Report a value to the trial on rank zero, and return whether to prune the trial."""
         self._trial.report(value, number)
         return bool(self._trial.should_prune())
 
@@ -151,7 +151,7 @@ class PruningCallback(Callback):
     def check_pruned(self) -> None:
         """Raise ``TrialPruned`` if the trial was pruned.
 
-        `Trainer.fit` already does; this is for scripts that call it too.
+        `Trainer.fit` already raises it. This method exists for scripts that call it, too.
         """
         if self.pruned is not None:
             from optuna import TrialPruned

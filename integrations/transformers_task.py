@@ -32,37 +32,37 @@ _WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt", *_BY_METR
 class TransformersTask(TaskModule):
     """Task that fine-tunes, evaluates and generates with any transformers model whose ``forward`` returns a loss.
 
-    A batch is the input of the model: a dict with ``input_ids``, ``attention_mask``, ``labels``, ..., as transformers'
-    collators build it. If labels are tokens, each batch's loss is weighted by their number, so padding, accumulation
-    and world size do not change gradients.
+    A batch is the input of the model: a dict with ``input_ids``, ``attention_mask``, ``labels``, ..., as built by the
+    collators of transformers. If labels are tokens, the loss of each batch is weighted by the number of its labels, so
+    padding, accumulation and world size do not change gradients.
 
-    ``train_loss``, ``val_loss`` and ``test_loss`` are logged, and each of ``metrics`` as ``val_NAME`` and
-    ``test_NAME``. `Trainer.predict` returns generated texts with ``generation``, else logits.
+    The task logs ``train_loss``, ``val_loss`` and ``test_loss``, and each of ``metrics`` as ``val_NAME`` and
+    ``test_NAME``. `Trainer.predict` returns generated texts if ``generation`` is set, otherwise logits.
 
     Args:
-        model: A model; or the name or folder that ``from_pretrained`` loads, with ``auto_class``.
-        auto_class: The class that loads it, such as ``"AutoModelForCausalLM"``.
+        model: A model, or the name or folder of a model that ``auto_class`` loads with ``from_pretrained``.
+        auto_class: The class that loads the model, such as ``"AutoModelForCausalLM"``.
         tokenizer: A tokenizer, or the name or folder of one. Only generation and `save_pretrained` need it. Default:
-            the tokenizer of ``model``, if that is a name.
+            the tokenizer of ``model`` if ``model`` is a name.
         learning_rate: AdamW's peak learning rate. Default: 5e-5.
         weight_decay: AdamW's weight decay, for all parameters except biases and norms. Default: 0.0.
         optimizer_options: Further arguments of AdamW, such as ``{"betas": (0.9, 0.95)}``.
         lr_scheduler: A name that ``transformers.get_scheduler`` accepts. The scheduler advances with each optimizer
-            step; ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, by its ``val_loss``. Default:
+            step; ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance with each epoch, based on ``val_loss``. Default:
             ``"linear"``.
-        warmup_steps: Optimizer steps of the warmup; below 1 a fraction of all steps. Default: 0.
+        warmup_steps: Optimizer steps of the warmup. A value below 1 is a fraction of all steps. Default: 0.
         scheduler_options: Further arguments of the scheduler.
-        metrics: torchmetrics objects by name. They receive logits and labels of the samples, or of the tokens that have
-            a label; override `update_metrics` for others.
+        metrics: torchmetrics objects by name. They receive the logits and labels of the samples, or of the tokens that
+            have a label. Override `update_metrics` for metrics with other inputs.
         generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
-        adapter: A peft configuration, as an object or a dict: the model's own weights are frozen and adapters are
+        adapter: A peft configuration, as an object or a dict. The model's own weights are frozen and adapters are
             trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only the adapters.
         gradient_checkpointing: Recompute activations in the backward pass to save memory. Default: False.
         model_options: Further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
 
     Raises:
         ModuleNotFoundError: If transformers, or peft for ``adapter``, is not installed.
-        ValueError: If transformers has no such ``auto_class``, or a name is passed without one.
+        ValueError: If transformers does not have this ``auto_class``, or a name is passed without ``auto_class``.
 
     Example:
         >>> import torch
@@ -147,7 +147,7 @@ class TransformersTask(TaskModule):
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Return the loss of a batch, and the number of its labels if these are tokens.
+        """Return the loss of a batch, and the number of its labels if the labels are tokens.
 
         Args:
             batch: The input of the model.
@@ -180,7 +180,7 @@ class TransformersTask(TaskModule):
         self._evaluate(batch, "test", self.test_metrics)
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Return a list of generated texts, or the logits without ``generation``.
+        """Return a list of generated texts, or the logits if ``generation`` is not set.
 
         Args:
             batch: The input of the model; its labels are ignored.
@@ -203,10 +203,10 @@ class TransformersTask(TaskModule):
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW and the schedule.
+        """Return an AdamW optimizer and its learning rate schedule.
 
         Raises:
-            ValueError: If nothing is trained, or the schedule needs the length of a run whose length is unknown.
+            ValueError: If no parameter is trainable, or the schedule needs the length of the run and it is unknown.
         """
         options = self.hparams
         decayed: list[nn.Parameter] = []
@@ -223,7 +223,7 @@ class TransformersTask(TaskModule):
     # -- methods that may be overridden --------------------------------------------------------------------------
 
     def count_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the number of labels that the loss of a batch is the mean of.
+        """Return the number of labels over which the loss of a batch is averaged.
 
         Args:
             batch: The input of the model.
@@ -256,9 +256,9 @@ class TransformersTask(TaskModule):
     # -- methods to call -----------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model, or only its adapters if it has some, and the tokenizer for ``from_pretrained``.
+        """Save the model, or only its adapters if it has any, and the tokenizer in the format of ``from_pretrained``.
 
-        Call it on all processes.
+        Must be called on all ranks.
 
         Args:
             folder: The folder; created if missing.
@@ -287,7 +287,7 @@ class TransformersTask(TaskModule):
             self.log_dict({f"{stage}_{name}": metric for name, metric in metrics.items()}, on_step=False, on_epoch=True)
 
     def _get_loss(self, outputs: Any, batch: Mapping[str, Any], count: Tensor | None) -> Tensor:
-        """Return the loss of a batch; 0 if none of its labels counts."""
+        """Return the loss of a batch, or 0 if all of its labels are ignored."""
         loss: Tensor | None = getattr(outputs, "loss", None)
         if loss is None:
             raise ValueError(
@@ -297,7 +297,7 @@ class TransformersTask(TaskModule):
         return loss if count is None else torch.where(count > 0, loss, torch.zeros_like(loss))
 
     def _select_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the labels of tokens as the loss uses them; None if labels belong to whole samples."""
+        """Return the token labels that the loss uses, or None if labels belong to whole samples."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point() or "input_ids" not in batch:
             return None
@@ -329,7 +329,7 @@ class TransformersTask(TaskModule):
         return {"scheduler": scheduler, "interval": "step"}
 
     def _iterate_trained(self) -> Iterator[tuple[nn.Parameter, bool]]:
-        """Yield each trained parameter, and whether it gets weight decay."""
+        """Yield each trainable parameter, and whether weight decay applies to it."""
         visited = set()
         for part in self.modules():
             is_norm = "norm" in type(part).__name__.lower()
@@ -340,7 +340,7 @@ class TransformersTask(TaskModule):
 
 
 def _predicts_next_token(model: Any) -> bool:
-    """Return whether a model's loss compares each token with the next label, like that of a causal language model."""
+    """Return whether a model's loss compares each token with the next label, as in a causal language model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model = getattr(model, "base_model", model).model if hasattr(model, "peft_config") else model
@@ -366,7 +366,7 @@ def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: d
 
 
 def _load_tokenizer(tokenizer: Any, model: Any) -> Any:
-    """Return the tokenizer, loaded by name if needed; None if there is none."""
+    """Return the tokenizer, which is loaded if a name is passed, or None if there is none."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | os.PathLike):

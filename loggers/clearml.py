@@ -18,15 +18,16 @@ SUBSETS = ("train", "val", "test", "eval")
 
 
 class ClearMLLogger(ServiceLogger):
-    """Logger that sends metrics, hyperparameters and checkpoints to ClearML, or writes files (``pip install clearml``).
+    """Logger that sends metrics, hyperparameters and checkpoints to ClearML or writes them to files.
 
-    It has one task on rank zero, which begins with the first log. The task stays open after a fit, so several fits, and
-    ``logger.experiment`` after them, continue it; it is completed when the process ends or by `finish`, and fails if a
-    fit fails. A task that you have started is used, unless a ``task_id`` selects another.
+    Install with ``pip install clearml``. The logger has one task, on rank zero, which begins when something is first
+    logged. The task stays open after a fit, so several fits, and uses of ``logger.experiment`` after them, continue it.
+    It is completed by `finish` or when the process ends, and marked as failed if a fit fails. A task that you have
+    started is used unless ``task_id`` selects another.
 
     ``train_loss`` becomes the series ``train`` of the plot ``loss``; ``val_``, ``test_`` and ``eval_`` are treated the
-    same way. For other names, plot and series have the same name. ClearML would report a value that is not finite as 0:
-    it is skipped, with a warning.
+    same way. For other names, plot and series have the same name. A value that is not finite is skipped with a warning,
+    because ClearML would report it as 0.
 
     Unlike ``Task.init`` alone, this logger does not seed RNGs, keeps the signal handlers, creates a new task each time,
     and reports from a thread instead of a fork of the training process.
@@ -35,13 +36,13 @@ class ClearMLLogger(ServiceLogger):
         project_name: Project of the task. Default: ``CLEARML_PROJECT``, or ``"treadle_logs"``.
         task_name: Name of the task. Default: ``CLEARML_TASK``, or ``"training"``.
         task_id: ID of the task to continue. Default: a new task.
-        offline: Only write files, in ``CLEARML_CACHE_DIR`` or ``~/.clearml``; ``Task.import_offline_session`` sends
-            them. This is ``Task.set_offline(True)`` for the whole process. Default: False.
+        offline: Only write files, to ``CLEARML_CACHE_DIR`` or ``~/.clearml``; ``Task.import_offline_session`` sends
+            them. This calls ``Task.set_offline(True)``, which applies to the whole process. Default: False.
         tags: Tags of the task. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         log_model: Upload checkpoints as artifacts: True uploads the kept ones at the end of a fit; ``"all"`` uploads
             each as it is saved. Default: False.
-        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``Task.init``: ``task_type``, ``output_uri``, ``auto_connect_frameworks``, ...
 
@@ -147,7 +148,7 @@ class ClearMLLogger(ServiceLogger):
 
 
 def _make_gentle(task_class: Any) -> None:
-    """Set up ``Task.init`` so that it does not change the training process."""
+    """Configure ``Task.init`` so that it neither seeds RNGs nor forks the training process."""
     from clearml.config import config
 
     task_class.set_random_seed(None)

@@ -16,31 +16,32 @@ OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "
 
 
 class CometLogger(ServiceLogger):
-    """Logger that sends metrics, hyperparameters and checkpoints to Comet, or writes archives.
+    """Logger that sends metrics, hyperparameters and checkpoints to Comet or writes them to archives.
 
-    Install with ``pip install comet_ml``. It has one experiment on rank zero, which begins with the first log. The
-    experiment stays open after a fit, so several fits, and ``logger.experiment`` after them, continue it; it ends with
-    the process, with `finish`, or with a failed fit, which adds the tag ``failed``. A process has one experiment at a
-    time: a second logger ends that of the first, which is continued when the first logger is used again.
+    Install with ``pip install comet_ml``. The logger has one experiment, on rank zero, which begins when something is
+    first logged. The experiment stays open after a fit, so several fits, and uses of ``logger.experiment`` after them,
+    continue it. It ends with the process, with `finish`, or with a failed fit, which adds the tag ``failed``. A process
+    has one experiment at a time. A second logger therefore ends the experiment of the first, which is continued when
+    the first logger is used again.
 
-    Offline, an archive ``KEY-xxxxxx.zip`` is written each time the experiment ends; ``comet upload`` sends all archives
-    of a key to one experiment.
+    Offline, an archive ``KEY-xxxxxx.zip`` is written each time the experiment ends. ``comet upload`` sends all archives
+    with the same key to one experiment.
 
     Args:
         api_key: API key of the account. Default: ``COMET_API_KEY``, or Comet's configuration file.
-        workspace: Workspace of the experiment. Default: the account's.
-        project: Project of the experiment. Default: Comet's, ``"Uncategorized"``.
+        workspace: Workspace of the experiment. Default: the account's workspace.
+        project: Project of the experiment. Default: ``"Uncategorized"``, as in Comet.
         experiment_key: Key of the experiment to continue, 32 to 50 letters and digits. Default:
             ``COMET_EXPERIMENT_KEY``, or a new one.
         mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not). Default:
             ``"get_or_create"``.
-        online: Whether data is sent; False only writes archives. Default: True if there is a key.
+        online: Whether data is sent; False only writes archives. Default: True if there is an API key.
         prefix: Text before every metric's name, as ``prefix_name``. Default: none.
         log_model: Upload checkpoints: True uploads the kept ones at the end of a fit; ``"all"`` uploads each as it is
             saved. Default: False.
-        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
-        experiment_config: A ``comet_ml.ExperimentConfig``, in place of ``kwargs``. Default: built from ``kwargs``.
+        experiment_config: A ``comet_ml.ExperimentConfig``, which replaces ``kwargs``. Default: built from ``kwargs``.
         **kwargs: Arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``,
             ...
 
@@ -156,10 +157,10 @@ class CometLogger(ServiceLogger):
 
 
 def _set_up_import(offline: bool) -> None:
-    """Set how ``comet_ml`` behaves on import, unless it is already imported or the environment sets it.
+    """Configure what ``comet_ml`` does on import, unless it is already imported or the environment configures it.
 
-    By default it would patch other packages, to log automatically what this logger receives, such as TensorBoard's
-    scalars. It would also report its errors to its makers, even offline.
+    By default, it would patch other packages and log automatically what this logger already receives, such as
+    TensorBoard's scalars. It would also report its errors to Comet, even offline.
     """
     if "comet_ml" not in sys.modules:
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")

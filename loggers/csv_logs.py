@@ -1,4 +1,4 @@
-"""`CSVLogger`: metrics in a CSV file, for runs without any other tool."""
+"""`CSVLogger`: metrics in a CSV file, which needs no other tool."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ STEP = "step"
 class CSVLogger(DirectoryLogger):
     """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``save_dir/name/version_N``.
 
-    Each call of `log_metrics` is one row: the step, and a cell for each metric, which may be empty. A new metric adds a
-    column at the end. An existing file is continued: its rows are kept, and new ones follow.
+    Each call of `log_metrics` writes one row: the step, and a cell for each metric, which may be empty. A new metric
+    adds a column at the end. If ``metrics.csv`` exists, its rows are kept and new ones are appended.
 
     Args:
         save_dir: Directory above all experiments, or a URL; see `DirectoryLogger`.
-        name: Directory of the experiment below it; None or ``""`` for none. Default: ``"treadle_logs"``.
-        version: A number N for ``version_N``, or the name of a directory. Default: the next free number.
+        name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
+        version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        flush_logs_every_n_steps: Maximum number of steps before waiting rows are written. A killed process loses the
-            waiting rows. Default: 100.
-        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+        flush_logs_every_n_steps: Maximum number of steps before buffered rows are written. If the process is killed,
+            the buffered rows are lost. Default: 100.
+        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
 
     Raises:
@@ -97,7 +97,7 @@ class CSVLogger(DirectoryLogger):
 
         Args:
             params: Settings by name, nested or not: a dict, a namespace or a dataclass. Default: none.
-            metrics: Initial values of the metrics that compare runs. Default: none.
+            metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
             TypeError: If ``params`` has no names, or a metric is not a number.
@@ -107,7 +107,7 @@ class CSVLogger(DirectoryLogger):
             self.log_metrics(metrics, step=0)
 
     def on_resume(self, step: int) -> None:
-        """Drop the rows of later steps from the continued file.
+        """Remove the rows of later steps from an existing file.
 
         Args:
             step: Number of optimizer steps done.
@@ -121,7 +121,7 @@ class CSVLogger(DirectoryLogger):
             self._experiment.save()
 
     def finalize(self, status: str) -> None:
-        """Write the waiting rows. A later `log_metrics` continues the file.
+        """Write the buffered rows. A later `log_metrics` appends to the file.
 
         Args:
             status: ``"success"`` or ``"failed"``.
@@ -133,14 +133,14 @@ class CSVLogger(DirectoryLogger):
 
 
 class MetricsFile:
-    """Writer of ``metrics.csv``. Only the waiting rows are in memory; no file stays open.
+    """Writer of ``metrics.csv``. Only the buffered rows are in memory, and the file is not kept open.
 
     Args:
         log_dir: Directory of the file; created if missing.
-        flush_every: Number of steps, or of rows, after which waiting rows are written. Default: 100.
+        flush_every: Number of steps or rows after which buffered rows are written. Default: 100.
 
     Attributes:
-        waiting: Rows that are not written yet.
+        waiting: Buffered rows, which are not written yet.
     """
 
     def __init__(self, log_dir: str, flush_every: int = 100) -> None:
@@ -166,7 +166,7 @@ class MetricsFile:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """All rows so far, written and waiting, without empty cells. Reads the file."""
+        """All rows so far, written and buffered, without empty cells. Reads the file."""
         rows: list[dict[str, float]] = []
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
@@ -175,7 +175,7 @@ class MetricsFile:
         return [*rows, *(dict(row) for row in self.waiting)]
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Add one row, and write the waiting ones if they span enough steps.
+        """Add one row, and write the buffered rows if they span enough steps.
 
         Args:
             metrics: Numbers by name.
@@ -187,7 +187,7 @@ class MetricsFile:
             self.save()
 
     def save(self) -> None:
-        """Write the waiting rows; they are kept if the write fails."""
+        """Write the buffered rows. They stay in the buffer if the write fails."""
         if not self.waiting:
             return
         row_columns = dict.fromkeys(key for row in self.waiting for key in row)
@@ -216,9 +216,9 @@ class MetricsFile:
             self._write_anew(self._columns, step)
 
     def _write_anew(self, columns: list[str], until: float = math.inf) -> None:
-        """Rewrite the file row by row, with new columns at the end of each and without the rows of later steps.
+        """Rewrite the file row by row, with new columns at the end and without the rows of later steps.
 
-        Rows that another program wrote, whose step is not a number, are kept.
+        Rows whose step is not a number, because another program wrote them, are kept.
         """
         # In rows of an evaluation's batches the step counts batches, so the column of optimizer steps comes first.
         places = [place for place, name in enumerate(self._columns) if name.endswith(EVALUATED_AT)]
@@ -247,7 +247,7 @@ def _parse_cell(cell: str) -> Any:
 
 
 def _is_later(cells: list[str], step: float) -> bool:
-    """Return whether the first cell that is not empty has a later step."""
+    """Return whether the first cell that is not empty contains a step later than ``step``."""
     try:
         return float(next(filter(None, cells))) > step
     except (StopIteration, ValueError):
@@ -262,7 +262,7 @@ def _format_csv(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _drop_torn_row(path: str) -> None:
-    """Truncate the file after its last line end: a crash may leave a partial row, whose last number may be wrong."""
+    """Truncate the file after its last line break. A crash may leave a partial row, whose last number may be wrong."""
     with open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         position, block = end, b""

@@ -19,15 +19,15 @@ from .values import as_mapping, check_step, plain
 class DirectoryLogger(Logger):
     r"""Base class of loggers that write files to ``save_dir/name/version_N``.
 
-    Without a version, rank zero takes the next free number when the version is first needed. It claims the number by
-    creating its directory, so two jobs started at the same time never share one.
+    Without a version, rank zero takes the next unused number when the version is first needed. It claims the number by
+    creating the directory, so two jobs that start at the same time never share a directory.
 
     Args:
         save_dir: Directory above all experiments, or a URL such as ``s3://bucket/logs``, to which files are uploaded as
             they change. ``~`` and ``$VARIABLES`` are expanded.
-        name: Directory of the experiment below it; None or ``""`` for none. Default: ``"treadle_logs"``.
-        version: A number N for ``version_N``, or the name of a directory. An existing one is continued. Default: the
-            next free number.
+        name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
+        version: A number N for ``version_N``, or the name of a directory, which may exist already. Default: the next
+            unused number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
 
     Raises:
@@ -76,7 +76,7 @@ class DirectoryLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Name of the experiment, ``""`` if it has no directory."""
+        """Name of the experiment; ``""`` if it has no directory."""
         return self._name
 
     @property
@@ -123,16 +123,16 @@ class DirectoryLogger(Logger):
 
     @property
     def files_dir(self) -> Path:
-        """Local folder with the files of `log_dir`: the directory itself, or a folder that is uploaded to the URL."""
+        """Local folder with the files of `log_dir`: the directory itself, or a folder that is mirrored to the URL."""
         return local_folder(str(self.log_dir))
 
     def save_hyperparams(self, params: Params) -> None:
         """Add hyperparameters to ``hparams.yaml`` in `log_dir`.
 
-        The file is written immediately, so a crash does not lose them.
+        The file is written immediately, so the hyperparameters are not lost in a crash.
 
         Args:
-            params: Settings by name, nested or not. A value of a type that YAML does not have is written as its
+            params: Settings by name, nested or not. A value of a type that YAML does not support is written as its
                 ``str``.
 
         Raises:
@@ -156,7 +156,7 @@ class DirectoryLogger(Logger):
         """Return the step to write.
 
         Args:
-            step: The step; None stands for one more than the highest so far.
+            step: The step; None means one more than the highest so far.
 
         Raises:
             TypeError: If ``step`` is not an integer.
@@ -185,7 +185,7 @@ def check_version(version: int | str | None) -> int | str | None:
 
 
 def claim_version(root_dir: str) -> int:
-    """Create ``version_N`` in ``root_dir`` for the first N above all existing ones, and return N.
+    """Create ``version_N`` in ``root_dir`` for the first N above all existing versions, and return N.
 
     Args:
         root_dir: Directory, or URL, above all versions; created if missing.

@@ -22,10 +22,10 @@ def process_rank() -> int:
 
 
 class NullExperiment:
-    """Experiment object that ignores every use, so that user code needs no ``if rank == 0``.
+    """Experiment object that ignores all operations, so that user code needs no ``if rank == 0``.
 
-    Every attribute, call and item returns the object itself; it is false, empty and a context manager; assignments to
-    it are ignored.
+    Every attribute, call and item returns the object itself. The object is falsy, empty and a context manager.
+    Assignments to it are ignored.
 
     Example:
         >>> from treadle.loggers import NullExperiment
@@ -69,9 +69,9 @@ class NullExperiment:
 
 
 def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make an ``experiment`` getter return a `NullExperiment` on every rank except zero, where it is never called.
+    """Decorate an ``experiment`` getter so that all ranks except zero get a `NullExperiment` without calling it.
 
-    Write it below ``@property``.
+    Write the decorator below ``@property``.
 
     Args:
         method: The getter, which creates the backend's object on first access.
@@ -90,15 +90,15 @@ def rank_zero_experiment(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class Logger(ABC):
     """Base class of loggers. Implement `log_metrics` and `log_hyperparams` in a subclass, and pass it to a Trainer.
 
-    The Trainer calls a logger's methods on rank zero only, so they need no check of the rank and must not communicate.
-    ``name``, ``version`` and ``log_dir`` are read on every rank: they must be fast and never communicate, so one rank
-    alone may read them. The Trainer passes rank zero's version to the other ranks by assigning ``logger.version``; a
-    subclass that replaces the property must keep it settable. ``experiment`` is for user code, which runs on every
-    rank: put ``@rank_zero_experiment`` below its ``@property``.
+    The Trainer calls a logger's methods on rank zero only, so the methods need not check the rank and must not use
+    collectives. ``name``, ``version`` and ``log_dir`` are read on every rank, sometimes on one rank alone, so they must
+    be fast and must not use collectives. The Trainer passes rank zero's version to the other ranks by assigning
+    ``logger.version``, so a subclass that replaces this property must keep it settable. ``experiment`` is for user
+    code, which runs on every rank, so put ``@rank_zero_experiment`` below its ``@property``.
 
     Attributes:
-        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, the logger is no
-            longer called, and the run continues. Default: False.
+        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
+            continues without this logger. Default: False.
 
     Example:
         >>> from treadle.loggers import Logger
@@ -145,7 +145,7 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:
-        """Object of the backend, for its other functions; a `NullExperiment` on all ranks except zero."""
+        """Object of the backend, which has further functions; a `NullExperiment` on all ranks except zero."""
         return None
 
     @abstractmethod
@@ -163,7 +163,7 @@ class Logger(ABC):
 
         Args:
             params: Settings by name, nested or not.
-            metrics: Initial values of the metrics that compare runs. Default: none.
+            metrics: Initial values of the metrics by which runs are compared. Default: none.
         """
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
@@ -176,9 +176,10 @@ class Logger(ABC):
         return None
 
     def on_resume(self, step: int) -> None:
-        """Drop the logs of later steps: a run resumes from a checkpoint of this run, and logs these steps again.
+        """Drop the logs of later steps, because the run resumes from a checkpoint and logs these steps again.
 
-        Runs before its first step, even if nothing has been logged yet. Does nothing unless overridden.
+        Called before the first step of the resumed run, even if nothing has been logged yet. Does nothing unless
+        overridden.
 
         Args:
             step: Number of optimizer steps done.
@@ -191,11 +192,11 @@ class Logger(ABC):
         return type(self).save is not Logger.save and not type(self).save.__module__.startswith("treadle.")
 
     def save(self) -> None:
-        """Write buffered values; called after each `log_metrics`. Does nothing unless overridden."""
+        """Write buffered values. Called after each `log_metrics`. Does nothing unless overridden."""
         return None
 
     def finalize(self, status: str) -> None:
-        """Finish a fit, validation or test. The logger may be used again afterwards.
+        """Complete the logs of a fit, validation or test. The logger may be used again afterwards.
 
         Args:
             status: ``"success"`` or ``"failed"``.

@@ -1,4 +1,4 @@
-"""`NeptuneLogger`: Neptune's interface on GoodSeed, because Neptune's own service ended in March 2026."""
+"""`NeptuneLogger`: Neptune's interface with GoodSeed as its backend, because Neptune's service ended in March 2026."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ class NeptuneLogger(ServiceLogger):
     Neptune's service ended on 5 March 2026, so its clients cannot send anything. This class accepts the arguments of
     Lightning's ``NeptuneLogger``, and ``logger.experiment[path]`` has ``append``, ``log``, ``assign`` and ``extend``.
 
-    It has one run on rank zero, which begins with the first log. The run is closed after each fit, validation or test,
-    as ``finished`` or ``failed``, and continued by later logs. A second value for the same step replaces the first.
-    GoodSeed stores neither NaN, which is skipped with a warning, nor files: it gets the paths of checkpoints.
+    The logger has one run, on rank zero, which begins when something is first logged. The run is closed after each fit,
+    validation or test, as ``finished`` or ``failed``, and reopened when something is logged again. A second value for
+    the same step replaces the first. GoodSeed does not store NaN, which is skipped with a warning. It does not store
+    files either, so only the paths of checkpoints are recorded.
 
     Args:
-        api_key: API key of GoodSeed. With one, runs are sent as well as written to a local file. Default:
+        api_key: API key of GoodSeed. With a key, runs are sent as well as written to a local file. Default:
             ``GOODSEED_API_KEY``.
         project: Project of the run, ``"workspace/project"``. Default: ``GOODSEED_PROJECT``, or ``"treadle_logs"``.
         name: Name of the run. Default: ``"Untitled"``.
         run: A ``goodseed`` run that has begun. Default: a new run.
         log_model_checkpoints: Record the paths and scores of checkpoints. Default: True.
         prefix: Text before the path of every metric and hyperparameter, as ``prefix/path``. Default: ``"training"``.
-        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **neptune_run_kwargs: Arguments of ``neptune.init_run``: ``with_id`` (a run to continue), ``mode``
             (``"offline"``, or ``"async"`` with an ``api_key``), ``tags``, ``description``, ``custom_id``,
@@ -114,7 +115,7 @@ class NeptuneLogger(ServiceLogger):
         return get_run_db_path(self._name, run_id, self._options.get("goodseed_home"))
 
     def _mark_as_ended(self, run_id: str) -> None:
-        """Record the end of a run whose process was killed: GoodSeed does not continue a run that is running."""
+        """Mark a run whose process was killed as failed, because GoodSeed does not continue a running run."""
         from goodseed.storage import read_run_meta, write_run_meta
 
         file = self._find_file(run_id)

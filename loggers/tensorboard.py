@@ -27,14 +27,14 @@ class TensorBoardLogger(DirectoryLogger):
 
     Args:
         save_dir: Directory above all experiments, or a URL; see `DirectoryLogger`.
-        name: Directory of the experiment below it; None or ``""`` for none. Default: ``"treadle_logs"``.
-        version: A number N for ``version_N``, or the name of a directory. Default: the next free number.
+        name: Directory of the experiment in ``save_dir``; None or ``""`` for none. Default: ``"treadle_logs"``.
+        version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         log_graph: Whether `log_graph` records the model's graph. Default: False.
         default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1, so that TensorBoard
-            lists the run among its hyperparameters. Default: True.
+            lists the run on its HPARAMS page. Default: True.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         sub_dir: Directory below ``version_N`` for the files. Default: none.
-        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``: ``max_queue`` (events), ``flush_secs``
             (seconds), ``filename_suffix``, ``purge_step``, ``comment``.
@@ -121,12 +121,13 @@ class TensorBoardLogger(DirectoryLogger):
     def log_hyperparams(
         self, params: Params, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Record hyperparameters for TensorBoard's HPARAMS page, in this run's directory, and in ``hparams.yaml``.
+        """Record hyperparameters for TensorBoard's HPARAMS page and in ``hparams.yaml``, both in this run's directory.
 
         Args:
             params: Settings by name: a dict, a namespace or a dataclass. Nested names are joined by ``/``.
-            metrics: Initial values of the metrics that compare runs; a number stands for ``hp_metric``. Log the same
-                names later. Default: ``hp_metric`` = -1, or none if ``default_hp_metric`` is False.
+            metrics: Initial values of the metrics by which runs are compared; a single number is the value of
+                ``hp_metric``. Log the same names later. Default: ``hp_metric`` = -1, or none if ``default_hp_metric``
+                is False.
             step: Optimizer step of these values. Default: 0.
 
         Raises:
@@ -157,8 +158,8 @@ class TensorBoardLogger(DirectoryLogger):
     def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
         """Record the model's graph once, if the logger was created with ``log_graph=True``.
 
-        A model that cannot be traced gives a warning and never ends the run. RNG state and the modules' modes are
-        restored.
+        If the model cannot be traced, a warning is issued and the run continues. The RNG state and the modules' modes
+        are restored.
 
         Args:
             model: The module, not wrapped for distributed training.
@@ -187,7 +188,7 @@ class TensorBoardLogger(DirectoryLogger):
             )
 
     def on_resume(self, step: int) -> None:
-        """Let TensorBoard ignore the events of later steps in the continued directory.
+        """Make TensorBoard ignore the events of later steps in an existing directory.
 
         Args:
             step: Number of optimizer steps done.
@@ -202,7 +203,7 @@ class TensorBoardLogger(DirectoryLogger):
             self._experiment.flush()
 
     def finalize(self, status: str) -> None:
-        """Write all events and close the file. A later `log_metrics` opens another one in the same directory.
+        """Write all events and close the file. A later `log_metrics` opens another file in the same directory.
 
         Args:
             status: ``"success"`` or ``"failed"``.

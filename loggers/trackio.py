@@ -13,18 +13,19 @@ from ._services import ServiceLogger, check_options
 class TrackioLogger(ServiceLogger):
     """Logger that writes metrics, hyperparameters and checkpoints to Trackio (``pip install trackio``).
 
-    Trackio stores one SQLite file per project in ``TRACKIO_DIR``, by default in the cache of Hugging Face; with
-    ``space_id`` or ``server_url`` it sends the data. There is one run on rank zero, which begins with the first log.
-    The run is closed after each fit, validation or test, and continued by later logs. Trackio has no status: a failed
-    run gets an alert of the level ``error``. Trackio turns errors of its storage into warnings, even with ``strict``.
+    Trackio stores one SQLite file per project in ``TRACKIO_DIR``, by default in the cache of Hugging Face. With
+    ``space_id`` or ``server_url``, it sends the data. The logger has one run, on rank zero, which begins when something
+    is first logged. The run is closed after each fit, validation or test, and reopened when something is logged again.
+    Runs have no status in Trackio, so a failed run gets an alert of the level ``error``. Trackio turns errors of its
+    storage into warnings, even with ``strict``.
 
     Args:
         project: Project of the run. Default: ``"treadle_logs"``.
-        name: Name of the run, which is also its ``version``. Default: a new name.
+        name: Name of the run, which is also its ``version``. Default: generated.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         log_model: Copy checkpoints to Trackio's artifacts: True copies the kept ones at the end of a fit; ``"all"``
             copies each as it is saved. Default: False.
-        strict: Raise the logger's errors, which end the run. If False, an error gives one warning, and the run
+        strict: Raise the logger's errors, which end the run. If False, the first error becomes a warning, and the run
             continues without this logger. Default: False.
         **kwargs: Arguments of ``trackio.init``: ``group``, ``space_id``, ``server_url``, ``config``, ...;
             ``resume="allow"`` continues the latest run of this name, if there is one, and ``"must"`` requires one.
@@ -71,7 +72,7 @@ class TrackioLogger(ServiceLogger):
         return run
 
     def _read_config(self, run: Any) -> dict[str, Any]:
-        """Return the configuration of a continued run, which Trackio would replace with this process's."""
+        """Return the configuration of a continued run, because Trackio would replace it with that of this process."""
         from trackio import Api
 
         if not run._is_local:

@@ -1,4 +1,4 @@
-"""Conversion of logged values to plain numbers and plain data."""
+"""Conversion of logged values to plain numbers and other plain data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_number(name: str, value: Any) -> float:
 
     Raises:
         TypeError: If the value is not a number.
-        ValueError: If it is more than one number.
+        ValueError: If the value is more than one number.
     """
     number = value
     if callable(getattr(value, "item", None)):  # a tensor, an array or a numpy number
@@ -42,7 +42,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | dict[str, float]]:
-    """Return metrics with plain numbers and full names. Nested mappings of numbers become dicts.
+    """Return metrics as plain numbers under their full names. Nested mappings of numbers become dicts.
 
     Args:
         metrics: Values by name.
@@ -66,7 +66,7 @@ def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float 
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each entry; nested names are joined by ``/``.
+    """Yield the name and value of each entry. Nested names are joined by ``/``.
 
     Args:
         values: The nested values.
@@ -83,7 +83,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def as_mapping(params: Any) -> Mapping[str, Any]:
-    """Return hyperparameters as a mapping, empty for None.
+    """Return hyperparameters as a mapping, which is empty for None.
 
     Args:
         params: A mapping, a namespace, a dataclass or None.
@@ -106,7 +106,7 @@ def as_mapping(params: Any) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value made only of dict, list, str, int, float, bool and None; any other object becomes its ``str``.
+    """Convert a value to dicts, lists, str, int, float, bool and None. Any other object becomes its ``str``.
 
     Args:
         value: The value.

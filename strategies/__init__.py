@@ -1,4 +1,4 @@
-"""Layout of a model over the processes: one device, replicas or shards; launching; precision."""
+"""Strategies, which lay out a model on one device or as replicas or shards on several; launchers; precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerate's names for the layout of a model, and the strategies that they stand for."""
+"""Accelerate's classes for the layout of a model, each translated to the corresponding strategy."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ class DistributedDataParallelKwargs:
     """Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Args:
-        dim: Only 0; torch no longer uses it.
-        broadcast_buffers: Give every process rank zero's buffers before each forward.
+        dim: Must be 0; torch no longer uses it.
+        broadcast_buffers: Broadcast rank zero's buffers to every process before each forward.
         bucket_cap_mb: Size of the buffers that gradients are sent in, in MiB.
-        find_unused_parameters: Permit parameters that take no part in a step.
-        check_reduction: Only False; torch no longer uses it.
+        find_unused_parameters: Permit parameters that are not used in a step.
+        check_reduction: Must be False; torch no longer uses it.
         gradient_as_bucket_view: Store gradients in the buffers that they are sent in.
-        static_graph: Every step computes the same graph.
-        comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"``, ``"batched_power_sgd"``.
+        static_graph: Assume that every step computes the same graph.
+        comm_hook: Compression of gradients: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or
+            ``"batched_power_sgd"``.
         comm_wrapper: ``"fp16"`` or ``"bf16"`` around a PowerSGD hook.
         comm_state_option: Arguments of torch's ``PowerSGDState``.
 
@@ -90,22 +91,22 @@ ReplicaKwargs = DistributedDataParallelKwargs
 
 @dataclass
 class ParallelismConfig:
-    """Numbers of replicas, shards and tensor parallel ranks; their product is the world size.
+    """Numbers of replicas, shards and tensor parallel ranks, whose product is the world size.
 
     Args:
         dp_replicate_size: Number of replicas.
         dp_shard_size: Number of shards of each replica.
         tp_size: Number of ranks that process one sample together.
-        cp_size: Only 1: context parallelism is not supported.
-        cp_backend: Only None.
-        sp_size: Only 1: sequence parallelism is not supported.
-        sp_backend: Only None.
-        tp_handler: Only None.
-        cp_handler: Only None.
-        sp_handler: Only None.
+        cp_size: Must be 1, because context parallelism is not supported.
+        cp_backend: Must be None.
+        sp_size: Must be 1, because sequence parallelism is not supported.
+        sp_backend: Must be None.
+        tp_handler: Must be None.
+        cp_handler: Must be None.
+        sp_handler: Must be None.
 
     Raises:
-        ValueError: If a size is not positive, or if another dimension is requested.
+        ValueError: If a size is not positive, or if an unsupported kind of parallelism is requested.
 
     Example:
         >>> import treadle
@@ -155,7 +156,7 @@ class ParallelismConfig:
             world: All processes.
 
         Raises:
-            ValueError: If it needs a different number of processes.
+            ValueError: If the layout needs a different number of processes.
         """
         if self.total_size != world.size:
             raise ValueError(
@@ -166,7 +167,7 @@ class ParallelismConfig:
 
     @property
     def shards(self) -> bool:
-        """True if a model is split, rather than copied, over some of the processes."""
+        """True if a model is split over some of the processes rather than only copied."""
         return self.dp_shard_size > 1 or self.tp_size > 1
 
 
@@ -199,34 +200,35 @@ _ALTERNATIVES = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Settings of sharded models, in Accelerate's terms for both versions of FSDP; FSDP2 is used for both.
+    """Accelerate's settings for sharded models, with the arguments of both versions of FSDP. FSDP2 is always used.
 
     Args:
-        fsdp_version: 1 or 2, without effect.
+        fsdp_version: 1 or 2. It has no effect.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` (shards within a machine),
             ``"NO_SHARD"`` (replicas), or torch's enum.
-        reshard_after_forward: Whether to drop gathered weights after forward; or a name of ``sharding_strategy``.
-        backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None, without effect.
+        reshard_after_forward: Whether to free gathered weights after the forward pass, or a value of
+            ``sharding_strategy``.
+        backward_prefetch: ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None. It has no effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function.
         cpu_offload: Keep shards in host memory.
-        ignored_modules: Only None.
-        state_dict_type: Only None: any strategy can load what another has saved.
-        state_dict_config: Only None.
-        optim_state_dict_config: Only None.
-        limit_all_gathers: Only True.
-        use_orig_params: Only True.
-        param_init_fn: Only None; build the model in `Accelerator.init_module`.
-        sync_module_states: Only True.
-        forward_prefetch: Only False.
-        activation_checkpointing: Recompute activations in the backward pass, for each shard.
-        activation_checkpointing_offload: Only False.
-        cpu_ram_efficient_loading: Only False; build the model in `Accelerator.init_module`.
-        transformer_cls_names_to_wrap: Names of the classes whose modules become one shard each.
-        min_num_params: Minimum number of parameters of a module that becomes one shard.
+        ignored_modules: Must be None.
+        state_dict_type: Must be None, because checkpoints can be loaded by any strategy.
+        state_dict_config: Must be None.
+        optim_state_dict_config: Must be None.
+        limit_all_gathers: Must be True.
+        use_orig_params: Must be True.
+        param_init_fn: Must be None; build the model in `Accelerator.init_module` instead.
+        sync_module_states: Must be True.
+        forward_prefetch: Must be False.
+        activation_checkpointing: Recompute the activations of each wrapped module in the backward pass.
+        activation_checkpointing_offload: Must be False.
+        cpu_ram_efficient_loading: Must be False; build the model in `Accelerator.init_module` instead.
+        transformer_cls_names_to_wrap: Names of the classes whose modules are each wrapped as one unit.
+        min_num_params: Minimum number of parameters of a module that is wrapped as one unit.
 
     Raises:
-        ValueError: If a value is not supported. The error names it.
+        ValueError: If a value is not supported. The error names the argument.
 
     Example:
         >>> import treadle
@@ -290,7 +292,7 @@ class FullyShardedDataParallelPlugin:
 
         Args:
             world: All processes.
-            parallelism: The numbers of replicas and shards.
+            parallelism: Numbers of replicas and shards.
         """
         if self._sharding == "NO_SHARD":
             return DDP()
@@ -332,17 +334,17 @@ def choose_strategy(
     parallelism: ParallelismConfig | None = None,
     replicas: DistributedDataParallelKwargs | None = None,
 ) -> Strategy:
-    """Return the one strategy that the arguments describe.
+    """Return the strategy that the arguments describe.
 
     Args:
         strategy: A name or a `Strategy`.
         world: All processes.
-        plugin: Accelerate's settings of sharded models.
+        plugin: Accelerate's settings for sharded models.
         parallelism: The numbers of replicas, shards and tensor parallel ranks.
-        replicas: Accelerate's settings of replicas.
+        replicas: Accelerate's settings for replicas.
 
     Raises:
-        ValueError: If they contradict each other, or if the layout does not fit the world size.
+        ValueError: If the arguments contradict each other, or if the layout does not fit the world size.
     """
     if parallelism is not None:
         parallelism.check(world)

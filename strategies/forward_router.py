@@ -14,11 +14,11 @@ BALLOT_SIZE = 7
 
 
 class Ballot:
-    """Votes on values that one process alone knows and all must decide on: numbers that are summed over the processes.
+    """Votes, summed over the processes, on decisions that all must make together but that depend on local values.
 
     Args:
         device: The device of the model.
-        dtype: float64 for a model of that dtype, so that its gradients and the votes share a bucket; else float32, the
+        dtype: float64 for a float64 model, so that its gradients and the votes share a bucket; otherwise float32, the
             smallest dtype in which a count of tokens is exact.
 
     Attributes:
@@ -45,9 +45,9 @@ def ballot_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
 
 
 class _Carry(torch.autograd.Function):
-    """Autograd function that passes the loss through, and gives the votes to the carrier parameter as its gradient.
+    """Autograd function that passes the loss through and makes the votes the gradient of the carrier parameter.
 
-    DDP then sums it with the first gradient bucket: an agreement of all processes without a separate collective.
+    DDP then sums the votes with the first gradient bucket, so all processes agree without a separate collective.
     """
 
     @staticmethod
@@ -65,15 +65,15 @@ def _cast_to_float32(tensor: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Module that runs any method of ``module`` as a ``forward``, inside the precision's context.
+    """Module that runs any method of ``module`` as its ``forward``, inside the precision's context.
 
-    Wrappers such as DDP apply to ``forward`` only; a task's ``training_step`` has to pass through it.
+    Wrappers such as DDP apply to ``forward`` only, so a task's ``training_step`` has to run inside ``forward``.
 
     Args:
         module: The user's model.
-        context: The context to run it in, or None.
-        upcast: Convert what ``forward`` returns in half precision to float32, so that a loss computed outside is exact.
-            The result of another method is not converted, because it computes its own loss.
+        context: The context to run the method in, or None.
+        upcast: Convert half-precision results of ``forward`` to float32, so that a loss computed outside is exact.
+            Results of other methods are not converted, because these compute their own loss.
         ballot: The votes that the step's loss carries through the gradient reduction, or None.
     """
 
@@ -98,10 +98,10 @@ class Router(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the submodules of the user's model under its own names; this module is not part of any name.
+        """Yield the submodules under the names of the user's model, without the router as a part of the names.
 
         Args:
-            memo: Modules that were already yielded.
+            memo: Modules that have already been yielded.
             prefix: Prefix of the names.
             remove_duplicate: Yield each module once.
         """
@@ -111,11 +111,11 @@ class Router(nn.Module):
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state of the user's model under its own names.
+        """Return the state of the user's model under the model's own names.
 
         Args:
             args: Arguments of the model's ``state_dict``.
-            kwargs: Keyword arguments of that ``state_dict``.
+            kwargs: Keyword arguments of the model's ``state_dict``.
         """
         return self.module.state_dict(*args, **kwargs)
 
@@ -152,13 +152,13 @@ class Router(nn.Module):
 
 
 def _rename_for_load(router: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename the entries of `Router.state_dict` to the names under which torch expects a child's values."""
+    """Rename the entries of `Router.state_dict` to the names under which torch expects the values of a child module."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
 
 def routed(wrapped: nn.Module, router: Router, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call``, run through the forward of ``wrapped``, which ends in ``router``.
+    """Return a function that runs ``call`` through the forward of ``wrapped``, which ends in ``router``.
 
     Args:
         wrapped: The wrapped module.

@@ -50,13 +50,13 @@ class StrategyAliases:
 
     @property
     def model(self) -> nn.Module | None:
-        """Wrapped model as it is called in training; None before it is prepared."""
+        """The wrapped model that training calls; None before a model is prepared."""
         models, _ = self.prepared
         return models[0] if models else None
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The user's optimizers, unwrapped. It may be set to other optimizers of the same parameters."""
+        """The user's optimizers, unwrapped. May be set to other optimizers of the same parameters."""
         return [prepared.optimizer for prepared in self.prepared[1]]
 
     @optimizers.setter
@@ -64,7 +64,7 @@ class StrategyAliases:
         """Replace the optimizers with others of the same parameters.
 
         Raises:
-            ValueError: If their number differs from the prepared ones.
+            ValueError: If their number differs from that of the prepared optimizers.
         """
         prepared = self.prepared[1]
         if len(optimizers) != len(prepared):
@@ -79,17 +79,17 @@ class StrategyAliases:
         """Wait until every process has reached this call.
 
         Args:
-            name: Accepted for Lightning's signature.
+            name: Accepted for compatibility with Lightning, and ignored.
         """
         self.world.barrier()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean or the sum of all processes' tensors. All must call it.
+        """Return the mean or the sum of the tensors of all processes. Must be called on all ranks.
 
         Args:
             tensor: The tensor; any other object is returned unchanged.
             group: A torch process group. Default: all processes.
-            reduce_op: ``"mean"``, ``"avg"`` or ``"sum"``, or torch's ``ReduceOp`` of that name.
+            reduce_op: ``"mean"``, ``"avg"`` or ``"sum"``, or torch's ``ReduceOp`` with one of these names.
 
         Raises:
             ValueError: For another ``reduce_op``.
@@ -105,12 +105,12 @@ class StrategyAliases:
         return world.all_reduce(tensor.to(self.root_device, copy=True), "sum" if operation == "sum" else "mean")
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return the tensors of all processes, stacked if there are several processes. All must call it.
+        """Return the tensors of all processes, stacked if there are several processes. Must be called on all ranks.
 
         Args:
-            tensor: The tensor, of one shape on all processes.
+            tensor: The tensor, with the same shape on all processes.
             group: A torch process group. Default: all processes.
-            sync_grads: Only False; for gradients call the task's ``all_gather``.
+            sync_grads: Must be False. For gradients, call the task's ``all_gather``.
 
         Raises:
             ValueError: If ``sync_grads`` is True.
@@ -129,7 +129,7 @@ class StrategyAliases:
         Args:
             batch: The batch.
             device: The device. Default: that of this process.
-            dataloader_idx: The index of the batch's loader.
+            dataloader_idx: The index of the batch's dataloader.
 
         Raises:
             ValueError: If no task is prepared.
@@ -142,7 +142,7 @@ class StrategyAliases:
         return task.on_after_batch_transfer(batch, dataloader_idx)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of process ``src`` on all processes. All must call it.
+        """Return the object of process ``src`` on all processes. Must be called on all ranks.
 
         Args:
             obj: Any object that can be pickled.
@@ -151,10 +151,10 @@ class StrategyAliases:
         return self.world.broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether the decision is True on all processes. All must call it.
+        """Return whether the decision is True on all processes. Must be called on all ranks.
 
         Args:
             decision: The decision of this process.
-            all: With False, one process suffices.
+            all: If False, the decision needs to be True on one process only.
         """
         return self.world.all(decision) if all else self.world.any(decision)

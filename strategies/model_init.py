@@ -1,4 +1,4 @@
-"""Creation of a model in place, without values, or on the meta device."""
+"""Creation of a model directly on its device, and without initial values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def built_in_place(device: torch.device, dtype: torch.dtype | None, empty: bool) -> Iterator[None]:
-    """Create modules on ``device`` and, unless None, in ``dtype``, so that they need not be moved and converted later.
+    """Create modules on ``device`` and in ``dtype``, so that they need not be moved or converted later.
 
     Args:
         device: The device of parameters and buffers.
-        dtype: The dtype of floating-point ones.
+        dtype: The dtype of floating-point parameters and buffers, or None for torch's default.
         empty: Skip the initialization of parameters.
     """
     before = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""Precision of a run: the dtypes in which it stores and computes."""
+"""Precision of a run: the dtypes for storage and for computation."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Precision:
         storage: Dtype of floating-point parameters and inputs, or None to keep the user's.
         compute: Dtype that autocast computes in, or None for no autocast.
         scaled: Whether the loss is scaled against underflow of float16 gradients.
-        cached: Whether autocast keeps the weights that it has cast.
-        float8: Whether linear layers multiply in float8.
+        cached: Whether autocast caches the weights that it has cast.
+        float8: Whether linear layers compute matrix products in float8.
 
     Example:
         >>> from treadle.strategies import Precision
@@ -58,7 +58,7 @@ class Precision:
 
         Args:
             value: The name, an alias such as ``"bf16"`` or ``16``, or a `Precision`, which is returned unchanged.
-            argument: The name of the argument, for the error. Default: ``"precision"``.
+            argument: The name of the argument, for the error message. Default: ``"precision"``.
 
         Raises:
             ValueError: If the name is unknown. The error names the closest one.
@@ -74,7 +74,7 @@ class Precision:
         return _PRECISIONS[name]
 
     def context(self, device: torch.device) -> AbstractContextManager[Any] | None:
-        """Return a reusable context to run the model in, or None if nothing has to be set.
+        """Return a reusable context to run the model in, or None if the model needs none.
 
         Args:
             device: The device of the model.
@@ -84,7 +84,7 @@ class Precision:
         return None if self.storage is None else _DefaultDtype(self.storage)
 
     def warn_if_emulated(self, device: torch.device) -> None:
-        """Warn if a GPU does not support bfloat16 in hardware, and emulates it many times slower.
+        """Warn if a GPU does not support bfloat16 in hardware and emulates it, which is many times slower.
 
         Args:
             device: The device of the model.
@@ -108,7 +108,7 @@ class Precision:
 
 
 class _Autocast:
-    """``torch.autocast`` that may be nested: torch's own then stays enabled permanently (2.13)."""
+    """``torch.autocast`` that may be nested. If torch's own is nested, it stays enabled permanently (torch 2.13)."""
 
     def __init__(self, device: str, dtype: torch.dtype, cached: bool = True) -> None:
         self.autocast = torch.autocast(device, dtype=dtype, cache_enabled=cached)

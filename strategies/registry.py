@@ -1,4 +1,4 @@
-"""Registry of strategies by name. Names are resolved only here."""
+"""Registry of strategies by name. Only this module resolves names."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _ENTRY_POINTS = "treadle.strategies"
 def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
     """Register a strategy, so that ``strategy=name`` uses ``factory()``.
 
-    A package can do the same without being imported, by an entry point in the group ``treadle.strategies``.
+    A package can register a strategy without being imported, by an entry point in the group ``treadle.strategies``.
 
     Args:
         name: The name.
-        factory: Returns a new strategy.
+        factory: Function that returns a new strategy.
 
     Raises:
         ValueError: If the name is already registered.
@@ -49,7 +49,7 @@ def strategy_names() -> list[str]:
 
 
 def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[str, Devices]:
-    """Return the kind and number of devices; for a strategy that was created for a device, that device.
+    """Return the kind and number of devices. If the strategy was created for a device, return that device.
 
     Args:
         strategy: A name or a `Strategy`.
@@ -77,7 +77,7 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
 
 
 def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
-    """Return the strategy with this name; ``"auto"`` is a single device for one process, else DDP.
+    """Return the strategy with this name. ``"auto"`` is a single device for one process, otherwise DDP.
 
     Args:
         strategy: A name, or a `Strategy`, which is returned unchanged.
@@ -85,7 +85,7 @@ def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
 
     Raises:
         ValueError: If the name is unknown. The error names the closest one.
-        TypeError: If it is neither a name nor a strategy.
+        TypeError: If the value is neither a name nor a strategy.
     """
     if isinstance(strategy, Strategy):
         return strategy

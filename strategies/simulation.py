@@ -1,6 +1,6 @@
-"""Simulation of one rank of a world of any size: nothing is sent, nothing is computed.
+"""Simulation of one rank of a world of any size. Nothing is sent and nothing is computed.
 
-The strategy itself lays out the model, and torch schedules its own communication; only the device is replaced by one
+The strategy itself lays out the model, and torch schedules its own communication. Only the device is replaced, by one
 whose streams and events are objects with simulated times.
 """
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor], None]) -> Iterator[World]:
-    """Return a context with a simulated world, on torch's ``fake`` process group.
+    """Return a context with a simulated world that uses torch's ``fake`` process group.
 
     Args:
         size: The world size.
         rank: The rank to simulate.
-        device: Replaces ``torch.cuda``: it has ``Stream``, ``Event``, ``stream`` and ``current_stream``.
-        resized: Called with a tensor whose memory sharding has allocated or released.
+        device: Replacement of ``torch.cuda``, with ``Stream``, ``Event``, ``stream`` and ``current_stream``.
+        resized: Function that is called with each tensor whose memory sharding has allocated or released.
 
     Yields:
         The world of this rank.
@@ -62,7 +62,7 @@ def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor
 
 @contextmanager
 def _on(device: Any, resized: Callable[[Tensor], None]) -> Iterator[None]:
-    """Make FSDP2 schedule its work on ``device``, and report the memory that it allocates and releases."""
+    """Make FSDP2 schedule its work on ``device``, and report the memory that FSDP2 allocates and releases."""
     package = importlib.import_module("torch.distributed.fsdp._fully_shard")
     saved: list[tuple[ModuleType, str, Any]] = []
 
@@ -96,7 +96,7 @@ def _on(device: Any, resized: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def _forget_grids() -> None:
-    """Clear DTensor's caches, which use meshes that compare equal although their groups have ended (2.13)."""
+    """Clear DTensor's caches, whose meshes compare equal to new ones although their groups have ended (torch 2.13)."""
     propagator = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher.sharding_propagator
     for name in ("propagate_op_sharding", "_propagate_tensor_meta", "_propagate_tensor_meta_cached"):
         cached = getattr(propagator, name, None)
@@ -117,7 +117,7 @@ def _forget_grids() -> None:
 
 
 def _hide_from_modes(propagate: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a DTensor function without modes: it infers shapes by running operations on full tensors without memory."""
+    """Wrap a DTensor function to run without modes. It infers shapes with operations on full tensors without memory."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -128,10 +128,10 @@ def _hide_from_modes(propagate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def members(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a process group, which is passed as an object, boxed, or by its name.
+    """Return the ranks of a process group.
 
     Args:
-        group: The group.
+        group: The group, as an object, as a boxed object, or as its name.
     """
     if isinstance(group, str):
         group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def members(group: Any) -> tuple[int, ...]:
 
 
 def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.Module) -> nn.Module:
-    """Wrap a module without values as ``strategy`` would wrap one with values, and return the module to call.
+    """Wrap a module without values as ``strategy`` would wrap a module with values, and return the module to call.
 
     Args:
         strategy: The strategy.
@@ -154,7 +154,7 @@ def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.M
 
 
 def method(called: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return a method of the user's module, run like the result of `lay_out`.
+    """Return a function that runs a method of the user's module like the result of `lay_out`.
 
     Args:
         called: The result of `lay_out`.
@@ -169,7 +169,7 @@ VOTES_BYTES = 4 * BALLOT_SIZE  # size of an agreement with its own collective, w
 
 
 def ballot_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the size of the votes that are sent with the gradients of ``parameters``.
+    """Return the size in bytes of the votes that are sent with the gradients of ``parameters``.
 
     Args:
         parameters: The parameters.
@@ -178,11 +178,11 @@ def ballot_bytes(parameters: Iterable[Tensor]) -> int:
 
 
 def varied(strategy: Strategy, *, shard: bool = False, **settings: Any) -> Strategy:
-    """Return a copy of a strategy with other settings, for a plan to compare.
+    """Return a copy of a strategy with different settings, for comparison in a plan.
 
     Args:
         strategy: The original, which is not changed.
-        shard: Shard the model, with `FSDP` if the strategy does not.
+        shard: Shard the model. `FSDP` is used if the strategy does not shard models.
         settings: See `Strategy.variant`.
     """
     return (FSDP() if shard and not strategy.sharded else strategy).variant(**settings)
@@ -204,7 +204,7 @@ def strategy_named(name: str, size: int) -> Strategy:
 
 
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's shard of each tensor; the whole tensor if it is not sharded.
+    """Return this rank's shard of each tensor, or the full tensor if it is not sharded.
 
     Args:
         tensors: The tensors.

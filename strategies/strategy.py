@@ -1,4 +1,4 @@
-"""Layout of a model over the processes: the base of every strategy, which is also complete for one device."""
+"""Base class of strategies, which lay out a model over the processes, and the strategy for a single device."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .wrap_policy import split_into_blocks
 
 
 class Strategy(StrategyAliases):
-    """Layout of a model over the processes. Third parties subclass this and register a name.
+    """Layout of a model over the processes. To add a strategy, subclass this class and register a name.
 
-    A strategy handles models and processes, but not steps, epochs or files. The defaults are right for a full model on
-    one device, alone or (if a subclass adds the reduction) as replicas.
+    A strategy handles models and processes, but not steps, epochs or files. The default methods suit a full model on
+    one device, either alone or, if a subclass adds the reduction, as one of several replicas.
 
     Attributes:
         name: The registry name.
-        distributed: Whether it can run on more than one process.
+        distributed: Whether the strategy supports more than one process.
         sharded: Whether a process holds only shards of the parameters.
         has_rank_buffers: Whether each process resumes with its own buffers, rather than with rank zero's.
-        delays_sync: Whether `set_gradient_sync` has an effect, so that the loop can skip the call otherwise.
+        delays_sync: Whether `set_gradient_sync` has an effect. Otherwise, the loop can skip the call.
         device_mesh: The mesh of processes with named dimensions, if the strategy uses one.
         requested_device: The device that the strategy was created for, if any.
         group_options: Options of the process group that were passed to the strategy: ``timeout`` and ``backend``.
@@ -65,7 +65,7 @@ class Strategy(StrategyAliases):
     precision: Precision
 
     def attach(self, world: World, precision: Precision) -> None:
-        """Attach the strategy to a world and a precision. It is called once, before anything else.
+        """Attach the strategy to a world and a precision. Called once, before any other method.
 
         Args:
             world: All processes.
@@ -86,15 +86,15 @@ class Strategy(StrategyAliases):
 
     @property
     def replicas_equal(self) -> bool:
-        """True if the ranks' replicas must be equal after each optimizer step."""
+        """True if the replicas of all ranks must be equal after each optimizer step."""
         return True
 
     def detach(self) -> None:
-        """Release what belongs to the process group, which is about to end; `attach` follows."""
+        """Release everything that belongs to the process group, because the group is about to end. `attach` follows."""
 
     @property
     def data_world(self) -> World:
-        """The processes that the data is sharded over; ranks that hold shards of one replica get the same batches."""
+        """The processes that the data is sharded over. Ranks that share one sample get the same batches."""
         return self.world
 
     def construction(self, empty: bool = False) -> AbstractContextManager[Any]:
@@ -106,7 +106,7 @@ class Strategy(StrategyAliases):
         return built_in_place(self.world.device, self.precision.storage, empty)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """Move ``module`` to the device and return the module to call in its place.
+        """Move ``module`` to the device and return the module to call instead.
 
         Args:
             module: The user's model.
@@ -117,7 +117,7 @@ class Strategy(StrategyAliases):
         return module if context is None else Router(module, context, self.precision.compute is not None)
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """Wrap a module for steps that call backward themselves and then `reduce_gradients`; see `wrap`.
+        """Wrap a module for steps that call backward and then `reduce_gradients` themselves; see `wrap`.
 
         Args:
             module: The user's model.
@@ -133,14 +133,14 @@ class Strategy(StrategyAliases):
         return self.wrap(module)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], note: Tensor | None = None) -> Tensor | None:
-        """Average gradients that backward has left unreduced, for modules of `replicate`.
+        """Average the gradients that backward has left unreduced, for modules that `replicate` returned.
 
         Args:
-            parameters: Their parameters.
+            parameters: The parameters of these modules.
             note: A number to sum over the processes in the same exchange (0-d tensor).
 
         Returns:
-            The sum; None if nothing is exchanged.
+            The sum of ``note``; None if nothing is exchanged.
         """
         return None
 
@@ -161,13 +161,13 @@ class Strategy(StrategyAliases):
         return module.to(device=self.world.device, dtype=self.precision.storage)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
-        """Return the submodules to compile, each separately, of a module whose methods are called.
+        """Return the submodules of a module that are to be compiled, each separately.
 
-        Call it before `wrap`.
+        Must be called before `wrap`.
 
         Args:
             module: The user's module.
-            blocks: Whether repeated blocks are compiled separately. Default: if most are alike.
+            blocks: Whether repeated blocks are compiled separately. Default: only if most of them are alike.
 
         Returns:
             The submodules, and whether their hooks must not be compiled.
@@ -175,7 +175,7 @@ class Strategy(StrategyAliases):
         return split_into_blocks(module, blocks), False
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """Return notes on how a wrapped model is run and what the user could choose instead; logged once.
+        """Return notes on how a wrapped model is run and what the user could choose instead. They are logged once.
 
         Args:
             module: The user's model.
@@ -183,7 +183,7 @@ class Strategy(StrategyAliases):
         return []
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer to step in place of ``optimizer``, whose model is already wrapped.
+        """Return the optimizer to step instead of ``optimizer``, whose model is already wrapped.
 
         Args:
             optimizer: The user's optimizer.
@@ -208,7 +208,7 @@ class Strategy(StrategyAliases):
     def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the leaves of autograd's graph of a wrapped ``module``, each with its parameter.
 
-        They differ if parameters are gathered for the computation.
+        A leaf differs from its parameter if parameters are gathered for the computation.
 
         Args:
             module: A wrapped module.
@@ -216,7 +216,7 @@ class Strategy(StrategyAliases):
         return ((parameter, parameter) for parameter in self.unwrap(module).parameters())
 
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of the user's module, run like ``forward`` of the wrapped one.
+        """Return a function that runs method ``name`` of the user's module like the ``forward`` of the wrapped module.
 
         Args:
             wrapped: A wrapped module.
@@ -227,7 +227,7 @@ class Strategy(StrategyAliases):
         return bound if router is None else routed(wrapped, router, bound)
 
     def local_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """Return method ``name`` of the user's module in the run's precision, without communication, for evaluation.
+        """Return a function that runs method ``name`` of the user's module for evaluation, without communication.
 
         Args:
             module: A module, wrapped or not.
@@ -253,7 +253,7 @@ class Strategy(StrategyAliases):
 
         Args:
             module: A wrapped module.
-            on: Whether they do.
+            on: Whether gradients are reduced.
         """
 
     def no_sync(self, module: nn.Module) -> Any:
@@ -281,7 +281,7 @@ class Strategy(StrategyAliases):
         return nullcontext()
 
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Return a context in which a rank may train the wrapped ``models`` on fewer batches than the others.
+        """Return a context in which a rank may train the wrapped ``models`` on fewer batches than other ranks.
 
         Only replicas can continue without a rank. Other strategies warn and change nothing.
 
@@ -310,7 +310,7 @@ class Strategy(StrategyAliases):
         yield
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Copy rank zero's buffers to every process, so that all evaluate (and save) one model.
+        """Copy rank zero's buffers to every process, so that all processes evaluate and save the same model.
 
         Args:
             module: A wrapped module.
@@ -322,12 +322,12 @@ class Strategy(StrategyAliases):
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm of the gradients in place.
 
-        A NaN norm leaves the gradients unchanged. torch would multiply all of them by it, so that the parameter with
-        the NaN could no longer be found.
+        A NaN norm leaves the gradients unchanged. torch would multiply all gradients by NaN, so that the parameter that
+        caused it could no longer be found.
 
         Args:
             parameters: The parameters.
-            max_norm: The largest norm.
+            max_norm: The maximum norm.
             norm_type: The p of the p-norm.
 
         Returns:
@@ -343,12 +343,12 @@ class Strategy(StrategyAliases):
 
         Args:
             parameters: The parameters.
-            clip_value: The largest absolute value.
+            clip_value: The maximum absolute value.
         """
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state of the user's own module under its own names. All processes must call it.
+        """Return the state of the user's module under its own names. Must be called on all ranks.
 
         For sharded parameters it contains this process's shards (torch's ``DTensor``).
 
@@ -363,12 +363,12 @@ class Strategy(StrategyAliases):
         Args:
             module: A wrapped module.
             state: The state.
-            strict: Require exactly the module's names.
+            strict: Require that the names in the state are exactly those of the module.
         """
         self.unwrap(module).load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return this process's state of ``optimizer``, in the form of ``state_dict()``. All processes must call it.
+        """Return this process's state of ``optimizer``, in the form of ``state_dict()``. Must be called on all ranks.
 
         Args:
             optimizer: The user's optimizer.
@@ -385,9 +385,9 @@ class Strategy(StrategyAliases):
         optimizer.load_state_dict(state)
 
     def reduction_order(self, module: nn.Module) -> list[int]:
-        """Return the values that determine the order in which gradients are summed, if it depends on earlier steps.
+        """Return indices that determine the order in which gradients are summed, if it depends on earlier steps.
 
-        Otherwise, return an empty list.
+        Otherwise, the list is empty.
 
         Args:
             module: A wrapped module.
@@ -395,7 +395,7 @@ class Strategy(StrategyAliases):
         return []
 
     def take_reduction_order(self, module: nn.Module, order: list[int]) -> None:
-        """Add up gradients, from now on, in the order of a run with this `reduction_order`. All processes must call it.
+        """Sum gradients in the order of a run with this `reduction_order` from now on. Must be called on all ranks.
 
         Args:
             module: A wrapped module.
@@ -403,7 +403,7 @@ class Strategy(StrategyAliases):
         """
 
     def keeps_apart(self, optimizer: Optimizer) -> bool:
-        """Return whether each process has the state of different parameters, so that each must save its own.
+        """Return whether each process has the state of different parameters, so that each must save its own state.
 
         Args:
             optimizer: The user's optimizer.
@@ -420,14 +420,14 @@ class Strategy(StrategyAliases):
     def agree_on_overflow(self, overflow: Tensor) -> None:
         """Make ``overflow``, which is 1 if float16 gradients overflowed, the same on every process.
 
-        It is called once per optimizer step. Replicas have the same gradients, so there is nothing to do.
+        Called once per optimizer step. Does nothing by default, because replicas have the same gradients.
 
         Args:
             overflow: The flag, changed in place.
         """
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return an error of a backward pass with a better explanation, if there is one; else the error itself.
+        """Return a better explanation for an error of a backward pass, or the error itself if there is none.
 
         Args:
             error: The error.
@@ -437,7 +437,7 @@ class Strategy(StrategyAliases):
     # -- for plans, where the model has shapes and no values -----------------------------------------------------
 
     def grid(self, world_size: int) -> dict[str, int]:
-        """Return the number of replicas (``replicate``), shards of each (``shard``), and ranks per sample (``tensor``).
+        """Return the numbers of replicas (``replicate``), shards of each (``shard``) and ranks per sample (``tensor``).
 
         Args:
             world_size: The world size.
@@ -445,10 +445,10 @@ class Strategy(StrategyAliases):
         return {"replicate": world_size, "shard": 1, "tensor": 1}
 
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
-        """Wrap a module on the meta device as `wrap` would wrap one with values, and return the module to call.
+        """Wrap a module on the meta device as `wrap` would wrap a module with values, and return the module to call.
 
-        Replicas are not wrapped, because torch's reducer does not support tensors without values (2.13):
-        `reduction_buckets` returns what it would send.
+        Replicas are not wrapped, because torch's reducer does not support tensors without values (torch 2.13).
+        `reduction_buckets` returns the buckets that it would send.
 
         Args:
             module: The user's model, on the meta device.
@@ -463,7 +463,7 @@ class Strategy(StrategyAliases):
 
         Args:
             ready: The parameters in the order in which their gradients become ready.
-            ballot: Whether votes are sent with them, as the index -1.
+            ballot: Whether votes are sent with the gradients, under the index -1.
 
         Raises:
             ValueError: If a plan does not support the strategy or its settings.
@@ -474,11 +474,11 @@ class Strategy(StrategyAliases):
 
     @property
     def reduces_unused_gradients(self) -> bool:
-        """True if gradients of parameters that took no part in the step are reduced too."""
+        """True if gradients of parameters that were not used in the step are reduced, too."""
         return False
 
     def gradient_copy_bytes(self, module: nn.Module) -> int:
-        """Return the size of copies of gradients that are kept for sending.
+        """Return the size in bytes of the copies of gradients that are kept for sending.
 
         Args:
             module: The user's model.
@@ -486,7 +486,7 @@ class Strategy(StrategyAliases):
         return 0
 
     def buffer_broadcast_bytes(self, module: nn.Module) -> list[int]:
-        """Return the size of each broadcast of rank zero's buffers to the other ranks, once per step.
+        """Return the size in bytes of each broadcast of rank zero's buffers in a step.
 
         Args:
             module: The user's model.
@@ -495,23 +495,23 @@ class Strategy(StrategyAliases):
 
     @property
     def gathers_in_storage_dtype(self) -> bool:
-        """True if shards are gathered in the dtype they are stored in."""
+        """True if shards are gathered in their storage dtype."""
         return False
 
     @property
     def recomputes_activations(self) -> bool:
-        """True if blocks keep only their inputs for backward."""
+        """True if blocks keep only their inputs for the backward pass."""
         return False
 
     def variant(
         self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
     ) -> Strategy:
-        """Return a copy of this strategy with other settings, for a plan to compare.
+        """Return a copy of this strategy with different settings, for comparison in a plan.
 
         Args:
-            replicate: Number of replicas; each is sharded over the remaining ranks.
+            replicate: Number of replicas; each is sharded over its share of the ranks.
             recompute: Recompute the activations of every block in the backward pass.
-            gather: Dtype to gather parameters in; gradients are reduced in float32.
+            gather: Dtype in which parameters are gathered; gradients are reduced in float32.
 
         Raises:
             ValueError: If this strategy does not have a setting.
@@ -531,7 +531,7 @@ class Strategy(StrategyAliases):
     def votes_in_backward(self) -> bool:
         """True if votes that are cast before the next backward are part of its gradient reduction.
 
-        Its gradients must then be the same on every process, because they cannot be voted on. Otherwise votes are a
+        The gradients must then be the same on every process, because they cannot be voted on. Otherwise, votes are a
         separate exchange, which is better started when the gradients are known.
         """
         return False
@@ -546,7 +546,7 @@ class Strategy(StrategyAliases):
         self._work = self.world.start_all_reduce(votes)
 
     def agreement(self) -> Tensor:
-        """Return the summed votes, on the device. Call it after that backward."""
+        """Return the summed votes on the device. Must be called after that backward."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -558,8 +558,8 @@ class SingleDevice(Strategy):
     """Strategy for one model on one device: CPU, CUDA or MPS.
 
     Args:
-        device: The device, such as ``"cuda:1"``. Default: the selection by ``accelerator`` and ``devices`` of the
-            Trainer.
+        device: The device, such as ``"cuda:1"``. Default: the device that the Trainer's ``accelerator`` and ``devices``
+            select.
 
     Example:
         >>> import treadle
@@ -575,7 +575,7 @@ class SingleDevice(Strategy):
 
 
 def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the state of an optimizer (momenta, not step counts) to the parameters' device.
+    """Move the state of an optimizer, except step counts, to the device of the parameters.
 
     Args:
         optimizer: The optimizer.
@@ -591,7 +591,7 @@ def make_group_options(timeout: Any, backend: str | None) -> dict[str, Any]:
     """Return the options of the process group that were passed to a strategy, for `Strategy.group_options`.
 
     Args:
-        timeout: Time limit of one collective, as for `parse_duration`, or None.
+        timeout: Time limit of one collective in a form that `parse_duration` accepts, or None.
         backend: Torch's name of the backend, or None.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Policies that select the submodules to shard, or to recompute, as one unit."""
+"""Policies that select the submodules that are sharded or recomputed as one unit."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _NAMES = ("auto", "parts")
 
 
 def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module]:
-    """Return the submodules of ``model`` that a policy selects, inner ones first; never ``model`` itself.
+    """Return the submodules of ``model``, without ``model`` itself, that a policy selects. Inner modules come first.
 
     Args:
         model: The user's module.
-        policy: ``"auto"`` (the repeated blocks), ``"parts"`` (these, and other submodules, such as an embedding and a
-            head, each separately), classes or their names, the minimum number of parameters, or ``f(module) -> bool``.
-            torch's and Lightning's policy objects for FSDP are supported.
+        policy: ``"auto"`` (the repeated blocks), ``"parts"`` (the repeated blocks and each other submodule, such as an
+            embedding and a head), classes or their names, a minimum number of parameters, or ``f(module) -> bool``. The
+            policy objects of torch and Lightning for FSDP are also accepted.
         flag: The argument's name, for errors.
 
     Raises:
-        ValueError: If the model has no module of a class, or if the number is not positive.
+        ValueError: If the model has no module of a given class, or if the number is not positive.
         TypeError: If the policy has another type.
     """
     if isinstance(policy, str) and policy in _NAMES:
@@ -52,11 +52,11 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
 
 
 def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the ``blocks`` that share no parameter with a module outside of them: a tied weight is gathered once.
+    """Return the ``blocks`` that share no parameter with a module outside the block, such as a tied weight.
 
     Args:
         model: The user's module.
-        blocks: Submodules of it.
+        blocks: Submodules of ``model``.
     """
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for part in model.modules():
@@ -71,14 +71,14 @@ def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]
 
 
 def direct_parts(model: nn.Module, blocks: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """Return the modules that a method of ``model`` calls: children with parameters, also in module lists and dicts.
+    """Return the modules that methods of ``model`` call: children with parameters, including those in lists and dicts.
 
-    torch's losses are included. A torchmetrics metric is not, even one that contains a network: it accumulates state,
-    and must not be traced.
+    torch's losses are included. torchmetrics metrics, even those that contain a network, are not, because they
+    accumulate state and must not be traced.
 
     Args:
         model: The user's module.
-        blocks: Submodules to exclude; a child that contains some of these is replaced by its own children.
+        blocks: Submodules to exclude. A child that contains some of them is replaced by its own children.
     """
     parts: list[nn.Module] = []
     for child in model.children():
@@ -97,15 +97,16 @@ def _has_parameters_to_run(part: nn.Module) -> bool:
 
 
 def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.Module]:
-    """Return the direct parts of ``model``; a part that repeats a block is replaced by the blocks and its other parts.
+    """Return the direct parts of ``model``. A part with repeated blocks is replaced by the blocks and its other parts.
 
-    When they are compiled, equal blocks share one graph: a transformer of 24 layers takes the time of one layer.
+    When blocks are compiled, equal ones share one graph, so a transformer of 24 layers compiles in the time of one
+    layer.
 
     Args:
         model: The user's module.
-        always: Split each part that repeats a block. By default, it is split only if two thirds of its blocks equal
-            another one: the stages of a convolutional network differ in width, and would share nothing. False splits
-            none.
+        always: True splits each part with repeated blocks, False none. By default, a part is split only if two thirds
+            of its blocks are equal to another block. The stages of a convolutional network, for example, differ in
+            width and would share no graph.
     """
     parts: list[nn.Module] = []
     for part in direct_parts(model):
@@ -127,7 +128,7 @@ def describe_kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated submodules: layers of one class, with their own children, in one list.
+    """Return the outermost repeated submodules, that is, layers of one class that have children and are in one list.
 
     Args:
         model: The user's module.
@@ -149,7 +150,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _list_inner_first(model: nn.Module) -> list[nn.Module]:
-    """Return every submodule of ``model`` that can be called and has parameters, inner ones first."""
+    """Return the submodules of ``model`` that can be called and have parameters, inner modules first."""
     parts = list(reversed(list(model.modules())))[:-1]
     return [part for part in parts if not isinstance(part, _LISTS) and any(True for _ in part.parameters())]
 
@@ -185,7 +186,7 @@ def _choose_by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
 
 
 def _read_min_size(policy: Any) -> int | None:
-    """Return the number in torch's ``functools.partial(size_based_auto_wrap_policy, min_num_params=...)``."""
+    """Return the number in a ``functools.partial(size_based_auto_wrap_policy, min_num_params=...)`` of torch."""
     parameters = inspect.signature(policy).parameters
     if "nonwrapped_numel" not in parameters:
         return None
@@ -193,7 +194,7 @@ def _read_min_size(policy: Any) -> int | None:
 
 
 def check_policy(policy: Any, flag: str) -> Any:
-    """Check a policy as far as possible without a model.
+    """Validate a policy as far as possible without a model, and return it.
 
     Args:
         policy: The policy.
@@ -204,7 +205,7 @@ def check_policy(policy: Any, flag: str) -> Any:
 
     Raises:
         ValueError: If the name of a policy is unknown.
-        TypeError: If it is a bool.
+        TypeError: If the policy is a bool.
     """
     if isinstance(policy, bool):
         raise TypeError(f"{flag}={policy!r} must be 'auto', module classes, a number of parameters or a function.")

@@ -1,6 +1,6 @@
 """Treadle: a training framework for PyTorch.
 
-The object behind a name is imported when the name is first used, so that unused parts cost no import time.
+Each object is imported when its name is first used, so that unused parts cost no import time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Helpers of the callbacks that average weights."""
+"""Helpers for the callbacks that average weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averaged weights: each process averages the tensors it holds, and swaps the averages into and out of the model."""
+"""Averaged weights. Each process averages the tensors that it holds, and swaps them into and out of the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lerp(share: float) -> Average:
     """Return an averaging function that moves the average toward the current value.
 
     Args:
-        share: Fraction of the distance to move in each update, from 0 to 1.
+        share: Fraction of the distance to the current value to move in each update, from 0 to 1.
     """
     return lambda averages, current, count: torch._foreach_lerp_(averages, current, share)
 
@@ -59,21 +59,21 @@ def wrap_avg_fn(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average
 
 
 class Averages:
-    """Averages of a model's parameters and of its persistent buffers.
+    """Averages of a model's parameters and persistent buffers.
 
-    Averages of half-precision values are float32: in bfloat16, a step of a thousandth of the distance is lost in
-    rounding. Tensors that are not floating-point are not averaged; their latest value is kept. If the model is pruned,
-    the averages that are applied to it and those that are saved are pruned too.
+    Averages of half-precision values are float32, because in bfloat16 a step of a thousandth of the distance would be
+    lost in rounding. Tensors that are not floating-point are not averaged; their latest values are kept. If the model
+    is pruned, the averages that are applied to the model or saved are pruned, too.
 
     Args:
         module: The model, as prepared by the strategy.
-        buffers: Whether buffers are averaged; otherwise the model keeps its own.
+        buffers: Whether buffers are averaged. Otherwise, the model keeps its own buffers.
         device: Device of the averages; None uses the device of the values.
 
     Attributes:
         count: Number of updates.
-        values: Averages by name. A tied parameter is listed under each of its names; for a sharded parameter, this
-            process's shard.
+        values: Averages by name. A tied parameter is listed under each of its names. For a sharded parameter, the value
+            is this process's shard.
     """
 
     def __init__(self, module: nn.Module, buffers: bool, device: torch.device | None = None) -> None:
@@ -159,7 +159,7 @@ class Averages:
         return self._before is not None
 
     def apply_to_model(self) -> None:
-        """Put the averages into the model. Its own values are kept for `restore_model`."""
+        """Put the averages into the model. The model's own values are kept for `restore_model`."""
         if self._before is None:
             with torch.inference_mode(False), torch.no_grad():
                 tensors = self._list_tensors()
@@ -190,7 +190,7 @@ class Averages:
         ]
 
     def _write_values(self, tensors: list[Tensor], values: list[Tensor]) -> None:
-        """Write values into the model, without a copy where the storage can be swapped."""
+        """Write values into the model, without copying them if the storage can be swapped."""
         for tensor, average, value in zip(tensors, self._local_averages, values, strict=True):
             if _can_swap_data(tensor, average):
                 tensor.data = value  # no copy
@@ -207,7 +207,7 @@ class Averages:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned, from any sharding; its tensors may be unread.
+        """Restore the state that `state_dict` returned, saved with any sharding. Its tensors may be read lazily.
 
         Args:
             state_dict: The saved state.
@@ -230,7 +230,7 @@ class Averages:
 
 
 def _apply_masks(value: Tensor, masks: list[Tensor | None]) -> Tensor:
-    """Return a value with zeros where every mask has them; a mask of None has none."""
+    """Return a value with zeros at the positions where every mask is zero. None is a mask without zeros."""
     mask: Tensor | None = None
     for other in masks:
         if other is None:
@@ -251,10 +251,10 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
         trainer: The running Trainer.
         device: The user's argument.
         name: Class name of the callback, for messages.
-        strict: Whether an impossible device is an error; otherwise the averages use the device of the values.
+        strict: Whether an unsupported device is an error. Otherwise, the averages use the device of the values.
 
     Returns:
-        The device; None stands for the device of the values.
+        The device; None means the device of the values.
 
     Raises:
         ValueError: If the run cannot be averaged this way.
@@ -277,7 +277,7 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
 
 
 def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
-    """Return the entry of an averaging callback in a checkpoint, with its tensors unread; None if there is none.
+    """Return the entry of an averaging callback in a checkpoint, with lazily read tensors; None if there is none.
 
     Args:
         opened: The checkpoint.
@@ -287,12 +287,12 @@ def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
 
 
 def averaged_weights(path: Path | str) -> dict[str, Tensor]:
-    """Return the averaged weights in a checkpoint, for ``load_state_dict``.
+    """Return the averaged weights in a checkpoint, in a form that ``load_state_dict`` accepts.
 
-    Tensors that were not averaged have their trained value.
+    Tensors that were not averaged have their trained values.
 
     Args:
-        path: The checkpoint, saved in a run with an averaging callback.
+        path: A checkpoint that was saved in a run with an averaging callback.
 
     Returns:
         Tensors by name.
@@ -313,7 +313,7 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def _cast(averages: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and averages in the dtype of the weights."""
+    """Yield each name and average, converted to the dtype of the weight."""
     for name, value in averages.items():
         tensor = value.read() if isinstance(value, Stored) else value
         yield name, tensor.to(weights[name].dtype) if name in weights else tensor

@@ -1,4 +1,4 @@
-"""Base class of the callbacks that average weights: when the averages are in the model, and how they are saved."""
+"""Base class of the callbacks that average weights. It puts the averages into the model and saves them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Averaging(Callback):
     """Callback that leaves the averages in the model after training. Subclasses decide when to average.
 
-    If an error occurs before that, the model gets its original weights back.
+    If an error occurs before that, the model's own weights are restored.
     """
 
     exchanges = True
@@ -35,7 +35,7 @@ class Averaging(Callback):
         """Create the averages of a model that is prepared for training.
 
         Raises:
-            ValueError: If the run cannot be averaged, or another callback averages too.
+            ValueError: If the run does not support averaging, or another callback also averages.
         """
         if sum(isinstance(callback, Averaging) for callback in trainer.callbacks) > 1:
             raise ValueError(
@@ -46,17 +46,17 @@ class Averaging(Callback):
         self._ended, self._latest_epoch = False, -1
 
     def _end(self) -> None:
-        """Put the model's own weights back, unless training has ended."""
+        """Restore the model's own weights, unless training has ended."""
         if self._averages is not None and not self._ended:
             self._averages.restore_model()
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Put the model's own weights back, before other callbacks save them."""
+        """Restore the model's own weights before other callbacks save them."""
         self._ended = False
         self._end()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Keep the averages in the model after a successful training; otherwise put its own weights back."""
+        """Keep the averages in the model after successful training; otherwise restore its own weights."""
         if self._ended and self._averages is not None:
             self._averages.keep_in_model()
         self._end()

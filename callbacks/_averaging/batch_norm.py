@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics, recomputed for averaged weights."""
+"""Recomputation of BatchNorm's running statistics for averaged weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def find_measured_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the BatchNorm layers with running statistics; those in evaluation mode are excluded.
+    """Return the BatchNorm layers with running statistics, except those in evaluation mode.
 
     Args:
         module: The model.
@@ -30,8 +30,8 @@ def find_measured_layers(module: nn.Module) -> list[nn.Module]:
 def measure(trainer: Trainer, task: TaskModule) -> None:
     """Run ``training_step`` over the training data once, without gradients, to recompute BatchNorm's statistics.
 
-    Call it on all ranks. The statistics are the mean over the batches of all processes, weighted by their samples. The
-    RNG state and the logged values are restored afterwards.
+    Must be called on all ranks. The statistics are the mean over the batches of all processes, weighted by the number
+    of samples. The RNG state and the logged values are restored afterwards.
 
     Args:
         trainer: The Trainer, after training.
@@ -69,7 +69,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
 
 
 def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) -> float:
-    """Run the steps and return the number of samples on this process."""
+    """Run the steps, and return the number of samples on this process."""
     steps, accelerator = trainer.steps, trainer.accelerator
     assert steps is not None
     step = accelerator.local_method(task, "training_step")
@@ -89,7 +89,7 @@ def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) ->
 
 
 def _average_statistics(trainer: Trainer, layers: list[nn.Module], samples: float) -> bool:
-    """Set all processes to the mean of their statistics; return False if there were no samples."""
+    """Set the statistics of all processes to their mean. Return False if there were no samples."""
     world = trainer.accelerator.data_world
     statistics: list[Tensor] = [t for layer in layers for t in (layer.running_mean, layer.running_var)]  # type: ignore
     flat = torch.cat([t.double().flatten() for t in statistics] if world.device.type != "mps" else statistics)

@@ -1,4 +1,4 @@
-"""Helpers of `ModelCheckpoint`: triggers, names, and which checkpoints to keep and remove."""
+"""Helpers for `ModelCheckpoint`: triggers, names, and the selection of checkpoints to keep and remove."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lower bound of a checkpoint's size in bytes, known before the first step."""
+"""Lower bound of a checkpoint's size in bytes, computed before the first step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_only: bool = False) -> int:
-    """Return the size in bytes of one checkpoint of all processes.
+    """Return the size in bytes of one checkpoint, over all processes.
 
-    It is exact for weights and a lower bound for optimizer states, provided that every trainable parameter gets a
+    The size is exact for weights and a lower bound for optimizer states, provided that every trainable parameter gets a
     gradient.
 
     Args:
@@ -48,7 +48,7 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
 
 
 def _count_optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the size of an optimizer's state, estimated from its options before the first step."""
+    """Return the size of an optimizer's state in bytes, estimated from its options before the first step."""
     state_bytes = sum(_count_bytes(value) for state in optimizer.state.values() for value in _collect_tensors(state))
     if state_bytes:
         return state_bytes
@@ -69,13 +69,13 @@ def _collect_tensors(state: Any) -> list[Tensor]:
 
 
 def _count_bytes(tensor: Tensor) -> int:
-    """Return the size of a tensor in bytes, over all its shards; 0 for a lazy one."""
+    """Return the size of a tensor in bytes, over all its shards; 0 for a lazy parameter."""
     # The full size of a sharded tensor; the size of a lazy one is unknown before its layer's first batch.
     return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 
 
 def _identify_storage(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that tied tensors share."""
+    """Return a key that is the same for tied tensors."""
     try:
         return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape
     except (RuntimeError, NotImplementedError, ValueError):  # a subclass without its own memory, or a lazy tensor

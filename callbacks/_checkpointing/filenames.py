@@ -1,4 +1,4 @@
-"""Names of checkpoints: templates such as ``{epoch}-{val_loss:.2f}``, and the names made from them."""
+"""Names of checkpoints, made from templates such as ``{epoch}-{val_loss:.2f}``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str
 
     Args:
         template: Fields are names in braces, optionally with a format after a colon.
-        values: Values by name; a missing one counts as 0, with a warning.
+        values: Values by name. A missing value counts as 0, with a warning.
         equals: Text between a field's name and its value; None omits the name. A ``/`` in the name becomes ``_``,
             because a folder would hide the checkpoint.
 
@@ -85,7 +85,7 @@ class CheckpointFilenames:
     Attributes:
         template: Template of ranked checkpoints.
         template_of_last: Template of the latest checkpoint.
-        extension: Extension of every checkpoint.
+        extension: Extension of each checkpoint.
         separator: Text between a name and its version.
         equals: Text between a field's name and its value; None omits the name.
     """
@@ -130,7 +130,7 @@ def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:
 
 
 def _is_folder(path: AnyPath) -> bool:
-    """Return whether a path is a readable folder, and neither a checkpoint nor the remains of one."""
+    """Return whether a path is a readable folder and neither a checkpoint nor the remains of a checkpoint."""
     if path.name.startswith(".") or not path.is_dir():
         return False
     if isinstance(path, Path) and not os.access(path, os.R_OK | os.X_OK):

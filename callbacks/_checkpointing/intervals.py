@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class AgreedInterval:
-    """Timer on which all ranks agree, by rank zero's clock, without communication in every step.
+    """Timer on which all ranks agree without communicating in every step. It follows rank zero's clock.
 
-    An exchange between processes takes as long as a small step. Rank zero therefore estimates how many steps half of
-    the remaining time will take; all processes take these steps before they check again. That is about ten checks per
-    interval, however long it is.
+    An exchange between processes takes as long as a small step. Rank zero therefore estimates the number of steps in
+    half of the remaining time, and all processes take these steps before they check again. This results in about ten
+    checks per interval, however long the interval is.
 
     Args:
         interval: Duration of the interval.
@@ -30,7 +30,7 @@ class AgreedInterval:
         >>> interval.is_over(trainer)  # doctest: +SKIP
         False
 
-        The last line is skipped because it needs a running Trainer: call it in a callback's ``on_step_end``.
+        The last line is skipped because it needs a running Trainer. Call it in a callback's ``on_step_end``.
     """
 
     def __init__(self, interval: timedelta) -> None:
@@ -46,7 +46,9 @@ class AgreedInterval:
         self._looked_step, self._next_step = step, step + 1
 
     def is_over(self, trainer: Trainer) -> bool:
-        """Return whether the interval has ended, and start the next one if so. Call it on all ranks after each step.
+        """Return whether the interval has ended, and start the next one if so.
+
+        Must be called on all ranks after each step.
 
         Args:
             trainer: The running Trainer.
@@ -68,7 +70,7 @@ class AgreedInterval:
 
 
 def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | None) -> None:
-    """Raise a ValueError for triggers that exclude each other or are not whole numbers.
+    """Raise a ValueError if triggers exclude each other or are not whole numbers.
 
     Args:
         steps: ``every_n_train_steps``.

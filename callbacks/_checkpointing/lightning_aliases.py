@@ -1,4 +1,4 @@
-"""Lightning's internals of a ModelCheckpoint that subclasses in public code read, call or override."""
+"""Internals of Lightning's ModelCheckpoint that subclasses in public code read, call or override."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEVER_CALLED = {
 
 
 class CheckpointAliases:
-    """Base class of `ModelCheckpoint` with Lightning's names of its internals."""
+    """Base class of `ModelCheckpoint` with Lightning's names for its internals."""
 
     _top_k: TopKCheckpoints
     every_n_train_steps: int
@@ -72,7 +72,7 @@ class CheckpointAliases:
 
     @property
     def kth_value(self) -> Tensor:
-        """Value of the worst ranked checkpoint; infinitely bad while fewer than ``save_top_k`` are kept."""
+        """Value of the worst ranked checkpoint; infinitely bad while fewer than ``save_top_k`` checkpoints are kept."""
         top_k = self._top_k
         worst = torch.tensor(float("inf") if top_k.mode == "min" else float("-inf"), device="cpu")
         return top_k.best_k_models.get(top_k.kth_best_model_path, worst)

@@ -12,10 +12,10 @@ from ...engine.checkpoint import store
 
 
 def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
-    """Delete a checkpoint, if it exists, and return whether it was deleted.
+    """Delete a checkpoint if it exists, and return whether it was deleted.
 
-    The checkpoint that the run was resumed from is never deleted, regardless of its name, nor is one in another
-    directory.
+    The checkpoint that the run was resumed from is never deleted, whatever its path, nor are checkpoints in other
+    directories.
 
     Args:
         path: The checkpoint.
@@ -36,19 +36,20 @@ def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
 
 
 def _is_same(resumed: AnyPath, place: AnyPath) -> bool:
-    """Return whether two paths name the same checkpoint."""
+    """Return whether two paths refer to the same checkpoint."""
     if isinstance(resumed, Path) and isinstance(place, Path):
         return resumed.exists() and os.path.samefile(resumed, place)
     return resumed == place
 
 
 def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: AnyPath | None) -> list[str]:
-    """Delete checkpoints that a killed run had replaced and could not delete, and return the deleted paths.
+    """Delete checkpoints that a killed run had replaced but not deleted, and return their paths.
 
     Args:
-        paths: Checkpoints that it was about to delete, according to its latest checkpoint.
-        directory: The directory of its checkpoints.
-        step: Optimizer step of that checkpoint. A later checkpoint of the same name is a different one and is kept.
+        paths: Checkpoints that the killed run was about to delete, according to its latest checkpoint.
+        directory: The directory of the run's checkpoints.
+        step: Optimizer step of the latest checkpoint. A later checkpoint with the same name is a different one and is
+            kept.
         resumed: The checkpoint that the run resumes from.
     """
     leftovers = [path for path in paths if as_path(path).is_dir() and _read_step(path, default=step) < step]
@@ -56,7 +57,7 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: An
 
 
 def is_abandoned(path: str, step: int, resumed_step: int | None) -> bool:
-    """Return whether this run saved ``path`` at this very step, before it was resumed from an earlier one.
+    """Return whether this run saved ``path`` at the current step before it was resumed from an earlier step.
 
     Args:
         path: The checkpoint.

@@ -22,19 +22,19 @@ STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_pat
 class TopKCheckpoints:
     """Record of the checkpoints that one `ModelCheckpoint` keeps.
 
-    It is updated before a checkpoint is written, because the checkpoint contains it: the record on disk must be true
-    once the checkpoint is in place. `snapshot` and `restore` undo the update of a save that fails.
+    The record is updated before a checkpoint is written, because the checkpoint contains the record, which must be
+    correct once the checkpoint is in place. `snapshot` and `restore` undo the update if a save fails.
 
     Attributes:
-        monitor: Name of the value that ranks checkpoints; None keeps the latest.
+        monitor: Name of the value by which checkpoints are ranked; None keeps the latest.
         mode: ``"min"`` or ``"max"``, whichever is best.
         save_top_k: Number of ranked checkpoints to keep; -1 keeps all.
         best_model_path: Path of the best checkpoint, or "".
-        best_model_score: Its value.
+        best_model_score: Value of the best checkpoint.
         best_k_models: Values by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
         current_score: Value at the latest save.
-        replaced: Checkpoints to remove once the one that is being saved is in place.
+        replaced: Checkpoints to remove once the checkpoint that is being saved is in place.
         saved_step: Optimizer step of the latest save.
     """
 
@@ -68,14 +68,14 @@ class TopKCheckpoints:
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the worst ranked checkpoint, which the next better one replaces; "" if none is replaced."""
+        """Path of the worst ranked checkpoint, which the next better checkpoint replaces; "" if none is replaced."""
         if not self.best_k_models or (self.save_top_k != -1 and len(self.best_k_models) < self.save_top_k):
             return ""
         return find_best_path(self.best_k_models, self.mode, worst=True)
 
     @property
     def next_replaced(self) -> str:
-        """Path of the checkpoint that the next ranked one replaces; "" if none is replaced."""
+        """Path of the checkpoint that the next ranked checkpoint replaces; "" if none is replaced."""
         if self.save_top_k == -1:
             return ""
         return self.best_model_path if self.monitor is None else self.kth_best_model_path
@@ -114,7 +114,7 @@ class TopKCheckpoints:
         """Drop checkpoints that have been deleted from disk.
 
         Args:
-            paths: Their paths.
+            paths: The paths of these checkpoints.
         """
         missing = set(paths)
         self.best_k_models = {path: score for path, score in self.best_k_models.items() if path not in missing}
@@ -123,11 +123,11 @@ class TopKCheckpoints:
             self.best_model_score = self.best_k_models.get(self.best_model_path)
 
     def replace_since(self, before: Mapping[str, Any], reserved: set[str]) -> None:
-        """Set ``replaced`` to the checkpoints that were kept before and are no longer kept.
+        """Set ``replaced`` to the checkpoints that were kept before but are not kept anymore.
 
         Args:
             before: The `snapshot` to compare with.
-            reserved: Paths of other callbacks, which this one must not remove.
+            reserved: Paths of other callbacks, which this callback must not remove.
         """
         earlier = {before["last_model_path"], *before["best_k_models"]}
         if self.monitor is None and self.save_top_k == 1:
@@ -135,7 +135,7 @@ class TopKCheckpoints:
         self.replaced = sorted(earlier - {""} - self.paths - reserved)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything that a save changes."""
+        """Return a copy of all values that a save changes."""
         return {name: getattr(self, name) for name in (*STATE, "replaced", "saved_step")}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -149,10 +149,10 @@ class TopKCheckpoints:
 
 
 class Recorded(Generic[Value]):
-    """Descriptor of a callback's public attribute that its `TopKCheckpoints` stores.
+    """Descriptor for a public attribute of a callback that the callback's `TopKCheckpoints` stores.
 
     Args:
-        owner: Name of the callback's attribute with the record.
+        owner: Name of the callback's attribute that contains the record.
     """
 
     def __init__(self, owner: str) -> None:
@@ -173,7 +173,7 @@ class Recorded(Generic[Value]):
 
 
 def find_best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False) -> str:
-    """Return the path with the best score, or the worst one. NaN is worse than any number.
+    """Return the path with the best score, or with the worst score. NaN is worse than any number.
 
     Args:
         scores: Values by path.
@@ -189,7 +189,7 @@ def find_best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False)
 
 
 def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
-    """Return a callback's saved state with current paths, if its folder has been moved to ``directory`` since the save.
+    """Return a callback's saved state with updated paths if its folder has been moved to ``directory`` since the save.
 
     Args:
         state: The saved state.

@@ -1,4 +1,4 @@
-"""The state of a pruned parameter."""
+"""State of pruned parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pruned parameter: its mask, its initial value, and its form in a state dict."""
+"""Pruned parameter: its mask, its initial value, and its form in a state dict."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...engine import strip_compile_prefix
 
 
 class PrunedParameter:
-    """Parameter that is pruned, or will be.
+    """Parameter that is or will be pruned.
 
     torch stores the trained values as ``weight_orig`` and the mask as a buffer ``weight_mask``, and sets ``weight``
-    before each forward pass. While it does, the module's state dict has only ``weight``, pruned, even after a fit. A
-    mask left by an earlier fit is adopted.
+    before each forward pass. As long as the parameter is in this form, the module's state dict contains only the pruned
+    ``weight``, even after a fit. A mask left by an earlier fit is adopted.
 
     Args:
         module: The module of the parameter.
         name: Name of the parameter in the module.
         path: Path of the module in the model.
-        keep_first: Whether to keep the current value.
+        keep_first: Whether to keep the current value as the initial value.
 
     Attributes:
         first: The initial value, if it is kept.
@@ -47,13 +47,13 @@ class PrunedParameter:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Trained parameter."""
+        """The trained parameter."""
         table = self.module._parameters
         return table[f"{self.name}_orig"] if f"{self.name}_orig" in table else table[self.name]  # type: ignore
 
     @property
     def mask(self) -> Tensor:
-        """Mask: 1 for weights that are left, 0 for pruned ones."""
+        """The mask: 1 for remaining weights, 0 for pruned weights."""
         return self.module._buffers[f"{self.name}_mask"]  # type: ignore[return-value]
 
     def count_zeros(self) -> int:
@@ -61,12 +61,12 @@ class PrunedParameter:
         return int((self.mask == 0).sum()) if self.is_pruned else 0
 
     def refresh(self) -> None:
-        """Update ``weight``, which torch compares: it still has the value of the last forward pass."""
+        """Update ``weight``, which torch compares, because it still has the value of the last forward pass."""
         if self.is_pruned:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
     def register_hooks(self) -> None:
-        """Make the module's state dict contain the pruned value under its own name, if the parameter is pruned."""
+        """If the parameter is pruned, make the module's state dict contain the pruned value under its own name."""
         if self.is_pruned and not self._hooks:
             self._hooks = [  # torch sets an attribute on the hook, which a bound method does not allow
                 self.module.register_state_dict_post_hook(partial(self._hide)),
@@ -92,7 +92,7 @@ class PrunedParameter:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Restore the state that `get_state` returned, with its tensors unread.
+        """Restore the state that `get_state` returned. Its tensors are read lazily.
 
         Args:
             saved: The state, or None.
@@ -119,12 +119,12 @@ class PrunedParameter:
         self.register_hooks()
 
     def _hide(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Replace values and mask in a state dict with the pruned value."""
+        """Replace the values and the mask in a state dict with the pruned value."""
         value, mask = state.pop(f"{prefix}{self.name}_orig"), state.pop(f"{prefix}{self.name}_mask")
         state[f"{prefix}{self.name}"] = (value * mask.to(value.dtype)).detach()
 
     def _seek(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Load a value under the parameter's own name; weights that are not zero in it are no longer pruned."""
+        """Load a value under the parameter's own name. Weights that are nonzero in this value are no longer pruned."""
         if (value := state.pop(f"{prefix}{self.name}", None)) is not None:
             mask = self.mask
             if value.shape == mask.shape:  # otherwise torch raises an error that describes the mismatch
@@ -134,7 +134,7 @@ class PrunedParameter:
 
 
 def _find_pruned(module: nn.Module, name: str) -> PrunedParameter | None:
-    """Return the `PrunedParameter` with hooks on a parameter. Only the module has it, as it may be a copy."""
+    """Return the `PrunedParameter` with hooks on a parameter, found through the module, which may be a copy."""
     owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in module._state_dict_hooks.values())
     return next((owner for owner in owners if isinstance(owner, PrunedParameter) and owner.name == name), None)
 

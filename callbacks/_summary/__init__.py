@@ -1,4 +1,4 @@
-"""The table of a model's modules."""
+"""Table of a model's modules."""
 
 from __future__ import annotations
 

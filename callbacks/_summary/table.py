@@ -1,4 +1,4 @@
-"""Table of a model's modules: parameters and modes, and with an example input, shapes and FLOPs."""
+"""Table of a model's modules with their parameters and modes and, given an example input, shapes and FLOPs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _UNKNOWN = "?"
 
 @dataclass
 class Part:
-    """Row of the table: one module.
+    """Row of the table, which describes one module.
 
     Attributes:
-        name: Its path in the model; ``(own)`` for parameters that belong to the model itself.
-        type: Name of its class.
+        name: Path of the module in the model; ``(own)`` for parameters that belong to the model itself.
+        type: Class name of the module.
         parameters: Number of parameters, over all processes.
-        lazy: Whether some more have no shape yet.
+        lazy: Whether there are further parameters without a shape.
         local: Number of parameters that this process holds.
-        training: Whether it is in training mode.
-        frozen: Whether all of its parameters are frozen.
+        training: Whether the module is in training mode.
+        frozen: Whether all parameters of the module are frozen.
         flops: Floating-point operations in the run with the example input; None if there is none.
-        in_size: Shapes of its inputs in the first call, or ``"?"``.
-        out_size: Shapes of its outputs in the first call, or ``"?"``.
+        in_size: Shapes of the inputs in the first call, or ``"?"``.
+        out_size: Shapes of the outputs in the first call, or ``"?"``.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Part:
 
 
 class Summary:
-    """Result of `summarize`; its text is the table.
+    """Result of `summarize`, whose ``str`` is the table.
 
     Attributes:
         layers: The rows.
-        total_parameters, trainable_parameters: Number of parameters over all processes; a shared one counts once.
+        total_parameters, trainable_parameters: Number of parameters over all processes; a shared parameter counts once.
         model_size: Size of all parameters in MB.
         total_training_modes: Number of modules in ``"train"`` and in ``"eval"`` mode, without the model itself.
-        total_flops: Floating-point operations in the run with the example input; 0 without one.
+        total_flops: Floating-point operations in the run with the example input; 0 without an example input.
 
     Example:
         >>> import torch
@@ -120,7 +120,7 @@ class Summary:
         return {part.name: part.flops or 0 for part in self.layers}
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the columns of the table: header and cells of each."""
+        """Return the columns of the table, each as its header and its cells."""
         rows = self.layers
         columns = [
             ("name", [row.name for row in rows]),
@@ -172,15 +172,15 @@ def summarize(
 ) -> Summary:
     """Return a summary of a model's modules.
 
-    A model with an ``example_input_array`` (a tensor; a list or tuple of arguments; a dict of them by name) is run on
-    it once, in evaluation mode and without gradients, to record shapes and count operations. The run leaves RNG state
-    and modes unchanged. A model with parameters that have no shape yet is not run.
+    If the model has an ``example_input_array`` (a tensor, a list or tuple of arguments, or a dict of arguments by
+    name), the model is run on it once, in evaluation mode and without gradients, to record shapes and count operations.
+    The RNG state and the modes are unchanged afterwards. A model with parameters that have no shape yet is not run.
 
     Args:
         module: The model.
         max_depth: Levels of nested modules to show; -1 shows all. Default: 1.
-        forward: Function that runs the model. Default: call the model.
-        prepare: Function that prepares the example input. Default: move it to the device of the parameters.
+        forward: Function that runs the model. Default: the model itself.
+        prepare: Function that prepares the example input. Default: a function that moves it to the parameters' device.
 
     Returns:
         The summary; its ``str`` is a table.
@@ -222,7 +222,7 @@ def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Par
 def _run(
     module: nn.Module, parts: dict[str, nn.Module], rows: dict[str, Part], forward: Callable[..., Any], example: Any
 ) -> int:
-    """Run the model once, record shapes and operations in the rows, and return the operations of all modules."""
+    """Run the model once, record shapes and operations in the rows, and return the total number of operations."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
@@ -245,7 +245,7 @@ def _run(
 
 
 def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStack) -> None:
-    """Record a module's shapes and operations in its row, by forward hooks."""
+    """Record a module's shapes and operations in its row, with forward hooks."""
     flops_before: list[int] = []
 
     def record_start(_: nn.Module, args: Any) -> None:
@@ -277,7 +277,7 @@ def _collect_shapes(value: Any) -> Any:
 
 
 def _disable_compilation(module: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run eagerly: compiling them for an example would take minutes."""
+    """Return a context in which compiled modules run eagerly, because compiling them would take minutes."""
     compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in module.modules())
     if compiled or any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
         return torch.compiler.set_stance("force_eager")
@@ -291,13 +291,13 @@ def _make_mover(module: nn.Module) -> Callable[[Any], Any]:
 
 
 def _count_elements(parameters: Iterable[nn.Parameter]) -> tuple[int, bool]:
-    """Return the number of elements, and whether some parameters are lazy and have none before the first batch."""
+    """Return the number of elements, and whether some parameters are lazy and have no shape yet."""
     parameter_list = list(parameters)
     return sum(p.numel() for p in parameter_list if not is_lazy(p)), any(map(is_lazy, parameter_list))
 
 
 def _format_count(count: int, lazy: bool) -> str:
-    """Return a count as text."""
+    """Format a number of parameters as text."""
     if lazy:
         return f"{count:,} + lazy" if count else "lazy"
     return f"{count:,}"

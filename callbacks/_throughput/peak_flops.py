@@ -55,7 +55,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
 
     Args:
         device: The device.
-        dtype: The dtype of the computation, or ``"tf32"``, which float32 also stands for if torch may use it.
+        dtype: The dtype of the computation, or ``"tf32"``. float32 means TF32 if torch may use it.
     """
     if device.type != "cuda":
         return None
@@ -68,7 +68,7 @@ def look_up_peak_flops(name: str, dtype: torch.dtype | str) -> float | None:
     """Return the peak number of operations per second of a GPU by name; None if it is unknown.
 
     Args:
-        name: The driver's name of the device, such as ``"NVIDIA H100 80GB HBM3"``.
+        name: The driver's name for the device, such as ``"NVIDIA H100 80GB HBM3"``.
         dtype: See `get_available_flops`.
     """
     words = re.findall("[a-z0-9]+", name.lower())

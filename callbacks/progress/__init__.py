@@ -1,4 +1,4 @@
-"""Progress bars, and when they are redrawn."""
+"""Progress bars, and the schedule by which they are redrawn."""
 
 from __future__ import annotations
 

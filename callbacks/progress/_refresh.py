@@ -1,4 +1,4 @@
-"""Progress bars: when they are redrawn, and the lines that replace them without a terminal. Subclasses draw them."""
+"""Base class of progress bars that decides when bars are redrawn, and prints lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _REDRAW_EVERY = 0.1  # seconds; faster updates are unreadable
 
 
 class DrawnBar(ProgressBar):
-    """Progress bar for the epoch and one for the running evaluation, on rank zero; plain lines without a terminal.
+    """Progress bars for the epoch and the running evaluation, on rank zero; lines are printed without a terminal.
 
-    An error in drawing never ends a run: a closed terminal, or an error in an override, disables the bar with a
+    An error in drawing never ends a run. If the terminal is closed or an override fails, the bar is disabled with a
     warning. Values are read from the device only for a redraw.
 
     Args:
-        refresh_rate: 0 draws nothing; subclasses define the unit.
-        leave: Leave each epoch's bar on the screen, not only the last one.
+        refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws nothing.
+        leave: Leave the bar of each epoch on the screen, not only the last one.
         line_every: Seconds between plain lines.
     """
 
@@ -55,7 +55,7 @@ class DrawnBar(ProgressBar):
 
     @property
     def leave(self) -> bool:
-        """Flag that leaves each epoch's bar on the screen."""
+        """True if the bar of each epoch is left on the screen."""
         return self._leave
 
     @property
@@ -69,7 +69,7 @@ class DrawnBar(ProgressBar):
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Draw again from the next stage on."""
+        """Enable drawing from the next stage on."""
         self._enabled = True
 
     def disable(self) -> None:
@@ -105,7 +105,7 @@ class DrawnBar(ProgressBar):
         raise NotImplementedError
 
     def _close_epoch(self) -> None:
-        """Leave the epoch's bar on the screen; the next epoch gets a new one."""
+        """Leave the epoch's bar on the screen. The next epoch gets a new bar."""
         raise NotImplementedError
 
     def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
@@ -135,7 +135,7 @@ class DrawnBar(ProgressBar):
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Determine where to draw: on rank zero only."""
+        """Determine whether and where to draw. Only rank zero draws."""
         super().setup(trainer, pl_module, stage)
         active = self.is_enabled and trainer.is_global_zero
         self._terminal = active and bool(self._safely(self._can_draw))
@@ -161,7 +161,7 @@ class DrawnBar(ProgressBar):
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the epoch's bar, in a resumed epoch at its current batch."""
+        """Start the epoch's bar. In a resumed epoch, it starts at the current batch."""
         done = self._shown = trainer.progress.batch
         self._pace.restart(done)
         if self._terminal:
@@ -173,7 +173,7 @@ class DrawnBar(ProgressBar):
         self._due = 0.0
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Redraw if it is due."""
+        """Redraw if a redraw is due."""
         if time.monotonic() >= self._due:
             self._safely(self._draw_training, trainer, pl_module)
 
@@ -198,7 +198,7 @@ class DrawnBar(ProgressBar):
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     def _describe_position(self, trainer: Trainer, done: int) -> str:
-        """Return epoch, batch and step as text."""
+        """Return the epoch, batch and step as text."""
         progress, steps = trainer.progress, trainer.estimated_stepping_batches
         batch, step = _format_share(done, self.total_train_batches), _format_share(progress.step, steps)
         return f"{self.train_description} {progress.epoch}, batch {batch}, step {step}"
@@ -221,7 +221,7 @@ class DrawnBar(ProgressBar):
     def _write_line(
         self, position: str, done: int, total: int | float | None, values: dict[str, Any], left: str = "left"
     ) -> None:
-        """Write a line with position, speed, remaining time and values."""
+        """Write a line with the position, speed, remaining time and values."""
         self._due = time.monotonic() + self.line_every
         shown = [f"{name} = {text}" for name, text in self._format_values(values).items()]
         announce(", ".join([position, *self._pace.describe(done, _drop_infinite(total), left), *shown]))
@@ -258,14 +258,14 @@ class DrawnBar(ProgressBar):
             self._pace.restart(self._shown)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start a bar below the epoch's."""
+        """Start a bar below that of the epoch."""
         if trainer.sanity_checking:
             self._begin(trainer, "sanity", self.sanity_check_description)
         else:
             self._begin(trainer, "validation", self.validation_description)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if it is due."""
+        """Redraw if a redraw is due."""
         self._tick(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -277,7 +277,7 @@ class DrawnBar(ProgressBar):
         self._begin(trainer, "test", self.test_description)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if it is due."""
+        """Redraw if a redraw is due."""
         self._tick(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -289,7 +289,7 @@ class DrawnBar(ProgressBar):
         self._begin(trainer, "predict", self.predict_description)
 
     def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw if it is due."""
+        """Redraw if a redraw is due."""
         self._tick(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -308,7 +308,7 @@ class _Pace:
         self.since, self.done = time.monotonic(), done
 
     def describe(self, done: int, total: int | None, left: str) -> list[str]:
-        """Return speed and remaining time as text."""
+        """Return the speed and the remaining time as text."""
         current_time = time.monotonic()
         speed = (done - self.done) / max(current_time - self.since, 1e-9)
         self.since, self.done = current_time, done

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(BestEffortCallback):
-    """Base class of user-defined progress bars: override the hooks you need, and `disable` and `enable`.
+    """Base class of user-defined progress bars. Override the hooks that you need, and `disable` and `enable`.
 
-    It provides numbers of batches, names of stages and values to show. A subclass must call ``super().__init__()``, and
-    ``super().setup(...)`` if it overrides ``setup``. With one of them, the Trainer adds no other bar.
+    It provides the numbers of batches, the names of stages and the values to show. A subclass must call
+    ``super().__init__()``, and ``super().setup(...)`` if it overrides ``setup``. If there is such a bar, the Trainer
+    does not add another one.
 
     Example:
         >>> import treadle as tl
@@ -90,10 +91,10 @@ class ProgressBar(BestEffortCallback):
         print(*args, **kwargs)
 
     def get_metrics(self, trainer: Trainer, pl_module: TaskModule) -> dict[str, Any]:
-        """Return the values next to the bar.
+        """Return the values to show next to the bar.
 
-        These are the values logged with ``prog_bar=True``, then the first logger's version as ``v_num``. Between two
-        steps on a GPU they are slightly older than the latest, which would need a synchronization.
+        These are the values logged with ``prog_bar=True`` and the first logger's version as ``v_num``. Between two
+        steps on a GPU, they are slightly older than the latest values, which would need a synchronization.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -110,7 +111,7 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def train_description(self) -> str:
-        """Name of an epoch; its number follows."""
+        """Name of an epoch, which its number follows."""
         return "epoch"
 
     @property
@@ -132,7 +133,7 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Number of micro-batches of this epoch, fewer if ``max_steps`` ends it; infinite if unknown."""
+        """Number of micro-batches in this epoch, which may be limited by ``max_steps``; infinite if unknown."""
         trainer = self.trainer
         sources = trainer.sources
         batches = math.inf if sources is None else _count_batches(sources.train.length)
@@ -143,7 +144,7 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Number of batches of all validation dataloaders, if this epoch is validated at all; else 0."""
+        """Number of batches of all validation dataloaders; 0 if there is no validation in this epoch."""
         trainer = self.trainer
         interval = trainer.check_val_every_n_epoch
         if not trainer.has_validation or (interval and (trainer.progress.epoch + 1) % interval):
@@ -196,7 +197,7 @@ class ProgressBar(BestEffortCallback):
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """Return the value that each progress bar shows: ``v_num``, the last four characters of the first logger's version.
+    """Return the value that all progress bars show: ``v_num``, the last four characters of the first logger's version.
 
     Args:
         trainer: The running Trainer.

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of the columns of a `RichProgressBar`: styles of rich, by name or as objects.
+    """Styles of the columns of a `RichProgressBar`, as names or objects of rich's styles.
 
     Args:
         description: Style of the stage's name.
         progress_bar: Style of the bar.
         progress_bar_finished: Style of the full bar.
-        progress_bar_pulse: Style of the bar if the number of batches is unknown.
+        progress_bar_pulse: Style of the bar while the number of batches is unknown.
         batch_progress: Style of the number of finished batches.
         time: Style of the elapsed and remaining time.
         processing_speed: Style of the batches per second.
@@ -62,10 +62,10 @@ class RichProgressBar(DrawnBar):
 
     Args:
         refresh_rate: Redraws per second, at most ten; 0 draws nothing. Default: 100.
-        leave: Leave each epoch's bar on the screen, not only the last one. Default: False.
+        leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
         theme: Styles of the columns.
-        console_kwargs: Arguments of ``rich.console.Console``. Default: standard error.
-        line_every: Seconds between the plain lines that replace the bar without a terminal. Default: 10.0.
+        console_kwargs: Arguments of ``rich.console.Console``. Default: a console on standard error.
+        line_every: Seconds between the lines that are printed if there is no terminal. Default: 10.0.
 
     Attributes:
         progress: The ``rich.progress.Progress`` that is drawn, or None.
@@ -129,7 +129,7 @@ class RichProgressBar(DrawnBar):
         return console.is_terminal or console.is_jupyter
 
     def _start_progress(self) -> Progress:
-        """Return the started display, created on first use and again after it was left on the screen."""
+        """Return the started display. It is created on first use, and again after it was left on the screen."""
         if self.progress is None:
             from rich.progress import Progress
 
@@ -208,7 +208,7 @@ class RichProgressBar(DrawnBar):
 
 @cache
 def _make_console_class() -> type[Console]:
-    """Return rich's console class, changed to raise BrokenPipeError where rich would end the process."""
+    """Return a subclass of rich's console that raises a BrokenPipeError where rich would end the process."""
     from rich.console import Console
 
     class Screen(Console):
@@ -226,7 +226,7 @@ def _make_console(console_kwargs: dict[str, Any]) -> Console:
 
 @cache
 def _make_words_column() -> Callable[..., ProgressColumn]:
-    """Return a column class of plain text; rich's own text column interprets markup."""
+    """Return a column class for plain text, because rich's own text column interprets markup."""
     from rich.progress import ProgressColumn
     from rich.text import Text
 
@@ -242,18 +242,18 @@ def _make_words_column() -> Callable[..., ProgressColumn]:
 
 
 def _format_batches(task: Task) -> str:
-    """Return the number of finished batches and of all batches."""
+    """Return the number of finished batches and the total number as text."""
     return f"{int(task.completed)}/{'--' if task.total is None else int(task.total)}"
 
 
 def _format_time(task: Task) -> str:
-    """Return the elapsed and the remaining time."""
+    """Return the elapsed and the remaining time as text."""
     spent = task.finished_time if task.finished else task.elapsed
     durations = (spent, task.time_remaining)
     return " • ".join("-:--:--" if seconds is None else str(timedelta(seconds=int(seconds))) for seconds in durations)
 
 
 def _format_speed(task: Task) -> str:
-    """Return the batches per second."""
+    """Return the batches per second as text."""
     speed = task.finished_speed or task.speed
     return "" if speed is None else f"{speed:.2f}it/s"

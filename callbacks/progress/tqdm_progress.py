@@ -14,7 +14,7 @@ _SHORTEST = 4  # minimum characters of the bar, below which values next to it ar
 
 
 def __getattr__(name: str) -> Any:
-    """Return tqdm's class under Lightning's name ``Tqdm``, imported on first use."""
+    """Return tqdm's class for Lightning's name ``Tqdm``. It is imported on first use."""
     if name != "Tqdm":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tqdm.auto import tqdm
@@ -23,18 +23,18 @@ def __getattr__(name: str) -> Any:
 
 
 class TQDMProgressBar(DrawnBar):
-    """Progress bar for the epoch and one below it for validation, on rank zero; plain lines without a terminal.
+    """Progress bar for the epoch, and another one below it for validation, on rank zero.
 
     It redraws at most ten times a second, and reads values from the device only then. An error in drawing never ends a
     run: a closed terminal, or an error in an override, disables the bar with a warning. Override `get_metrics` to
     choose the values next to the bar, and ``init_train_tqdm`` and similar methods to choose its appearance.
 
     Args:
-        refresh_rate: Minimum number of batches between redraws (the variable ``TQDM_MINITERS`` can raise it); 0 draws
-            nothing. Redraws are also limited by time. Default: 1.
-        process_position: Rows to leave free above. Default: 0.
-        leave: Leave each epoch's bar on the screen, not only the last one. Default: False.
-        line_every: Seconds between the plain lines that replace the bar without a terminal. Default: 10.0.
+        refresh_rate: Minimum number of batches between redraws, which the environment variable ``TQDM_MINITERS`` can
+            increase; 0 draws nothing. Redraws are also limited by time. Default: 1.
+        process_position: Rows to leave free above the bar. Default: 0.
+        leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
+        line_every: Seconds between the lines that are printed if there is no terminal. Default: 10.0.
 
     Attributes:
         train_progress_bar: The epoch's bar, or None.
@@ -82,7 +82,7 @@ class TQDMProgressBar(DrawnBar):
     # -- methods that may be overridden --------------------------------------------------------------------------
 
     def init_train_tqdm(self) -> Any:
-        """Return the epoch's bar. Its total and its text are set later."""
+        """Return the epoch's bar. The total and the text are set later."""
         return self._make_tqdm(self.train_description, leave=True)
 
     def init_sanity_tqdm(self) -> Any:
@@ -176,7 +176,7 @@ class TQDMProgressBar(DrawnBar):
 
 
 def _fit_postfix(bar: Any) -> None:
-    """Omit the values next to a bar that the terminal has no room for: tqdm would cut a number in the middle."""
+    """Omit values next to a bar that do not fit into the terminal. Otherwise, tqdm would cut a number in the middle."""
     facts = bar.format_dict
     if not facts["ncols"] or not bar.postfix:  # a notebook
         return

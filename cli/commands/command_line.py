@@ -138,7 +138,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def _locate_run(run: str, overrides: Sequence[str]) -> str:
-    """Return the path of a run that is named as in `treadle runs show`."""
+    """Return the path of a run, which may be specified as in `treadle runs show`."""
     from ...trainer.runs import locate
 
     directory = next(
@@ -173,7 +173,7 @@ def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> 
 
 
 def read_earlier_config(place: str | Path) -> tuple[str, str]:
-    """Return name and text of the configuration that a run saved, in its folder or in one of its checkpoints.
+    """Return the name and text of the configuration that a run saved in its folder or in one of its checkpoints.
 
     Args:
         place: The run's folder, or a checkpoint.
@@ -241,5 +241,5 @@ def report_error(program: str, error: ConfigError) -> int:
 
 
 def _read_nonzero_ranks() -> list[bool]:
-    """Return whether the launcher's rank and its local rank are other than zero."""
+    """Return whether this process's rank and local rank are nonzero, according to the launcher."""
     return [os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")]

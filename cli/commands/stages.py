@@ -218,7 +218,7 @@ def _can_take_predictions(callback: Callback) -> bool:
 
 
 def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) -> str | None:
-    """Return the checkpoint to evaluate: the named one, else the earlier run's."""
+    """Return the checkpoint to evaluate: the requested one, or else that of the earlier run."""
     from ...common.messages import warn
     from ...engine.checkpoint import MANIFEST
 
@@ -234,7 +234,7 @@ def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) 
 
 
 def _prepare_callbacks(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]:
-    """Return the callbacks with the earlier run's folder as the one in which ``last`` and ``best`` are looked up."""
+    """Return the callbacks, set up to look up ``last`` and ``best`` in the earlier run's folder."""
     from ...callbacks import ModelCheckpoint
     from ...trainer import as_callbacks
     from ...trainer.runs import CHECKPOINTS

@@ -134,7 +134,7 @@ def _draw(canvas: Canvas, chart: Chart, points: tuple[Sequence[float], Sequence[
 
 
 def _place_labels(chart: Chart, height: int) -> dict[int, str]:
-    """Return labels of round values by the row they belong to."""
+    """Return labels for round values, by row."""
     labels: dict[int, str] = {}
     for value in choose_ticks(chart.bottom, chart.top, chart.logarithmic):
         row = round((1 - chart.scale_value(value)) * (height - 1))

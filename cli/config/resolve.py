@@ -228,7 +228,7 @@ def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
 
 
 def _replace_sources(value: Value, new: Callable[[str], str]) -> Value:
-    """Return the same values with other sources."""
+    """Return the same values with their sources replaced."""
     data, source = value.data, new(value.source)
     if isinstance(data, dict):
         return replace(value, data={key: _replace_sources(item, new) for key, item in data.items()}, source=source)
@@ -296,7 +296,7 @@ def _find_reference_error(text: str) -> str | None:
 
 
 def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> None:
-    """Raise ConfigError for an explicitly set variable that no reference uses: setting it would have no effect."""
+    """Raise a ConfigError for an explicitly set variable that no reference uses, because it would have no effect."""
     section = root.data.get("vars")
     for path, value in iterate_values(section, ("vars",)) if section is not None else ():
         alone = not isinstance(value.data, dict | list) and value.source in explicit

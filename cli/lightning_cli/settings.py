@@ -85,7 +85,7 @@ def normalize(value: Value) -> Value:
 
 @functools.cache
 def translate_class_path(name: str) -> str:
-    """Return Treadle's import path for a path in Lightning's packages and announce it; any other path unchanged."""
+    """Translate an import path in Lightning's packages to Treadle's and announce it; return other paths unchanged."""
     prefix = next((prefix for prefix in _PEER_PACKAGES if name.startswith(prefix)), None)
     if prefix is None:
         return name

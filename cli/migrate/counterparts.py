@@ -79,7 +79,7 @@ def split_peer(module: str) -> PeerModule | None:
 
 @cache
 def list_modules(module: PeerModule) -> tuple[str, ...]:
-    """Return Treadle's modules at a peer's path, the preferred one first."""
+    """Return the names of the Treadle modules that correspond to a peer's module, in order of preference."""
     if module.peer == "umbrella" and module.path:  # `lightning.data`; all others are below lightning.pytorch
         return ()
     roots = {"treadle": ("treadle",), "compat": ("treadle.compat",), "fabric": ("treadle.compat.fabric", *_OURS)}
@@ -88,7 +88,7 @@ def list_modules(module: PeerModule) -> tuple[str, ...]:
 
 
 def find_module(module: str) -> str | None:
-    """Return Treadle's module for a peer's, or None.
+    """Return the name of the Treadle module that corresponds to a peer's module, or None.
 
     Args:
         module: The module as imported, ``"lightning.pytorch.callbacks"``.
@@ -98,7 +98,7 @@ def find_module(module: str) -> str | None:
 
 
 def find_integration(module: str | None, name: str) -> str | None:
-    """Return Treadle's module that has a name of another library's Lightning integration, or None.
+    """Return the Treadle module that replaces a name of another library's Lightning integration, or None.
 
     Args:
         module: The library's module as imported, ``"ray.train.lightning"``.
@@ -217,7 +217,7 @@ def find_submodule(module: str, name: str) -> str | None:
 
 
 def find_dotted(dotted: str) -> str | None:
-    """Return Treadle's dotted name for a peer's, ``"lightning.pytorch.callbacks.Timer"``; None for a module."""
+    """Return Treadle's name for a peer's dotted name (``"lightning.pytorch.callbacks.Timer"``); None for a module."""
     parts = dotted.split(".")
     for count in range(len(parts) - 1, 0, -1):
         module, names = ".".join(parts[:count]), parts[count:]

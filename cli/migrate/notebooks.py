@@ -92,7 +92,7 @@ def _show_magics(code: str, magics: list[str]) -> str:
 
 
 def _name_cell(finding: Finding, lengths: dict[int, int]) -> Finding:
-    """Return the finding with the cell and the line in it instead of the line in the whole program."""
+    """Return a copy of the finding with the notebook cell in its path and a line number relative to that cell."""
     line = finding.line
     for number, length in lengths.items():
         if line <= length:
@@ -128,7 +128,7 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
 
 
 def _locate_sources(notebook: Any) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield for each cell's number the number of strings before its source, keys included, and in its source."""
+    """Yield each cell's number with the numbers of strings, including keys, before its source and in its source."""
     position = 0
     for key, value in notebook.items():
         position += 1

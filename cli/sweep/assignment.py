@@ -53,6 +53,6 @@ class Assignment:
 
 
 def follow_scheduler() -> None:
-    """End this process with its scheduler, if it runs a trial. Must be called before anything else."""
+    """If this process runs a trial, end it when its scheduler ends. Must be called before anything else."""
     if (assignment := Assignment.read()) is not None:
         die_with_parent(assignment.scheduler, signal.SIGTERM)

@@ -310,7 +310,7 @@ def _get_id(study: optuna.Study, number: int) -> int:
 
 
 def _get_max_epochs(sweep: Sweep) -> int | None:
-    """Return the epochs of every trial, if they are equal and each epoch reports a value."""
+    """Return the number of epochs per trial if it is the same for all trials and each epoch reports one value."""
     trainer = sweep.base.data.get("trainer")
     flags = trainer.data if trainer is not None and isinstance(trainer.data, dict) else {}
     varied: Sequence[str] = [parameter.key for parameter in sweep.parameters]

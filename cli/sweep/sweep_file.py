@@ -345,7 +345,7 @@ class _Reader:
         return storage
 
     def _read_choice(self, key: str, names: Sequence[str], synonyms: Mapping[str, str]) -> Choice | None:
-        """Return a name with its options, which a mapping may give."""
+        """Return a method or pruner, which the file specifies by its name or by a mapping with options."""
         value = self.values.get(key)
         if value is None or value.data is None:
             return None

@@ -37,7 +37,7 @@ class TrialConfigs:
         self.sweep, self.program, self.model, self.data = sweep, program, model, data
 
     def check_all(self) -> None:
-        """Check every choice and both ends of every range, each with the first values of the other parameters.
+        """Validate every choice and both ends of every range, with all other parameters at their first value.
 
         Raises:
             ConfigError: If the configuration does not accept a key or value; the error names all of them.

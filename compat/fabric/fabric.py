@@ -490,7 +490,7 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save models, optimizers and data to one file, which ``torch.load`` reads. All ranks must call it.
+        """Save models, optimizers and data to one file for ``torch.load``. Must be called on all ranks.
 
         Args:
             path: The file. Its folder is created.
@@ -532,7 +532,7 @@ class Fabric:
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a file that `save` wrote. All ranks must call it.
+        """Load a file that `save` wrote. Must be called on all ranks.
 
         Args:
             path: The file.

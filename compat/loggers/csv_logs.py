@@ -18,7 +18,8 @@ class ExperimentWriter:
     """Writer of ``metrics.csv`` and ``hparams.yaml`` in a folder.
 
     Args:
-        log_dir: The folder, which is created if it is missing. An existing file of metrics is continued.
+        log_dir: The folder, which is created if it is missing. If ``metrics.csv`` exists, its rows are kept and new
+            ones are appended.
 
     Attributes:
         metrics: Rows that have not been saved.

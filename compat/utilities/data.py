@@ -102,7 +102,7 @@ def _warn_of_claimed_length(dataloader: object) -> bool:
 def has_len_all_ranks(
     dataloader: object, strategy: Strategy, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
-    """Return whether a dataloader has a length. All ranks must call it.
+    """Return whether a dataloader has a length. Must be called on all ranks.
 
     Args:
         dataloader: The dataloader.

@@ -1,4 +1,4 @@
-"""Trainers in the workers of a Ray cluster: reports to Ray, and resumes from its checkpoints."""
+"""Callbacks for Trainers in Ray workers, which report to Ray and resume from its checkpoints."""
 
 from __future__ import annotations
 

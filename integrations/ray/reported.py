@@ -1,4 +1,4 @@
-"""Base class of callbacks that report to Ray: checkpoints that Ray stores, and metrics as Ray expects them."""
+"""Base class of callbacks that report checkpoints and metrics to Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReportedCheckpoint(Checkpoint):
         return os.path.join(self._in_use.enter_context(checkpoint.as_directory()), self._filename)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Delete a downloaded checkpoint, now that the run is restored."""
+        """Delete a downloaded checkpoint, because the run is restored."""
         self._in_use.close()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
@@ -50,7 +50,7 @@ class ReportedCheckpoint(Checkpoint):
 
 
 def collect_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return all logged values as plain numbers, with ``epoch`` and ``step``, the number of optimizer steps.
+    """Return all logged values as plain numbers, plus ``epoch`` and ``step``, the number of optimizer steps.
 
     Args:
         trainer: The running Trainer.

@@ -27,16 +27,17 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
     Use it in the function of a ``ray.train.torch.TorchTrainer``. Ray restarts failed workers, and ``trainer.fit(...,
     ckpt_path="auto")`` then resumes from the last reported checkpoint. Ray's ``CheckpointConfig`` decides which
-    checkpoints are kept. ``checkpoint.ckpt`` in Ray's checkpoint is Treadle's.
+    checkpoints are kept. Ray's checkpoint contains Treadle's checkpoint as ``checkpoint.ckpt``.
 
-    All ranks write their shards to Ray's storage, so nothing is copied. The storage is a disk that the machines share,
-    S3 with the extra ``s3``, or Google Cloud Storage with ``gs``. A checkpoint is reported once it is committed, so a
-    killed worker leaves no partial one.
+    All ranks write their shards directly to Ray's storage: a disk that the machines share, S3 (with the extra ``s3``)
+    or Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is committed, so a killed worker
+    never leaves a partial checkpoint that Ray would resume from.
 
     Args:
-        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``: SYNC and ASYNC save to a temporary folder, which
-            Ray copies; all workers must be on one machine. Default: as described above, and SYNC for other storage.
-        validation: Whether Ray validates each checkpoint, see ``ray.train.report``. Default: False.
+        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC and ASYNC, the checkpoint is saved to a
+            temporary folder, which Ray copies; all workers must be on one machine. Default: as described above; SYNC
+            for other kinds of storage.
+        validation: Whether Ray validates each checkpoint; see ``ray.train.report``. Default: False.
         every_n_train_steps: Optimizer steps between additional reports within an epoch. Default: None.
 
     Raises:
@@ -77,13 +78,13 @@ class RayTrainReportCallback(ReportedCheckpoint):
         return f"RayTrainReportCallback(every_n_train_steps={self.every_n_train_steps})"
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Remove checkpoints that killed workers saved, completely or partially, and did not report."""
+        """Remove complete and partial checkpoints that killed workers saved but did not report."""
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             _remove_unreported(self._storage)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if it is due; the last step of an epoch is reported with the epoch."""
+        """Report if a report is due. The last step of an epoch is reported at the end of the epoch."""
         every = self.every_n_train_steps
         if every and trainer.global_step % every == 0 and not trainer.progress.epoch_is_trained:
             self._report(trainer)
@@ -94,7 +95,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
 
     @property
     def _shared_root(self) -> str | None:
-        """URL of the run's folder in Ray's storage, to which all ranks write; None if Ray has to copy."""
+        """URL of the run's folder in Ray's storage, to which all ranks write; None if Ray copies checkpoints."""
         from ray.train import CheckpointUploadMode
 
         scheme, package = _WRITABLE.get(self._storage.storage_filesystem.type_name, ("", ""))
@@ -146,7 +147,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
         )
 
     def _choose_name(self, trainer: Trainer) -> str:
-        """Return an unused name for Ray's checkpoint; another fit in the same function may have used some."""
+        """Return an unused name for Ray's checkpoint. An earlier fit in the same function may have used some names."""
         from pyarrow.fs import FileType
 
         storage = self._storage
@@ -182,7 +183,7 @@ def _get_storage() -> Any:
 
 
 def _remove_unreported(storage: Any) -> None:
-    """Remove what this callback wrote to the folder of a run and did not report to Ray."""
+    """Remove the checkpoints that this callback wrote to the run's folder but did not report to Ray."""
     import ray.train
     from pyarrow.fs import FileSelector
     from ray.train import CheckpointConsistencyMode

@@ -24,23 +24,23 @@ _MOMENTS = ("validation_end", "train_epoch_end", "train_batch_end", "train_end")
 class TuneReportCheckpointCallback(ReportedCheckpoint):
     """Callback that reports metrics and a checkpoint to Ray Tune after each validation.
 
-    Use it in a function that ``ray.tune.Tuner`` runs as a trial. The scheduler of the search gets each report and may
-    stop the trial. If it continues a trial from a checkpoint, as population-based training does with that of another
-    trial, ``trainer.fit(..., ckpt_path="auto", schedule="script")`` resumes from that checkpoint with the learning rate
-    of the new configuration.
+    Use it in a function that ``ray.tune.Tuner`` runs as a trial. The search's scheduler receives each report and may
+    stop the trial. Population-based training continues a trial from the checkpoint of another trial. ``trainer.fit(...,
+    ckpt_path="auto", schedule="script")`` then resumes from that checkpoint with the learning rate of the new
+    configuration.
 
-    A report waits for the end of the current optimizer step, so its checkpoint is exact.
+    A report is made at the end of the current optimizer step, so training resumes from its checkpoint exactly.
 
     Args:
-        metrics: Names of the logged values to report, or a dict of logged names by reported name. Default: all.
+        metrics: Names of the logged values to report, or a dict that maps reported names to logged names. Default: all.
         filename: Name of Treadle's checkpoint inside Ray's. Default: ``"checkpoint"``.
         save_checkpoints: Whether each report includes a checkpoint. Default: True.
-        on: ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step) or ``"train_end"``;
-            one or several. Default: ``"validation_end"``.
+        on: One or several of ``"validation_end"``, ``"train_epoch_end"``, ``"train_batch_end"`` (each optimizer step)
+            and ``"train_end"``. Default: ``"validation_end"``.
 
     Raises:
         ModuleNotFoundError: If Ray is not installed.
-        ValueError: If ``on`` has an unknown name.
+        ValueError: If ``on`` contains an unknown name.
 
     Example:
         >>> from treadle.integrations import TuneReportCheckpointCallback
@@ -79,10 +79,10 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
         return f"TuneReportCheckpointCallback(filename={self._filename!r}, on={sorted(self._on)})"
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check that the process runs a trial.
+        """Check that this process runs a Ray Tune trial.
 
         Raises:
-            RuntimeError: If it does not run a trial.
+            RuntimeError: If the process does not run a trial.
         """
         from ray.tune import get_context
 
@@ -99,7 +99,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
             self._due |= "validation_end" in self._on
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if it is due; after the last step of an epoch, with the epoch."""
+        """Report if a report is due. The last step of an epoch is reported at the end of the epoch."""
         self._due |= "train_batch_end" in self._on
         if not trainer.progress.epoch_is_trained:
             self._report_if_due(trainer)

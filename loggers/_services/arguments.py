@@ -13,7 +13,7 @@ from .undisturbed import undisturbed
 
 
 def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
-    """Raise a TypeError or ValueError if an argument that all tracking services share is invalid."""
+    """Raise a TypeError or ValueError if an argument that the loggers of all tracking services share is invalid."""
     for argument, value in texts.items():
         if value is not None:
             check_text(argument, value)
@@ -21,12 +21,13 @@ def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
 
 
 def check_options(function: str, options: Mapping[str, Any], also: Iterable[str] = ()) -> None:
-    """Raise a TypeError for options that a service's function does not accept, before a run begins.
+    """Raise a TypeError for options that a function of a service does not accept.
 
     Args:
-        function: Its full name, such as ``"trackio.init"``. The package is imported only if there are options.
-        options: Its keyword arguments, by name.
-        also: Names that it accepts although its signature does not list them.
+        function: Full name of the function, such as ``"trackio.init"``. Its package is imported only if there are
+            options.
+        options: Keyword arguments of the function by name.
+        also: Names that the function accepts although its signature does not list them.
     """
     if not options:
         return

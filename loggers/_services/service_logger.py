@@ -1,4 +1,4 @@
-"""Base of the loggers whose service keeps one object per run, which is opened, written to, closed and reopened."""
+"""Base class of loggers for services with one object per run, which is opened, written to, closed and reopened."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _open_runs: WeakValueDictionary[tuple[type, str | None, Any], Any] = WeakValueDi
 class ServiceLogger(Logger):
     """Base class of loggers that write to one run of a tracking service, opened on first use and reopened by its ID.
 
-    A subclass implements the six methods from `_open` to `_close`, and stores no object of the service. Only rank zero
-    opens the run.
+    A subclass implements the six methods from `_open` to `_close`, and does not store objects of the service. Only rank
+    zero opens the run.
 
     Args:
         name: Name of the experiment or project.
         version: ID of the run to continue. Default: a new run, whose ID then becomes the ``version``.
-        prefix: Text before every metric's name; None for none.
+        prefix: Text before every metric's name; None for no prefix.
         separator: Text between the prefix and the name. Default: ``"-"``.
         log_model: Upload checkpoints: True uploads the kept ones at the end of a fit; ``"all"`` uploads each as it is
             saved.
@@ -61,12 +61,12 @@ class ServiceLogger(Logger):
         self._forget()
 
     def _forget(self) -> None:
-        """Drop the state that belongs to this object only, and not to its copies."""
+        """Drop the state that is not passed on to copies of this object."""
         self._run: Any = None  # keeps the run in `_open_runs`
         self._uploads = Uploads(self._log_model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, which continues the run by its ID."""
+        """Return the state for a copy, which reopens the run by its ID."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_run", "_uploads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -75,27 +75,27 @@ class ServiceLogger(Logger):
 
     @abstractmethod
     def _open(self) -> Any:
-        """Begin a run, or continue ``self._version``; set ``self._version`` and return the service's object."""
+        """Begin a run, or continue the run ``self._version``. Set ``self._version`` and return the service's object."""
 
     @abstractmethod
     def _is_closed(self, run: Any) -> bool:
-        """Return whether a run was closed: by a logger, by the user or by another run."""
+        """Return whether a run was closed, whether by a logger, by the user or because another run began."""
 
     @abstractmethod
     def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
-        """Record numbers by their full names."""
+        """Record numbers under their full names."""
 
     @abstractmethod
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:
-        """Record hyperparameters, nested and plain."""
+        """Record hyperparameters, which may be nested and contain only plain data."""
 
     @abstractmethod
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
-        """Upload a checkpoint, a folder."""
+        """Upload a checkpoint, which is a folder."""
 
     @abstractmethod
     def _close(self, run: Any, failed: bool) -> None:
-        """Write out everything and end the run with its status."""
+        """Write all buffered data and end the run with its status."""
 
     @property
     def name(self) -> str | None:
@@ -105,7 +105,7 @@ class ServiceLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Object of the service. The first access opens a run, or the one to continue."""
+        """Object of the service. The first access begins a run, or opens the run to continue."""
         run = self._find_open_run()
         if run is None:
             with undisturbed():
@@ -114,11 +114,11 @@ class ServiceLogger(Logger):
         return run
 
     def _adopt(self, run: Any) -> None:
-        """Use an open run, whose ID is ``self._version``, for this logger and its copies."""
+        """Use an open run with the ID ``self._version`` for this logger and its copies."""
         _open_runs[type(self), self.name, self._version] = self._run = run
 
     def _is_of_a_logger(self, run: Any) -> bool:
-        """Return whether a logger began the run; a run that the user began is used for the values logged next."""
+        """Return whether a logger opened the run. A run that the user began is used for the values logged next."""
         return any(run is opened for opened in _open_runs.values())
 
     def _find_open_run(self) -> Any:
@@ -143,7 +143,7 @@ class ServiceLogger(Logger):
             self._write_row(self.experiment, row, step)
 
     def _pop_epoch(self, row: dict[str, float]) -> int | None:
-        """Remove the epoch from a row and return it, for a service that stores it with each value."""
+        """Remove the epoch from a row and return it, for services that store the epoch with each value."""
         epoch = row.pop(f"{self._prefix}epoch", None)
         return None if epoch is None else int(epoch)
 
@@ -152,7 +152,7 @@ class ServiceLogger(Logger):
 
         Args:
             params: Settings by name, nested or not. A value without a plain type is recorded as its ``str``.
-            metrics: Initial values of the metrics that compare runs. Default: none.
+            metrics: Initial values of the metrics by which runs are compared. Default: none.
 
         Raises:
             TypeError: If ``params`` has no names, or a metric is not a number.
@@ -179,7 +179,7 @@ class ServiceLogger(Logger):
         self._upload(self._uploads.collect_at_end())
 
     def finalize(self, status: str = "success") -> None:
-        """Upload the waiting checkpoints, and set the run's status. Later logs continue the run.
+        """Upload the waiting checkpoints, and set the run's status. Logging after that continues the run.
 
         Args:
             status: ``"success"`` or ``"failed"``.
@@ -193,7 +193,7 @@ class ServiceLogger(Logger):
                 self.save()
 
     def finish(self) -> None:
-        """Close the run once everything is sent or written. Later logs continue it by its ID."""
+        """Close the run once everything is sent or written. Logging after that reopens it by its ID."""
         self._end(failed=False)
 
     def _end(self, failed: bool) -> None:

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore the states of the RNGs and the signal handlers when the block ends.
+    """Restore the RNG states and the signal handlers when the block ends.
 
-    Importing comet_ml or trackio, and opening a run of most services, draws from Python's RNG, so that training would
-    no longer be reproducible. ClearML and SwanLab install signal handlers that end their run, and would replace those
-    that save a checkpoint first.
+    Importing comet_ml or trackio, and opening a run of most services, draws from Python's RNG. Training would then no
+    longer be reproducible. ClearML and SwanLab install signal handlers that end their run. These would replace
+    Treadle's handlers, which save a checkpoint first.
 
-    Within the block, Python's RNG is seeded by the system. With a common seed, two runs would draw the same names, and
-    Comet's second archive would replace the first.
+    Within the block, Python's RNG is seeded by the system. If two runs had the same seed, they would draw the same
+    names, and Comet's second archive would replace the first.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     python_state = random.getstate()

@@ -25,7 +25,7 @@ class Uploads:
         self._uploaded_times: dict[str, int] = {}
 
     def collect_after_save(self, callback: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Yield path, callback and metadata of each checkpoint to upload after a save."""
+        """Yield the path, callback and metadata of each checkpoint to upload after a save."""
         self._was_notified = True
         if self._mode == "all" or (self._mode and callback.save_top_k == -1):
             yield from self._iterate_new(callback)
@@ -33,7 +33,7 @@ class Uploads:
             self._callbacks[id(callback)] = callback
 
     def collect_at_end(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Yield path, callback and metadata of each checkpoint to upload at the end of a fit."""
+        """Yield the path, callback and metadata of each checkpoint to upload at the end of a fit."""
         if self._mode and not self._was_notified:
             warnings.warn(
                 f"log_model={self._mode!r}, but this logger was not notified of any checkpoint, so nothing is "

@@ -1,4 +1,4 @@
-"""Replicas: every rank holds the whole model and averages its gradients with the others."""
+"""Replicas: every rank holds the full model, and gradients are averaged over all ranks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _REPLACEABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True)
 class TorchSyncBatchNorm:
-    """Plugin of a Trainer that is equivalent to ``sync_batchnorm=True``.
+    """Trainer plugin that is equivalent to ``sync_batchnorm=True``.
 
     Example:
         >>> import treadle
@@ -36,7 +36,7 @@ def synchronise(module: nn.Module, world: World) -> None:
         world: All processes.
 
     Raises:
-        ValueError: If ``module`` itself is such a layer, or if one has a custom class.
+        ValueError: If ``module`` itself is a BatchNorm layer, or if a BatchNorm layer has a custom class.
     """
     # torch's SyncBatchNorm does not support the CPU, at least up to 2.13.
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
@@ -66,7 +66,7 @@ def _convert_layer(kind: type[_BatchNorm], layer: _BatchNorm, group: Any) -> _Ba
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """``SyncBatchNorm`` for the CPU: statistics over the samples of all processes, each with the same weight."""
+    """``SyncBatchNorm`` for the CPU, with statistics over the samples of all processes, weighted equally."""
 
     process_group: Any
 
@@ -97,7 +97,7 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Autograd function with one exchange in each pass; in the forward pass, of mean, squared deviations and count."""
+    """Autograd function with one exchange per pass. The forward pass exchanges mean, squared deviations and count."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Order in which a replica's gradients become ready, which determines how they are added up.
+"""Order in which the gradients of a replica become ready, which determines how they are summed.
 
 After the first backward, torch regroups the gradients that it reduces together, in the order in which they became
-ready. From three processes on, the position of a number in its group determines the order in which the processes'
+ready. With three or more processes, the position of a number in its group determines the order in which the processes'
 gradients are added, and thereby the last bit of the sum. A run that resumes from a checkpoint would begin with the
-first grouping again, so it rehearses that backward with zeros, in the order stored in the checkpoint.
+initial grouping again. It therefore runs a backward with zeros first, in the order stored in the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 
 class ReadyOrder:
-    """Order of one replica's gradients.
+    """Order in which the gradients of one replica become ready.
 
     Args:
         replica: Torch's DistributedDataParallel.
-        fixed: Whether its grouping never changes, so that there is nothing to record.
+        fixed: Whether the grouping never changes, so that there is nothing to record.
 
     Attributes:
         order: The indices of the trained parameters; empty before the first reduced backward.
@@ -55,9 +55,9 @@ class ReadyOrder:
             self._handles = []
 
     def rehearse(self, order: Iterable[int]) -> None:
-        """Reduce the next backward as if a first backward in this order had preceded it. All processes must call it.
+        """Make the next backward reduce as if a first backward in this order had preceded it.
 
-        The order of another model is ignored.
+        Must be called on all ranks. An order that does not match this model is ignored.
 
         Args:
             order: The indices of the trained parameters.

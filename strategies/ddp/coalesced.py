@@ -1,4 +1,4 @@
-"""Coalesced communication: averages and broadcasts of many tensors in flat buckets."""
+"""Coalesced communication: many tensors are averaged or broadcast in flat buckets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BUCKET_BYTES = 25 * 2**20  # torch's default for DDP; larger buckets only need m
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Yield the tensors in lists of one dtype and device, of at most ``limit`` bytes unless a single one is larger.
+    """Yield the tensors in lists with one dtype and device. Only a list of one tensor may exceed ``limit`` bytes.
 
     Args:
         tensors: The tensors.
-        limit: The largest size of a list.
+        limit: The maximum size of a list in bytes.
     """
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
@@ -44,7 +44,7 @@ def average(tensors: Iterable[Tensor], world: World) -> None:
 
 
 def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
-    """Overwrite the tensors, in place, with those of rank ``source``.
+    """Overwrite the tensors in place with those of rank ``source``.
 
     Args:
         tensors: The tensors.
@@ -56,18 +56,18 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
 
 
 def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
-    """Replace each gradient with its mean over all ranks; a missing gradient counts as zero.
+    """Replace each gradient with its mean over all ranks. A missing gradient counts as zero.
 
-    Gradients that are equal on all ranks stay equal, so they may be averaged again after more was added to them. A
-    gradient that no rank has stays None. All ranks must call it with the same parameters.
+    Gradients that are equal on all ranks stay equal, so they may be averaged again after further gradients were added.
+    A gradient that no rank has stays None. Must be called on all ranks with the same parameters.
 
     Args:
         parameters: The parameters.
         world: The ranks.
-        note: A number that is summed over the ranks in the same exchange (0-d tensor).
+        note: A number to sum over the ranks in the same exchange (0-d tensor).
 
     Returns:
-        The sum; None with a world size of one.
+        The sum of ``note``; None with a world size of one.
 
     Raises:
         ValueError: If a gradient is sparse.

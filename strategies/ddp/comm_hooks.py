@@ -1,4 +1,4 @@
-"""Communication of gradients between replicas: compressed, or by a user-defined function."""
+"""Communication hooks for gradients: compression, or a user-defined function."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class CommHook:
 
     Args:
         hook: A name, a function for torch's ``register_comm_hook``, or None.
-        state: The first argument of the function; for PowerSGD also a dict of ``PowerSGDState``'s arguments.
-        wrapper: ``"fp16"``, ``"bf16"`` or a function: what is sent is cast before and after ``hook``.
+        state: The first argument of the function. For PowerSGD, it may be a dict of arguments for ``PowerSGDState``.
+        wrapper: ``"fp16"``, ``"bf16"`` or a function, which casts the gradients before ``hook`` and back afterwards.
 
     Raises:
         ValueError: If the arguments contradict each other, or if torch's hook is broken.
@@ -94,9 +94,9 @@ class CommHook:
 
 
 def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in float16, scaled by its largest element on any process.
+    """Average a bucket in float16, scaled by its largest element over all processes.
 
-    Without the scale, as in torch's hook, a gradient that is multiplied by a count of tokens exceeds float16's 65504.
+    Without the scale, as in torch's hook, a gradient multiplied by a number of tokens exceeds float16's maximum, 65504.
 
     Args:
         group: The process group.

@@ -39,15 +39,15 @@ _ALIASES = {  # Lightning's and Accelerate's names
 
 
 class _Replica(DistributedDataParallel):
-    """DDP module that gives access to the attributes of the user's model.
+    """DDP module that exposes the attributes of the user's model.
 
     Args:
         router: Runs the user's model.
         advance: Called before each forward of a training step, which may wait for other ranks.
-        options: Options of torch's module.
+        options: Arguments of torch's DDP.
 
     Attributes:
-        apart: The number of open contexts in which gradients are not reduced.
+        apart: Number of open contexts in which gradients are not reduced.
     """
 
     def __init__(self, router: Router, advance: Callable[[], None], **options: Any) -> None:
@@ -60,13 +60,13 @@ class _Replica(DistributedDataParallel):
 
     @property
     def module(self) -> nn.Module:
-        """The user's model, as in torch's DDP; for torch itself, during construction and forward, the router."""
+        """The user's model, as in torch's DDP. For torch itself, during construction and forward, it is the router."""
         router: Any = self._modules["module"]
         is_torchs = "ready" not in self.__dict__ or DistributedDataParallel._active_ddp_module is self
         return router if is_torchs else router.module
 
     def can_skip_reduction(self) -> bool:
-        """Return whether a backward may skip the reduction; a static graph needs one with a reduction first."""
+        """Return whether a backward may skip the reduction. With a static graph, the first one may not."""
         return not self.static_graph or self._static_graph_delay_allreduce_enqueued
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ class _Replica(DistributedDataParallel):
             raise better from error
 
     def check(self) -> None:
-        """Check that no reduction is still in progress: torch itself would raise an error only in the next forward.
+        """Check that no reduction is still in progress, because torch would raise an error only in the next forward.
 
         Raises:
             ValueError: If parameters received no gradient. The error lists them.
@@ -98,7 +98,7 @@ class _Replica(DistributedDataParallel):
             raise (self.explain(error) or error) from error
 
     def explain(self, error: BaseException) -> ValueError | None:
-        """Return the error to raise instead of an error in torch's reducer; None for any other error.
+        """Return the error to raise instead of an error of torch's reducer, or None for any other error.
 
         Args:
             error: The error.
@@ -113,30 +113,32 @@ class _Replica(DistributedDataParallel):
 
 
 class DDP(Strategy):
-    """Strategy with a full copy of the model on every process; gradients are averaged during the backward pass.
+    """Strategy with a full copy of the model on every process. Gradients are averaged during the backward pass.
 
     Args:
-        find_unused_parameters: Permit parameters that take no part in a step, at the cost of a traversal of the graph.
-        static_graph: Every step computes the same graph, including unused parameters, which then need no traversal. It
-            also permits gradients that are ready more than once (reentrant checkpointing).
-        gradient_as_bucket_view: Store gradients in the buffers that they are sent in, which saves memory of their size.
-        bucket_cap_mb: Size of these buffers in MiB. Default: torch's, 25.
-        broadcast_buffers: Give every process rank zero's buffers (BatchNorm's statistics) before each forward.
+        find_unused_parameters: Permit parameters that are not used in a step, at the cost of a traversal of the graph.
+        static_graph: Assume that every step computes the same graph, with the same unused parameters, which then need
+            no traversal. Gradients may then also become ready more than once, as with reentrant checkpointing.
+        gradient_as_bucket_view: Store gradients in the buffers that they are sent in, which saves a copy of all
+            gradients.
+        bucket_cap_mb: Size of these buffers in MiB. Default: 25, as in torch.
+        broadcast_buffers: Broadcast rank zero's buffers (BatchNorm's statistics) to every process before each forward.
         comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"``, or a function for torch's
-            ``register_comm_hook``. The votes of the processes are never compressed.
-        comm_state: For a function its first argument; for PowerSGD torch's ``PowerSGDState``, or a dict of its
+            ``register_comm_hook``. Values that the processes exchange to agree on a step are never compressed.
+        comm_state: For a function, its first argument. For PowerSGD, torch's ``PowerSGDState`` or a dict of its
             arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
-        comm_wrapper: ``"fp16"`` or ``"bf16"``: also cast what ``comm_hook`` sends.
-        sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, on the CPU too.
-        zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). Training is bit-equal.
-        local_sgd_steps: After ``local_sgd_start`` steps, do not reduce gradients: each process steps on its own, and
-            parameters are averaged after this number of optimizer steps, and before an evaluation or a checkpoint.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``, to which the data that ``comm_hook`` sends is cast as well.
+        sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes, even on the CPU.
+        zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). The results are bit-identical.
+        local_sgd_steps: After ``local_sgd_start`` steps, stop reducing gradients. Each process then steps on its own.
+            Parameters are averaged each time this number of optimizer steps is done, and before an evaluation or a
+            checkpoint.
         local_sgd_start: Optimizer steps before local steps begin.
-        timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
-            torch's, 30 minutes; on CUDA, 10 minutes.
+        timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: that
+            of torch, 30 minutes or, on CUDA, 10 minutes.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: that of the device.
-        other: Lightning's and Accelerate's names of these: ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``,
-            ``comm_state_option``, ``model_averaging_period``.
+        other: Arguments under the names of Lightning and Accelerate: ``ddp_comm_hook``, ``ddp_comm_state``,
+            ``ddp_comm_wrapper``, ``comm_state_option``, ``model_averaging_period``.
 
     Raises:
         TypeError: If an argument does not exist. The error names the nearest valid one.
@@ -204,7 +206,7 @@ class DDP(Strategy):
                 )
 
     def attach(self, world: World, precision: Precision) -> None:
-        """See `Strategy.attach`. With a world size of one, there is nothing to average, and nothing is wrapped."""
+        """See `Strategy.attach`. With a world size of one, models are not wrapped."""
         super().attach(world, precision)
         self.delays_sync = world.size > 1
         self._ballot: Ballot | None = None
@@ -226,11 +228,11 @@ class DDP(Strategy):
 
     @property
     def replicas_equal(self) -> bool:
-        """False while each rank takes local steps."""
+        """False while each rank steps on its own (local SGD)."""
         return self.local_steps is None or not self.local_steps.alone
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """See `Strategy.wrap`. With ``step``, the votes of the processes are part of the gradient reduction."""
+        """See `Strategy.wrap`. With ``step``, the processes' votes are part of the gradient reduction."""
         if self.world.size == 1 or not (step or any(p.requires_grad for p in module.parameters())):
             return super().wrap(module)
         self.place(module)
@@ -261,7 +263,7 @@ class DDP(Strategy):
         return replica
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """See `Strategy.replicate`. Backward does not reduce."""
+        """See `Strategy.replicate`. Backward does not reduce gradients."""
         if self.world.size == 1:
             return super().wrap(module)
         if self.comm_hook or self.local_steps is not None:
@@ -281,7 +283,7 @@ class DDP(Strategy):
         return average_gradients(parameters, self.world, note)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`. The user's own object is returned; hooks around its step do the rest."""
+        """See `Strategy.wrap_optimizer`. The user's own object is returned, with hooks around its step."""
         super().wrap_optimizer(optimizer)
         if self.world.size == 1:
             return optimizer
@@ -315,7 +317,7 @@ class DDP(Strategy):
             self.set_gradient_sync(replica, True)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return an error of torch's reducer in a backward with a better explanation; other errors unchanged.
+        """Return a better explanation for an error of torch's reducer in a backward; return any other error unchanged.
 
         Args:
             error: The error.
@@ -326,7 +328,7 @@ class DDP(Strategy):
     # -- reduction of gradients ----------------------------------------------------------------------------------
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
-        """See `Strategy.set_gradient_sync`; this is the switch behind torch's own ``no_sync``."""
+        """See `Strategy.set_gradient_sync`. It sets the same switch as torch's ``no_sync``."""
         replica = _find_replica(module)
         if replica is None:
             return
@@ -340,7 +342,7 @@ class DDP(Strategy):
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """See `Strategy.no_sync`. Inside it, `set_gradient_sync` has no effect."""
+        """See `Strategy.no_sync`. Inside the context, `set_gradient_sync` has no effect."""
         replica = _find_replica(module)
         if replica is None:
             yield
@@ -404,7 +406,7 @@ class DDP(Strategy):
 
     @property
     def votes_in_backward(self) -> bool:
-        """See `Strategy.votes_in_backward`: with a ballot, if the backward reduces."""
+        """See `Strategy.votes_in_backward`. True if there is a ballot and the backward reduces."""
         replica = self._ballot_replica
         return self._ballot is not None and replica is not None and replica.require_backward_grad_sync
 
@@ -438,12 +440,12 @@ class DDP(Strategy):
             self.local_steps.meet(self._local_optimizer, self.world)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """See `Strategy.sync_buffers`. Processes that have stepped separately get one model."""
+        """See `Strategy.sync_buffers`. If processes have stepped separately, their parameters are averaged."""
         self._meet()
         super().sync_buffers(module)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """See `Strategy.model_state`. Processes that have stepped separately get one model."""
+        """See `Strategy.model_state`. If processes have stepped separately, their parameters are averaged."""
         self._meet()
         return super().model_state(module)
 
@@ -482,7 +484,7 @@ class DDP(Strategy):
     # -- for plans -----------------------------------------------------------------------------------------------
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """See `Strategy.reduction_buckets`: torch itself computes the buckets."""
+        """See `Strategy.reduction_buckets`. torch itself computes the buckets."""
         if self.world.size == 1:
             return None
         settings = {
@@ -516,7 +518,7 @@ class DDP(Strategy):
         return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
     def buffer_broadcast_bytes(self, module: nn.Module) -> list[int]:
-        """See `Strategy.buffer_broadcast_bytes`: torch sends the buffers of one dtype together."""
+        """See `Strategy.buffer_broadcast_bytes`. torch sends the buffers of one dtype together."""
         if self.world.size == 1 or not self.options["broadcast_buffers"]:
             return []
         sizes: dict[torch.dtype, int] = {}
@@ -526,7 +528,7 @@ class DDP(Strategy):
 
 
 def _find_replica(module: nn.Module) -> _Replica | None:
-    """Return the replica inside a wrapped module, even after ``torch.compile``; None if nothing is reduced."""
+    """Return the replica inside a wrapped module, compiled or not, or None if nothing is reduced."""
     if not isinstance(module, _Replica):
         module = module._modules.get("_orig_mod") or module
     return module if isinstance(module, _Replica) else None
@@ -542,7 +544,7 @@ def make_ddp_factory(flag: bool) -> Callable[[], DDP]:
 
 
 def _resolve_aliases(arguments: dict[str, Any], aliased: dict[str, Any]) -> None:
-    """Move aliased arguments to the names of `DDP`."""
+    """Rename aliased arguments to the names that `DDP` uses."""
     for alias, value in aliased.items():
         name = _ALIASES.get(alias)
         if name is None:
@@ -554,7 +556,7 @@ def _resolve_aliases(arguments: dict[str, Any], aliased: dict[str, Any]) -> None
 
 
 def _translate_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options under torch's names: since 2.13 ``broadcast_buffers`` has another name, and warns."""
+    """Return the options under torch's names. torch 2.13 renamed ``broadcast_buffers`` and deprecated the old name."""
     options = dict(options)
     keep = options.pop("broadcast_buffers")
     new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters

@@ -1,4 +1,4 @@
-"""Explanations of errors in torch's gradient reducer: names, the rule, the fix."""
+"""Explanations of errors of torch's gradient reducer, with the parameters, the rule and the fix."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MAX_NAMES = 30
 
 
 def explain_reducer_error(error: BaseException, names: list[str], finds_unused: bool = False) -> ValueError | None:
-    """Return the error to raise in place of ``error``, or None if it is not about the reduction of gradients.
+    """Return the error to raise instead of ``error``, or None if ``error`` is not about the reduction of gradients.
 
     Args:
         error: The error that torch raised.
-        names: The parameters in the reducer's order.
+        names: The parameters' names in the reducer's order.
         finds_unused: Whether ``find_unused_parameters`` is already set.
     """
     text = str(error)

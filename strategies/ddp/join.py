@@ -11,16 +11,16 @@ from torch import nn
 
 @contextmanager
 def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let a rank run ``modules`` fewer times than the others, without contributing to their reductions afterwards.
+    """Let a rank run ``modules`` fewer times than other ranks. It then no longer contributes to the reductions.
 
-    Each reduction is the mean over the ranks that still have a batch. All ranks leave together, with the parameters and
-    buffers of those that had the most batches.
+    Each reduction is the mean over the ranks that still have a batch. All ranks leave the block together, with the
+    parameters and buffers of the ranks that had the most batches.
 
     Args:
         modules: Modules that a strategy's ``wrap`` returned.
 
     Raises:
-        ValueError: If a module is not one that reduces gradients.
+        ValueError: If a module does not reduce gradients.
     """
     from torch.distributed.algorithms.join import Join, Joinable
 

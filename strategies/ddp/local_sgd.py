@@ -1,4 +1,4 @@
-"""Post-local SGD: gradients are averaged at first; later each process steps on its own and parameters are averaged."""
+"""Post-local SGD: gradients are averaged at first. Later, each process steps on its own and parameters are averaged."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .coalesced import average
 
 
 class LocalSteps:
-    """Step count of a run with local steps, and the schedule of its averages.
+    """Step count of a run with local steps, and the schedule by which parameters are averaged.
 
     Args:
         every: Optimizer steps between two averages of the parameters.
-        start: Optimizer steps before local steps begin, with gradients that are averaged as usual.
+        start: Optimizer steps before local steps begin. In these, gradients are averaged as usual.
 
     Attributes:
         count: Number of optimizer steps so far.
@@ -37,7 +37,7 @@ class LocalSteps:
         return self.count >= self.start
 
     def stepped(self, optimizer: Optimizer, world: World) -> None:
-        """Count a step of ``optimizer``, and average its parameters if it is due.
+        """Count a step of ``optimizer``, and average its parameters if an average is due.
 
         Args:
             optimizer: The user's optimizer.
@@ -49,7 +49,7 @@ class LocalSteps:
             self.meet(optimizer, world)
 
     def meet(self, optimizer: Optimizer, world: World) -> None:
-        """Average the parameters, if the processes have stepped separately.
+        """Average the parameters if the processes have stepped separately.
 
         Args:
             optimizer: The user's optimizer.
@@ -75,7 +75,7 @@ class LocalSteps:
         return {**optimizer.state_dict(), "local_sgd_count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the count; a state saved by another strategy has none, and the first steps start again.
+        """Restore the count. A state saved by another strategy has no count, so it starts at zero.
 
         Args:
             state: A state returned by `state_dict`.
@@ -89,7 +89,7 @@ def _list_trained_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _list_slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
-    """Return the optimizer's state of each parameter, by index and name; step counts are the same everywhere."""
+    """Return the optimizer's state tensors by parameter index and name, except step counts, which never differ."""
     slots = []
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for name, value in optimizer.state.get(parameter, {}).items():

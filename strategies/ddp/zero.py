@@ -1,10 +1,9 @@
-"""Sharded optimizer state: each process steps its share of the parameters and sends the others the result (ZeRO-1).
+"""Sharded optimizer state: each process steps its share of the parameters and sends the result to the others (ZeRO-1).
 
-No optimizer is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. Every class, every option
-    of a
-group and every scheduler that refers to it therefore works, and the result is bit-equal to the plain optimizer. torch's
-``ZeroRedundancyOptimizer`` builds a second optimizer from class and defaults, starts without state, and gathers a state
-by pickle on one process only.
+No optimizer is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. All optimizer classes,
+    group options and schedulers therefore work, and the result is bit-identical to that of the plain optimizer. torch's
+    ``ZeroRedundancyOptimizer``, in contrast, builds a second optimizer from the class and its defaults, starts without
+    state, and gathers a state by pickle on one process only.
 
 Source: ZeRO (Rajbhandari et al., 2020), https://arxiv.org/abs/1910.02054
 """
@@ -22,10 +21,10 @@ from .coalesced import broadcast
 
 
 class Shards:
-    """Assignment of an optimizer's parameters, and their state, to processes.
+    """Assignment of an optimizer's parameters and their state to processes.
 
     Args:
-        optimizer: The user's optimizer; its state for other processes' parameters is dropped.
+        optimizer: The user's optimizer. Its state for parameters of other processes is dropped.
         world: The processes.
 
     Raises:
@@ -46,7 +45,7 @@ class Shards:
         optimizer.register_step_post_hook(self._exchange)
 
     def _assign(self, optimizer: Optimizer) -> None:
-        """Assign each parameter without an owner to the process with the fewest elements, the largest first."""
+        """Assign each parameter without an owner, the largest first, to the process with the fewest elements."""
         unassigned = [p for group in optimizer.param_groups for p in group["params"] if p not in self.owner]
         for parameter in sorted(unassigned, key=lambda p: p.numel(), reverse=True):
             rank = self._load.index(min(self._load))
@@ -54,7 +53,7 @@ class Shards:
             self._load[rank] += parameter.numel()
 
     def _narrow(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Keep only this process's parameters in the groups, before a step."""
+        """Before a step, keep only this process's parameters in the groups."""
         self._widen(optimizer)  # a step that raised an error left them narrow
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         replaced: Any = None
@@ -76,7 +75,7 @@ class Shards:
             self._whole = None
 
     def _exchange(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Send the parameters that this process has stepped, and receive those of the others, after a step."""
+        """After a step, send the parameters that this process has stepped, and receive those of the other processes."""
         self._widen(optimizer)
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for source in range(self.world.size):

@@ -1,4 +1,4 @@
-"""Diagnosis of the machines and processes that a run would use: inspected, compared and measured."""
+"""Diagnosis of the machines and processes that a run would use. They are inspected, compared and measured."""
 
 from __future__ import annotations
 

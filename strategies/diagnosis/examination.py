@@ -1,8 +1,8 @@
-"""Examination of a job's ranks: each inspects itself, all report through the store, and one of them evaluates.
+"""Examination of a job's ranks. Each rank inspects itself and reports through the store, and one rank evaluates.
 
-The store comes first because it answers without the other ranks: a rank that never reports is named, instead of awaited
-in a collective. The measurements follow once every rank has reported. Each of the two parts has a limit, and a timer
-ends a rank that exceeds it.
+The store is used first because it answers without the other ranks. A rank that never reports can thus be named instead
+of being awaited in a collective. The measurements follow once every rank has reported. Each of the two parts has a time
+limit, and a timer ends a rank that exceeds it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def examine(
     publish: Callable[[Report], None],
     accelerator: str = "auto",
 ) -> Report | None:
-    """Examine the ranks that a launcher started. Every rank calls this, and one of them publishes the report.
+    """Examine the ranks that a launcher started. Must be called on all ranks; one of them publishes the report.
 
     Args:
         launched: Values that the launcher has set for this rank.
         run_folder: Folder into which the run would write.
         limit: Seconds for all ranks to report, and again for the measurements.
-        publish: Function that receives the report on the one rank that publishes it: rank zero, or the lowest rank that
-            reported. Other ranks leave after it has returned.
+        publish: Function that is called with the report on one rank: rank zero, or the lowest rank that reported. The
+            other ranks leave after it has returned.
         accelerator: Device type of the ranks. Default: ``"auto"``, the available devices.
 
     Returns:
-        The report on the rank that published it, else None.
+        The report on the rank that published it, None on the others.
     """
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)
@@ -73,7 +73,7 @@ def examine(
 
 
 def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
-    """Return the report on this process alone, if no ranks could be started.
+    """Return a report on this process alone, because no ranks could be started.
 
     Args:
         run_folder: Folder into which the run would write.
@@ -87,8 +87,8 @@ def make_report(ranks: list[Facts], findings: list[Finding]) -> Report:
     """Return the report that `treadle doctor --json` prints.
 
     Args:
-        ranks: Result of `inspect_process` for each rank, with its ``"rank"``.
-        findings: The judged findings.
+        ranks: Result of `inspect_process` for each rank, plus the key ``"rank"``.
+        findings: The findings of `judge`.
     """
     return {
         "result": find_worst(finding.mark for finding in findings),
@@ -119,7 +119,7 @@ class _Examination:
         self._ending = threading.Lock()
 
     def start_timer(self, purpose: str, seconds: float) -> None:
-        """Give this rank ``seconds`` for the next part; afterwards it reports what is known and leaves.
+        """Give this rank ``seconds`` for the next part. After that, it reports the results so far and leaves.
 
         Args:
             purpose: Name of the part, for the error.
@@ -132,21 +132,21 @@ class _Examination:
         self._timer.start()
 
     def _time_out(self, purpose: str, seconds: float) -> None:
-        """End the examination in the timer's thread: the main thread is in an uninterruptible torch call."""
+        """End the examination from the timer's thread, because the main thread is in an uninterruptible torch call."""
         self._errors = self._list_errors()
         error = "" if self._errors else f"{purpose} did not end within {seconds:g} s"
         self.end(error, inspect_process(self._run_folder))
         os._exit(1)
 
     def meet(self, environment: Mapping[str, str]) -> dist.Store:
-        """Return a store for this examination that all ranks share.
+        """Return a store that all ranks of this examination share.
 
         Args:
-            environment: Variables of the launcher.
+            environment: Environment variables of the launcher.
 
         Raises:
             ValueError: If the address cannot be used.
-            RuntimeError: If rank zero, or the launcher, does not answer.
+            RuntimeError: If rank zero or the launcher does not answer.
         """
         launched = self.launched
         address = launched.address
@@ -170,9 +170,9 @@ class _Examination:
         return self._store
 
     def call_roll(self, store: dist.Store, facts: Facts) -> None:
-        """Report this rank's inspection, and learn which ranks are missing and whether this rank publishes the report.
+        """Report this rank's inspection. Determine which ranks are missing and whether this rank publishes the report.
 
-        Rank zero decides which ranks are missing; if it does not report itself, the lowest rank that did decides.
+        Rank zero decides which ranks are missing. If rank zero does not report, the lowest rank that reported decides.
 
         Args:
             store: The store of the examination.
@@ -209,7 +209,7 @@ class _Examination:
     def _await(self, store: dist.Store, name: str) -> bool:
         """Wait for a key up to the limit, and return whether it is set.
 
-        The store may end with the rank that keeps it.
+        The store may end with the rank that hosts it, in which case the key counts as not set.
         """
         with suppress(*_STORE_ERRORS):
             store.wait([name], timedelta(seconds=self.limit))
@@ -217,7 +217,7 @@ class _Examination:
         return False
 
     def measure(self, accelerator: str) -> None:
-        """Connect the ranks and measure. A rank's failure becomes part of the report.
+        """Connect the ranks and make the measurements. If a rank fails, the failure becomes part of the report.
 
         Args:
             accelerator: Device type of the ranks.
@@ -242,7 +242,7 @@ class _Examination:
             disconnect()
 
     def _list_errors(self) -> list[str]:
-        """Return the failures of the measurements, with their ranks; empty if they succeeded on all."""
+        """Return the failures of the measurements with their ranks, or an empty list if all succeeded."""
         if self._store is None or not self._facts or self.missing:
             return []
         store, ranks, errors = self._store, range(self.launched.world_size), []
@@ -261,10 +261,10 @@ class _Examination:
         return errors
 
     def end(self, error: str, facts: Facts) -> None:
-        """Publish the report if this rank publishes it; else wait until it is published.
+        """Publish the report if this is the publishing rank; otherwise wait until it is published.
 
         Args:
-            error: Failure of the meeting; "" for none.
+            error: Failure of the examination; "" if there is none.
             facts: Result of `inspect_process` for this rank.
         """
         with self._ending:  # the timer may expire while the report is being sent

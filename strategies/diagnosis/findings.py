@@ -1,4 +1,4 @@
-"""Findings about what was inspected and measured: one line for each subject, marked good, note or fault."""
+"""Findings of a diagnosis: one line for each subject, marked good, note or fault."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Finding:
     Args:
         mark: ``"good"``, ``"note"`` or ``"fault"``.
         subject: What was inspected.
-        text: Its state, and a fix where something is wrong.
+        text: State of the subject, and a fix if something is wrong.
     """
 
     mark: str
@@ -67,14 +67,14 @@ def judge(
     errors: Iterable[str],
     measured: Facts,
 ) -> list[Finding]:
-    """Return the findings about a job, in the order in which they are printed.
+    """Return the findings about a job in printing order.
 
     Args:
-        ranks: Result of `inspect_process` for each rank that reported; ``"rank"`` holds its number.
+        ranks: Result of `inspect_process` for each rank that reported, plus the key ``"rank"``.
         size: Expected number of ranks.
         launched: Values that the launcher has set for the rank that publishes the report; None without a launcher.
         missing: Ranks that did not report.
-        errors: Failures while the ranks met or measured.
+        errors: Failures while the ranks connected or measured.
         measured: Measurements under ``"clocks"`` and ``"all-reduce"``, if they exist.
     """
     return [
@@ -109,7 +109,7 @@ def _judge_presence(ranks: list[Facts], size: int, launched: LaunchEnvironment |
 
 
 def _judge_versions(ranks: list[Facts], subject: str, packages: tuple[str, ...]) -> Finding:
-    """Compare the versions of all ranks with rank zero's, or those of the lowest rank that reported."""
+    """Compare the versions on all ranks with those on rank zero or the lowest rank that reported."""
     first = ranks[0]
     differences = []
     for package in packages:
@@ -129,7 +129,7 @@ def _judge_versions(ranks: list[Facts], subject: str, packages: tuple[str, ...])
 
 
 def _judge_ranks(ranks: list[Facts], judge_rank: Callable[[Facts], Finding]) -> Finding:
-    """Return the worst finding of all ranks; it names its ranks if others have a different one."""
+    """Return the worst finding across ranks, prefixed with its ranks unless it is good or the same on all ranks."""
     by_finding: dict[Finding, list[int]] = {}
     for facts in ranks:
         by_finding.setdefault(judge_rank(facts), []).append(facts["rank"])
@@ -276,7 +276,7 @@ def _list_contradictions(facts: Facts, launched: LaunchEnvironment | None) -> It
     """Yield the contradictions between variables that launchers and users set.
 
     Yields:
-        Mark and text of each.
+        The mark and the text of each contradiction.
     """
     env = facts["environment"]
     by_torchrun = "TORCHELASTIC_RUN_ID" in env
@@ -339,7 +339,7 @@ def _judge_measurements(measured: Facts) -> Iterator[Finding]:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return "rank 1", or "ranks 1, 2"; for more than eight ranks, the first eight.
+    """Format ranks as "rank 1" or "ranks 1, 2". If there are more than eight, only the first eight are listed.
 
     Args:
         ranks: The ranks.

@@ -43,7 +43,7 @@ _UNLIMITED = 1 << 60  # bytes; version 1 of control groups reports about this mu
 
 
 def inspect_process(run_folder: str | Path = ".") -> Facts:
-    """Return the settings that affect a run of this process: versions, hardware, limits, folders, environment.
+    """Return what affects a run in this process: versions, hardware, limits, folders, environment.
 
     Args:
         run_folder: Folder into which the run would write. Default: the current one.
@@ -86,7 +86,7 @@ def read_versions() -> dict[str, str]:
 
 
 def name_processor() -> str:
-    """Return the processor's name as the system reports it, else its architecture."""
+    """Return the processor's name as reported by the system, or else its architecture."""
     match = re.search(r"^model name\s*: *(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)  # exists on Linux only
     return match[1] if match else platform.processor() or platform.machine()
 
@@ -129,7 +129,7 @@ def _read_cpu_quota() -> float | None:
 
 
 def _read_memory_limit() -> int | None:
-    """Return the number of bytes that the control groups of this process allow; None if there is no limit."""
+    """Return the memory in bytes that the control groups of this process allow; None if there is no limit."""
     texts = [
         (_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")).strip()
         for folder in _list_control_groups("memory")
@@ -138,7 +138,7 @@ def _read_memory_limit() -> int | None:
 
 
 def _list_control_groups(controller: str) -> list[Path]:
-    """Return the folders of this process's control group and its ancestors, for both versions of control groups."""
+    """Return the directories of this process's control group and its ancestors, under cgroup v1 or v2."""
     folders = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -171,7 +171,7 @@ def _inspect_devices() -> Facts:
 
 
 def _has_nvlink() -> bool | None:
-    """Return whether NVLink joins two GPUs of this machine; None if nvidia-smi cannot tell."""
+    """Return whether any two GPUs of this machine are connected by NVLink; None if nvidia-smi does not report it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -183,7 +183,7 @@ def _has_nvlink() -> bool | None:
 
 
 def _list_backends() -> dict[str, str]:
-    """Return the backends torch was built with, and their versions where known."""
+    """Return the communication backends that torch was built with, and their versions if known."""
     if not dist.is_available():
         return {}
     backends = {"gloo": ""} if dist.is_gloo_available() else {}
@@ -196,9 +196,9 @@ def _list_backends() -> dict[str, str]:
 
 
 def inspect_folder(folder: str | Path) -> Facts:
-    """Return a folder's space in bytes, and the error of writing a file into it.
+    """Return a folder's free space in bytes, and the error that writing a file to it raises, if any.
 
-    A folder that does not exist yet would be created in the nearest existing parent, which is inspected instead.
+    If the folder does not exist yet, the nearest existing parent is inspected instead.
 
     Args:
         folder: The folder.
@@ -219,7 +219,7 @@ def inspect_folder(folder: str | Path) -> Facts:
 
 
 def _find_port() -> int | None:
-    """Return a port on which this machine can listen; None if the system has no free one."""
+    """Return a port on which this machine can listen; None if the system has no free port."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port: int = server.getsockname()[1]
@@ -229,7 +229,7 @@ def _find_port() -> int | None:
 
 
 def _read(path: str | Path) -> str:
-    """Return a file's text; empty if this system or container has no such file."""
+    """Return a file's text, or "" if this system or container does not have the file."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -237,7 +237,7 @@ def _read(path: str | Path) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes in a short form, such as "7.8 GB".
+    """Format a number of bytes in a short form, such as "7.8 GB".
 
     Args:
         size: The number of bytes.

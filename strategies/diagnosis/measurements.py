@@ -1,4 +1,4 @@
-"""Measurements between the ranks: the offsets of their clocks, and an all-reduce."""
+"""Measurements between the ranks: clock offsets, and the speed of an all-reduce."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _QUICK = 0.1  # seconds for the medium tensor; if it takes longer, the large one
 def measure_clocks(world: World) -> list[float]:
     """Return by how many seconds the clock of each rank is ahead of rank zero's.
 
-    Each rank reads its clock as it leaves a barrier, so the error is the time between the first and the last to leave.
+    Each rank reads its clock as it leaves a barrier, so the error is the time between the first and the last rank to
+    leave.
 
     Args:
         world: The world.
@@ -44,7 +45,7 @@ def _gather_times(world: World) -> list[float]:
 def measure_all_reduce(world: World) -> dict[str, Any]:
     """Return the backend, latency in seconds and bus bandwidth in bytes per second of an all-reduce.
 
-    Bus bandwidth is what a ring moves over each link: 2 (n - 1) / n times the tensor's bytes per second.
+    Bus bandwidth is the data rate of each link in a ring: 2 (n - 1) / n times the tensor's bytes per second.
 
     Args:
         world: The world.
@@ -53,7 +54,7 @@ def measure_all_reduce(world: World) -> dict[str, Any]:
         ``"backend"``, ``"latency"``, ``"bandwidth"``, and ``"bytes"`` of the tensor that was measured.
 
     Raises:
-        ArithmeticError: If a sum is not that of all ranks' values.
+        ArithmeticError: If a result is not the sum of all ranks' values.
     """
     _check_sum(world)
     latency = _time_all_reduce(world, _SMALL, repeats=20)

@@ -1,4 +1,4 @@
-"""Examination without a launcher: two or more ranks are started for it on this machine."""
+"""Examination without a launcher, for which two or more ranks are started on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRACE = 2.0  # seconds; the ranks have nothing to save
 
 
 def choose_ranks() -> tuple[int, str]:
-    """Return the number of ranks to start and their device: one for each of several GPUs, else two on the CPU."""
+    """Return the number of ranks to start and their device: one rank per GPU with several GPUs, else two on the CPU."""
     gpus = torch.cuda.device_count()
     return (gpus, "cuda") if gpus > 1 else (2, "cpu")
 
@@ -34,7 +34,7 @@ def examine_own_ranks(
         build_command: Function that returns the command of a rank. The rank writes its report as JSON to the path that
             the function receives.
         run_folder: Folder into which the run would write.
-        limit: Seconds that each part of the examination may last in the ranks.
+        limit: Time limit in seconds for each part of the examination in the ranks.
     """
     with tempfile.TemporaryDirectory(prefix="treadle-doctor-") as folder:
         path = Path(folder) / "report.json"

@@ -1,4 +1,4 @@
-"""The processes of a run: their ranks, their communication, and checks of their calls."""
+"""Processes of a run: their ranks, their communication, and checks that their calls match."""
 
 from __future__ import annotations
 

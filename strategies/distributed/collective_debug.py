@@ -33,10 +33,10 @@ _MATCHING, _NOTE, _DIFFERENT, _MISSING = "=", "~", "!", "?"  # the first letter 
 
 @dataclass(frozen=True)
 class Call:
-    """One process's call of a collective, as other processes see it.
+    """Call of a collective by one process, as other processes see it.
 
     Attributes:
-        operation: The collective of World, with its arguments: ``"all_reduce sum"``.
+        operation: The method of `World`, with its arguments: ``"all_reduce sum"``.
         value: Dtype, shape and device of the tensor; empty for objects.
         name: The function that the user called: ``"gather"``, ``"fit"``.
         inside: The function in Treadle, if it is not ``name`` itself.
@@ -64,10 +64,10 @@ class Call:
 
     @property
     def location_key(self) -> tuple[str, ...]:
-        """Key that distinguishes locations.
+        """Key by which locations are compared.
 
-        The folder is not part of the key, since machines may have the same file elsewhere, and neither are Treadle's
-        own lines, because a function may have different branches for rank zero.
+        The folder is not part of the key, because machines may have the same file in different folders. Treadle's own
+        lines are not part of it either, because a function may have different branches for rank zero.
         """
         return (Path(self.path).name, self.line, re.sub(r":\d+", "", self.inside))
 
@@ -105,15 +105,15 @@ def _describe_frame(frame: FrameType, file: str = "") -> str:
 
 
 class Meeting:
-    """Comparison of calls through torch's store, which also answers if some processes are missing.
+    """Comparison of calls through torch's store, which answers even if some processes are missing.
 
     Calls are counted in the store, per process, so that several Worlds over one group form one sequence. The last
-    process to arrive compares the calls and stores the verdict; a process that has waited too long does so too. There
-    is one verdict on each call, which applies to all.
+    process to arrive, or one that has waited too long, compares the calls and stores the verdict. There is one verdict
+    on each call, which applies to all processes.
 
     Args:
         store: The shared store.
-        ranks: The group's processes, by their global ranks.
+        ranks: Global ranks of the group's processes.
         position: This process's index among them.
         timeout: Seconds to wait for the others.
     """
@@ -129,13 +129,13 @@ class Meeting:
         atexit.register(self.leave)
 
     def arrive(self, call: Call) -> None:
-        """Wait for the others' calls.
+        """Wait for the calls of the other processes.
 
         Args:
             call: The call of this process.
 
         Raises:
-            DistributedOperationException: On every process, if one of them makes another call, has ended, or does not
+            DistributedOperationException: On every process, if a process makes a different call, has ended, or does not
                 arrive.
         """
         if self._broken:
@@ -157,7 +157,7 @@ class Meeting:
             raise DistributedOperationException(text)
 
     def leave(self) -> None:
-        """Note that this process ends: a call that others still make, or wait in, can no longer complete."""
+        """Record that this process ends, so that a call in which other processes wait can no longer complete."""
         if os.getpid() != self._process:
             return
         with contextlib.suppress(RuntimeError):  # the store may have ended with its process
@@ -188,7 +188,7 @@ class Meeting:
         return self._settle(number, verdict_on(calls, self._ranks, self._note))
 
     def _settle(self, number: int, verdict: str) -> str:
-        """Store the verdict, unless another process was faster, and return the one that applies."""
+        """Store the verdict unless another process was faster, and return the verdict that applies."""
         return self._store.compare_set(f"{number} verdict", "", verdict).decode()
 
     def _await(self, number: int) -> str:
@@ -223,7 +223,7 @@ class Meeting:
 
 
 def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> str:
-    """Return the verdict on the processes' calls; its first letter is the kind.
+    """Return the verdict on the processes' calls. Its first letter is the kind of the verdict.
 
     Args:
         calls: The calls, in the order of ``ranks``.
@@ -266,7 +266,7 @@ def _quote_note(note: str) -> str:
 
 
 class DebugWorld(World):
-    """World whose processes compare each call before they make it; used by `make_world` with ``TREADLE_DEBUG=1``.
+    """World whose processes compare each call before they make it; created by `make_world` with ``TREADLE_DEBUG=1``.
 
     Args:
         debug: The settings. Default: those of the environment.
@@ -295,7 +295,7 @@ class DebugWorld(World):
         return super().mesh(**dimensions)
 
     def meet(self, call: str) -> None:
-        """Compare the call like any other one; an error then shows the lines of the missing ranks.
+        """Compare the call as for a collective, so that an error shows the lines of the missing ranks.
 
         Args:
             call: The name of the call.

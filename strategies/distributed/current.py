@@ -1,4 +1,4 @@
-"""The current processes, for functions without a World argument, from torch's process group."""
+"""World of the current processes, from torch's process group, for functions without a `World` argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .world import World
 
 
 def current_place() -> tuple[int, int, int]:
-    """Return this process's rank, the world size, and its rank on its machine, without a connection."""
+    """Return this process's rank, the world size, and this process's rank on its machine, without connecting."""
     launched = LaunchEnvironment.read()
     if not dist.is_initialized():
         return (0, 1, 0) if launched is None else (launched.rank, launched.world_size, launched.local_rank)
@@ -22,10 +22,10 @@ def current_place() -> tuple[int, int, int]:
 
 
 def current_world(accelerator: str = "auto") -> World:
-    """Return the world of the current process group, else that of a launcher's processes, else this process alone.
+    """Return the world of the process group, else that of the launcher's processes, else that of this process alone.
 
     Args:
-        accelerator: The kind of device, if a launcher's processes must be connected first.
+        accelerator: The kind of device, used if the launcher's processes must be connected first.
     """
     if not dist.is_initialized():
         return open_world(accelerator, spread=False)
@@ -48,7 +48,7 @@ def _find_device() -> torch.device:
 
 
 def backend_of(world: World) -> str | None:
-    """Return the backend that transfers tensors; None with a world size of one.
+    """Return the name of the backend that transfers tensors; None with a world size of one.
 
     Args:
         world: The processes.
@@ -69,7 +69,7 @@ def disconnect() -> None:
 
 
 def abort() -> None:
-    """Abort all collectives and the process group. Destroying an nccl group would wait for collectives in progress."""
+    """Abort all collectives and the process group. Destroying an NCCL group would wait for collectives in progress."""
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
 

@@ -1,4 +1,4 @@
-"""Layout of processes on a mesh: replicas, shards, and groups that share the work on one sample."""
+"""Layout of processes on a mesh of replicas, shards, and groups that share the work on one sample."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Layout:
     """Sizes of a mesh of processes.
 
     Args:
-        data: Number of processes that the data is sharded over, or ``"auto"`` for all that ``tensor`` leaves.
-        replicate: Number of replicas; each is sharded over the rest.
+        data: Number of processes that the data is sharded over; ``"auto"`` means the world size divided by ``tensor``.
+        replicate: Number of replicas; each is sharded over ``data`` divided by this number.
         tensor: Number of processes that process one sample together.
 
     Raises:
@@ -73,7 +73,7 @@ class Layout:
         return world.mesh(**self.sizes(world.size))
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the part of the mesh over which one process's parameters are sharded (and replicated).
+        """Return the part of the mesh over which this process's parameters are sharded and replicated.
 
         Args:
             mesh: The mesh of all processes.
@@ -83,7 +83,7 @@ class Layout:
         return mesh[REPLICATE, SHARD] if self.replicate > 1 else mesh[SHARD]
 
     def data_world(self, world: World) -> World:
-        """Return the processes with different data that include this one.
+        """Return the world of processes with different data that includes this process.
 
         Args:
             world: All processes.

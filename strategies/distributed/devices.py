@@ -1,4 +1,4 @@
-"""Devices of this machine for a run."""
+"""Devices of this machine that a run uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def device_type(accelerator: str) -> str:
         accelerator: One of `ACCELERATORS`.
 
     Raises:
-        ValueError: If the name is unknown, or if torch sees no such device.
+        ValueError: If the name is unknown, or if torch sees no device of this kind.
     """
     choose("accelerator", accelerator, ACCELERATORS)
     if accelerator == "auto":
@@ -36,7 +36,7 @@ def device_type(accelerator: str) -> str:
 
 
 def device_of(kind: str, index: int) -> torch.device:
-    """Return torch's device of this kind with this index.
+    """Return the torch device of this kind and index.
 
     Args:
         kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.
@@ -46,7 +46,7 @@ def device_of(kind: str, index: int) -> torch.device:
 
 
 def parse_devices(kind: str, devices: Devices) -> list[int] | None:
-    """Return the device indices of this machine's processes, or None to leave the number to the launcher.
+    """Return the device indices of this machine's processes, or None if the launcher decides their number.
 
     Args:
         kind: ``"cpu"``, ``"cuda"`` or ``"mps"``.
@@ -54,7 +54,7 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
 
     Raises:
         ValueError: If the value is invalid, or if torch does not see the devices.
-        TypeError: If it has another type.
+        TypeError: If the value has another type.
     """
     rule = "devices must be a number of at least 1, -1 for all, a list of indices, a string such as '0,2', or 'auto'"
     if devices == "auto":

@@ -16,7 +16,7 @@ Group = list[Tensor]
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether ``value`` is one process's shard of a larger tensor (torch's ``DTensor``).
+    """Return whether ``value`` is a sharded tensor (torch's ``DTensor``).
 
     Args:
         value: Any object.
@@ -25,7 +25,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def get_original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class a module was created from; sharding replaces it with a generated one.
+    """Return the original class of a module, which sharding replaces with a generated class.
 
     Args:
         module: The module.
@@ -35,7 +35,7 @@ def get_original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard as a plain tensor over the same memory; a plain tensor is returned unchanged.
+    """Return this process's shard as a plain tensor with the same memory. A plain tensor is returned unchanged.
 
     Args:
         tensor: The tensor.
@@ -44,12 +44,11 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(value: Any, keep: bool) -> Any:
-    """Return a nested state with sharded tensors gathered in host memory. All processes must call it.
+    """Return a nested state with sharded tensors gathered in host memory. Must be called on all ranks.
 
     Args:
-        value: Dicts, lists and tuples of anything. Tensors that are not sharded are kept.
-        keep: Whether this process needs the result; otherwise it only contributes its shards, one tensor after the
-            other.
+        value: Nested dicts, lists and tuples. Tensors that are not sharded are kept.
+        keep: Whether this process needs the result. Otherwise it only contributes its shards, one tensor after another.
     """
     if is_sharded(value):
         full = value.detach().full_tensor()
@@ -62,10 +61,10 @@ def whole(value: Any, keep: bool) -> Any:
 
 
 def keep_random_state(mesh: DeviceMesh) -> None:
-    """Let each process's GPU keep its own RNG state when random numbers are drawn for shards.
+    """Let the GPU of each process keep its own RNG state when random numbers are drawn for shards.
 
-    The first such operation would give all processes rank zero's state (torch 2.13), and dropout the same masks
-    everywhere. Ranks that hold shards of one sample's activations are seeded identically beforehand.
+    Otherwise the first random operation would copy rank zero's state to all processes (torch 2.13), and dropout would
+    use the same masks everywhere. Ranks that hold shards of one sample's activations are seeded identically beforehand.
 
     Args:
         mesh: The mesh of the shards.
@@ -77,7 +76,7 @@ def keep_random_state(mesh: DeviceMesh) -> None:
 
 
 class Piece(NamedTuple):
-    """Shard of a tensor that one process has."""
+    """Shard of a tensor on one process."""
 
     local: Tensor
     offset: tuple[int, ...]
@@ -93,7 +92,7 @@ def piece_of(tensor: Any) -> Piece:
         tensor: A sharded tensor.
 
     Raises:
-        TypeError: If it is a term of a sum, which has to be added up first.
+        TypeError: If the local tensor is a partial sum, which has to be reduced first.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(f"a tensor placed as {tensor.placements} has no values yet. Redistribute it first.")
@@ -104,7 +103,7 @@ def piece_of(tensor: Any) -> Piece:
 
 
 def _place(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and offset of this process's shard."""
+    """Return the shape and offset of this process's shard."""
     # Also supports tensors that are split along two dimensions of the mesh; torch's own checkpoints use it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -112,7 +111,7 @@ def _place(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class Whole(Protocol):
-    """Tensor, or a stand-in for one in a file: it has a shape and a dtype, and returns its values when indexed."""
+    """Tensor, or an object for a tensor in a file: it has a shape and a dtype, and returns its values when indexed."""
 
     @property
     def shape(self) -> torch.Size:
@@ -123,15 +122,16 @@ class Whole(Protocol):
         """Dtype of the tensor."""
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return the values, all of them for ``...``."""
+        """Return the indexed values; ``...`` returns all of them."""
 
 
 def cut_like(full: Whole, like: Any) -> Tensor:
-    """Return this process's shard of ``full``, sharded like another tensor; no communication.
+    """Return this process's shard of ``full``, sharded like another tensor. There is no communication.
 
     Args:
         full: The full tensor.
-        like: The tensor to imitate. If it is not sharded, the result is all of ``full``, over the same memory.
+        like: The tensor whose sharding is used. If it is not sharded, the result is all of ``full``, with the same
+            memory.
     """
     if not is_sharded(like):
         return full[...]
@@ -153,14 +153,14 @@ def fill(part: Tensor, full: Whole, like: Any) -> None:
     Args:
         part: The target.
         full: The full tensor.
-        like: The tensor whose sharding is imitated.
+        like: The tensor whose sharding is used.
     """
     shape, offset = _place(like)
     part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:
-    """Return the tensors in groups that one operation supports: plain ones, and those of each mesh.
+    """Group the tensors so that one operation supports each group: plain tensors, and those of each mesh.
 
     Args:
         tensors: The tensors.
@@ -174,12 +174,12 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:
 def clip_to_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
     """Scale gradients down so that their total norm, over all processes, is at most ``max_norm``.
 
-    torch's own function supports neither a mixture of sharded and plain tensors nor several meshes (2.13). A NaN norm
-    leaves the gradients unchanged, so that the parameter with the NaN can still be found.
+    torch's own function supports neither a mixture of sharded and plain tensors nor several meshes (torch 2.13). A NaN
+    norm leaves the gradients unchanged, so that the parameter with the NaN can still be found.
 
     Args:
         parameters: The parameters.
-        max_norm: The largest norm.
+        max_norm: The maximum norm.
         norm_type: The p of the p-norm.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Launch environment of a process: the only reader of launchers' environment variables."""
+"""Launch environment of a process. Only this module reads the environment variables of launchers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def is_forked() -> bool:
 
 
 def is_ray_worker(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether Ray started this process, to run tasks, actors, trials or the ranks of a `TorchTrainer`.
+    """Return whether Ray started this process to run tasks, actors, trials or the ranks of a `TorchTrainer`.
 
-    A process that a worker starts inherits its variables, but is not a child of Ray's node process.
+    A process that a worker starts inherits the worker's variables but is not a child of Ray's node process.
 
     Args:
         environ: The environment. Default: that of this process.
@@ -44,7 +44,7 @@ def is_ray_worker(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def without_launch_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without launch variables, for a process that no launcher starts.
+    """Return an environment without launch variables, for a process that is not a rank.
 
     Args:
         env: The environment of this process.
@@ -58,24 +58,24 @@ def without_launch_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """Values that a launcher (torchrun, Treadle's, Kubernetes, SLURM's srun, mpirun, Ray) has set for this process.
+    """Values that a launcher (torchrun, `treadle launch`, Kubernetes, SLURM's srun, mpirun, Ray) set for this process.
 
     Attributes:
         rank: Rank of this process.
         world_size: Number of processes.
         local_rank: Rank of this process on its machine.
-        local_world_size: Number of processes on its machine.
+        local_world_size: Number of processes on this machine.
         node_rank: Index of this machine.
         nodes: Number of machines; None if the launcher does not report it.
         supervisor: Process ID of Treadle's supervisor, if it started this process.
         launcher: ``"torchrun"`` (or another launcher that sets its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
-        gpu: Index of the GPU that the launcher has assigned; None if the local rank decides.
+        gpu: Index of the GPU that the launcher has assigned; None if it follows from the local rank.
         address: Host and port on which rank 0 listens; None if torch's own variables contain it.
-        run_id: Distinguishes this run from others that might use the same address.
+        run_id: Identifier that distinguishes this run from others that might use the same address.
 
     Raises:
-        ValueError: If only some of the variables are set, or if one has no valid number. With a half-set environment, N
-            processes would each train a separate model.
+        ValueError: If only some of the variables are set, or if a variable is not a valid number. With an incomplete
+            environment, N processes would each train a separate model.
 
     Example:
         >>> from treadle.strategies import LaunchEnvironment
@@ -99,10 +99,10 @@ class LaunchEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
-        """Read the launch variables; return None if no launcher set any. Only this function reads them.
+        """Read the launch variables. Return None if no launcher set any. Only this function reads them.
 
-        torchrun's variables, which Ray sets too, have priority, since torchrun may itself be started by srun or mpirun;
-        then those of MPI, since mpirun starts its helpers with srun; then those of SLURM.
+        torchrun's variables, which Ray sets, too, have priority, because torchrun may itself be started by srun or
+        mpirun. MPI's variables come next, because mpirun starts its helpers with srun. SLURM's variables come last.
 
         Args:
             environ: The environment. Default: that of this process.
@@ -121,15 +121,15 @@ class LaunchEnvironment:
     def node_count(self) -> int:
         """Number of machines.
 
-        If the launcher does not report it, each is assumed to have as many processes as this one.
+        If the launcher does not report it, each machine is assumed to have as many processes as this one.
         """
         return self.nodes or -(-self.world_size // self.local_world_size)
 
     def check(self, devices: object, device_count: int, num_nodes: int) -> None:
-        """Compare the arguments in the user's code with the started processes.
+        """Check that the arguments in the user's code match the processes that were started.
 
         Args:
-            devices: The value of ``devices``, for the error.
+            devices: The value of ``devices``, for the error message.
             device_count: The number of processes per machine.
             num_nodes: The number of machines.
 
@@ -153,7 +153,7 @@ class LaunchEnvironment:
         """Return the index of this process's device.
 
         Args:
-            device_indices: The indices of the machine's processes.
+            device_indices: The device indices of this machine's processes.
             visible_count: The number of devices that torch sees; None for no limit.
 
         Raises:
@@ -215,7 +215,7 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Read Open MPI's variables, or those of MPICH's and Intel's mpirun."""
+    """Read the variables of Open MPI, or those of the mpirun of MPICH and Intel MPI."""
     if "OMPI_COMM_WORLD_SIZE" in env:
         names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
     elif "PMI_SIZE" in env and "MPI_LOCALNRANKS" in env:  # srun --mpi=pmi2 also sets the first, but not the second
@@ -240,7 +240,7 @@ def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Read the variables of a task that srun started with others; None in a batch script or shell, or for one task."""
+    """Read the variables of one of several tasks that srun started; None for a single task, batch script or shell."""
     if not _is_slurm_task(env):
         return None
     tasks = _find_set_name(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -289,7 +289,7 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
     """Return whether srun started this process as a task.
 
-    A batch script has a SLURM_PROCID too, but no separate step.
+    A batch script has a SLURM_PROCID, too, but not a step of its own.
     """
     if "SLURM_STEP_ID" not in env or _parse_number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
         return False
@@ -301,15 +301,15 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
 
 
 def _is_slurm_batch(env: Mapping[str, str], task_count: int) -> bool:
-    """Return whether the step's variables belong to the task that submitted this batch script.
+    """Return whether this is a batch script with step variables of the task that submitted it.
 
-    sbatch passes them on.
+    sbatch passes these variables on.
     """
     return "SLURM_GTIDS" in env and len(env["SLURM_GTIDS"].split(",")) != task_count  # it is "0" in a batch script
 
 
 def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
-    """Return the number of tasks on each machine, from SLURM's short form: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
+    """Return the number of tasks on each machine from SLURM's short form: ``"2(x3),1"`` becomes ``[2, 2, 2, 1]``.
 
     Args:
         text: The short form.
@@ -328,7 +328,7 @@ def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
 
 
 def host_names(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
-    """Return the machines of SLURM's short form: ``"n[1-2,07],m5"`` is ``["n1", "n2", "n07", "m5"]``.
+    """Return the machines' names from SLURM's short form: ``"n[1-2,07],m5"`` becomes ``["n1", "n2", "n07", "m5"]``.
 
     Args:
         text: The short form.
@@ -358,7 +358,7 @@ def _expand_host(item: str) -> list[str]:
 
 
 def _find_set_name(env: Mapping[str, str], *names: str) -> str:
-    """Return the first of ``names`` that is set, or else the last."""
+    """Return the first of ``names`` that is set, or the last if none is set."""
     return next((name for name in names if name in env), names[-1])
 
 
@@ -376,8 +376,8 @@ class DebugEnvironment:
     """Settings of ``TREADLE_DEBUG=1``.
 
     Args:
-        timeout: Seconds that a process may be late for a call before the others name it (TREADLE_DEBUG_TIMEOUT).
-        replicas: Number of optimizer steps between two comparisons of the models; 0 disables it
+        timeout: Seconds that a process may be late for a call before the others report it (TREADLE_DEBUG_TIMEOUT).
+        replicas: Number of optimizer steps between two comparisons of the replicas; 0 disables them
             (TREADLE_DEBUG_REPLICAS).
     """
 
@@ -386,13 +386,13 @@ class DebugEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> DebugEnvironment | None:
-        """Read the debug variables; return None if debugging is disabled. Only this function reads them.
+        """Read the debug variables. Return None if debugging is disabled. Only this function reads them.
 
         Args:
             environ: The environment. Default: that of this process.
 
         Raises:
-            ValueError: If a variable has no valid number.
+            ValueError: If a variable is not a valid number.
         """
         env = os.environ if environ is None else environ
         if not env.get("TREADLE_DEBUG") or not _parse_number(env, "TREADLE_DEBUG", low=0, high=1):
@@ -420,7 +420,7 @@ def _parse_number(env: Mapping[str, str], name: str, low: int, high: int | None 
 
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the context; earlier values are restored afterwards.
+    """Set environment variables inside the context. Earlier values are restored afterwards.
 
     Args:
         variables: The values by name.

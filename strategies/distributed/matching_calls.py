@@ -1,8 +1,8 @@
-"""Calls that all processes must make, such as a save: if only some make one, it is an error and not a hang.
+"""Calls that all processes must make, such as a save. If only some processes make a call, an error is raised.
 
 Every process announces in torch's store that it has entered the call, and waits there for the others. It waits as long
-as they need, unless one of them can no longer arrive: it has entered another such call, it has ended, or it has
-continued to a later training step or exchange, which in turn waits for the waiting processes.
+as they need, unless one of them can no longer arrive, because it has entered a different call, has ended, or has
+continued to a later training step or exchange, which in turn waits for this process.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _MOST_LOOKED_AT = 64  # ranks that each waiting process examines, besides those 
 
 
 class SharedCount:
-    """Counter that other processes of this machine can read, regardless of what this process is waiting for.
+    """Counter that other processes of this machine can read, even while this process waits.
 
-    It is in memory of a file without a name, so nothing is left when the process ends. This needs Linux; elsewhere the
-    counter is private.
+    The counter is in an anonymous memory file, so nothing is left when the process ends. This requires Linux. On other
+    systems, the counter is private.
 
     Attributes:
         values: The counter, as a sequence of one number.
@@ -54,7 +54,7 @@ class SharedCount:
             self.place = f"/proc/{self.pid}/fd/{descriptor}"
 
     def advance(self) -> None:
-        """Count that this process enters a training step or an exchange. It takes 0.13 us."""
+        """Count that this process enters a training step or an exchange. This takes 0.13 us."""
         self.values[0] += 1
 
 
@@ -78,14 +78,14 @@ def _read(place: str) -> int | None:
 
 
 class Arrivals:
-    """Announcements of calls that need all processes of one process group.
+    """Announcements of calls that all processes of a process group must make.
 
     Args:
         store: The shared store.
         rank: The rank of this process.
         size: The world size.
         local_size: The number of processes on this machine.
-        timeout: How long a call waits for the others.
+        timeout: Maximum time that a call waits for other processes.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, local_size: int, timeout: timedelta) -> None:
@@ -104,13 +104,13 @@ class Arrivals:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """Note that this process ends."""
+        """Record that this process ends."""
         if os.getpid() == self._count.pid:
             with contextlib.suppress(RuntimeError):  # the store may have ended with its process
                 self._store.set(f"{self._rank} has ended", "")
 
     def meet(self, call: str) -> None:
-        """Announce that this process has entered ``call``, and wait until all have.
+        """Announce that this process has entered ``call``, and wait until all processes have entered it.
 
         Args:
             call: The name of the call.
@@ -166,7 +166,7 @@ class Arrivals:
     def _find_missing(
         self, ranks: Iterable[int], call: str, moved: int, standing: dict[int, tuple[int, float]]
     ) -> dict[int, str]:
-        """Return the missing ranks, with the reason why they cannot arrive; "" if they still may."""
+        """Return the missing ranks, each with the reason why it cannot arrive, or "" if it still may."""
         missing = {}
         for rank in ranks:
             if rank == self._rank:
@@ -183,7 +183,7 @@ class Arrivals:
         return missing
 
     def _explain_absence(self, rank: int, expected: int, standing: dict[int, tuple[int, float]]) -> str:
-        """Return the reason if a process of this machine is ahead of this one and makes no progress; else ""."""
+        """Return why a rank of this machine can no longer arrive, or "" if it still may or its state is unknown."""
         host, place = self._get(f"place of {rank}") or ("", "")
         if not place or host != self._host:
             return ""
@@ -227,7 +227,7 @@ _current: list[tuple[weakref.ref[Any], int, Arrivals]] = []
 
 
 def arrivals_of(world: World) -> Arrivals:
-    """Return the announcements of torch's current process group; several worlds over one group share them.
+    """Return the announcements of torch's current process group, which all worlds over the group share.
 
     Args:
         world: All processes.

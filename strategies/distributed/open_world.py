@@ -1,4 +1,4 @@
-"""Factory of worlds: determines this process's place, starts missing processes, and selects the debugging world."""
+"""Factory of worlds. It determines this process's rank, starts missing processes, and selects the debugging world."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .world import World
 
 
 def make_world(**place: Any) -> World:
-    """Return a `World`, or with ``TREADLE_DEBUG=1`` a `DebugWorld`, which compares every call over the processes.
+    """Return a `World` or, with ``TREADLE_DEBUG=1``, a `DebugWorld`, which compares every call across processes.
 
     Args:
         place: See `World`.
@@ -34,15 +34,15 @@ def open_world(
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> World:
-    """Return the world that this process belongs to; start the other processes if several are requested.
+    """Return the world that this process belongs to. Start the other processes if several are requested.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``.
-        devices: A number, indices (a list or ``"0,2"``), ``-1`` for all, or ``"auto"``: the processes of a launcher;
-            else all GPUs with ``spread``, else one process.
+        devices: A number, indices (a list or ``"0,2"``), ``-1`` for all, or ``"auto"``. ``"auto"`` uses the launcher's
+            processes; without a launcher, all GPUs if ``spread`` is set, otherwise one process.
         num_nodes: Number of machines.
         spread: Whether ``"auto"`` may use several GPUs.
-        timeout: How long a collective may wait for the others before it fails.
+        timeout: Maximum time that a collective waits for other processes before it fails.
         backend: Torch's name of the backend.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Process group: created once, and destroyed so that no process aborts at exit."""
+"""Process group, which is created once and destroyed in such a way that no process aborts at exit."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def connect(
         device: The device of this process.
         rank: The rank of this process.
         size: The world size.
-        timeout: How long a collective may wait for the others.
+        timeout: Maximum time that a collective waits for other processes.
         address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
         run_id: Separates runs that use the same address.
-        backend: Torch's name of the backend. Default: gloo on the host, with nccl on GPUs.
+        backend: Torch's name of the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
-        ValueError: If ``address``, ``backend`` or an existing group cannot be used, or if rank 0 has other versions.
+        ValueError: If ``address``, ``backend`` or an existing group cannot be used, or if versions differ.
     """
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl' needs GPUs, but this process computes on {device.type}. Use 'gloo'.")
@@ -97,9 +97,9 @@ def connect(
 
 
 def _await_connections(store: dist.Store, size: int) -> None:
-    """Wait until all processes are connected, since connecting to a rank that ends would fail.
+    """Wait until all processes are connected, because connecting to a rank that ends would fail.
 
-    gloo's group is complete for one rank as soon as its own side of each connection is (torch 2.13).
+    A rank considers a gloo group complete as soon as its own side of each connection is ready (torch 2.13).
     """
     if store.add("connected", 1) == size:
         store.set("all connected", "")
@@ -108,7 +108,7 @@ def _await_connections(store: dist.Store, size: int) -> None:
 
 
 def _allow_sockets(size: int) -> None:
-    """Raise the limit of open files, within the system's: each gloo group has a socket to every other process.
+    """Raise the limit of open files as far as the system permits. Each gloo group has a socket to every other process.
 
     512 ranks with two groups exceed the usual limit of 1,024, and the connection fails.
     """
@@ -123,9 +123,9 @@ def _allow_sockets(size: int) -> None:
 
 
 def let_segments_grow() -> None:
-    """Let torch's GPU allocator grow its segments, unless the user has configured or already used it.
+    """Let torch's GPU allocator grow its segments, unless the user has configured it or it is already in use.
 
-    Batches of changing sizes then leave no unusable gaps.
+    Batches of varying sizes then leave no unusable gaps.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
     """
@@ -136,9 +136,9 @@ def let_segments_grow() -> None:
 
 
 def make_communicators(device: torch.device) -> None:
-    """Create nccl's connections.
+    """Create NCCL's connections.
 
-    Otherwise the first collective creates them, which takes seconds, or fails far from the cause.
+    Otherwise, the first collective would create them. This takes seconds, and an error would appear far from its cause.
 
     Args:
         device: The device of this process.
@@ -148,7 +148,7 @@ def make_communicators(device: torch.device) -> None:
 
 
 def _check_versions(store: dist.Store, rank: int) -> None:
-    """Check that every process runs rank zero's torch and Treadle, because others may communicate differently."""
+    """Check that every process has rank zero's versions of torch and Treadle. Others may communicate differently."""
     local_versions = f"torch {torch.__version__}, treadle {__version__}"
     if rank == 0:
         store.set("versions", local_versions)
@@ -160,7 +160,7 @@ def _check_versions(store: dist.Store, rank: int) -> None:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set how long a collective may wait for the others, including in an existing process group.
+    """Set the time limit of collectives, including those of an existing process group.
 
     Args:
         timeout: The timeout.
@@ -169,9 +169,9 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def existing_timeout(device: torch.device) -> timedelta | None:
-    """Return the timeout of collectives in the existing group, which the script or Ray may have created.
+    """Return the time limit of collectives in an existing process group; None if there is no group.
 
-    None if there is no group.
+    The script or Ray may have created the group.
 
     Args:
         device: The device of this process.
@@ -192,7 +192,7 @@ def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, 
     Args:
         rank: The rank of this process.
         size: The world size.
-        timeout: How long to wait for the others.
+        timeout: Maximum time to wait for other processes.
         address: Host and port of rank 0. Default: MASTER_ADDR and MASTER_PORT.
     """
     if address is not None:
@@ -202,16 +202,16 @@ def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, 
 
 
 def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a section of the store that is empty at first, the same on all processes that call this together.
+    """Return a section of the store that is initially empty and the same on all processes that call this together.
 
-    The store of torchrun's agent outlives the processes that it restarts (torch 2.4 to 2.13), so it has keys of
-    processes that were killed at any point. No counter in it can be trusted, nor TORCHELASTIC_RESTART_COUNT, which
+    The store of torchrun's agent outlives the processes that the agent restarts (torch 2.4 to 2.13), so it may contain
+    keys of killed processes. Counters in the store are not reliable, and neither is TORCHELASTIC_RESTART_COUNT, which
     differs between machines. Each process therefore leaves a token in the store, and rank zero sends its own token back
-    to each, until all have confirmed, which killed processes do not.
+    to each process until all have confirmed it, which killed processes cannot do.
 
     Args:
         store: The store of the run.
-        name: The name of the section; calls that are made together have the same one.
+        name: The name of the section, which must be the same on all processes.
         rank: The rank of this process.
         size: The world size.
         timeout: How long to wait for the others.
@@ -277,10 +277,10 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 
 
 def disconnect(store: dist.Store | None = None) -> None:
-    """Destroy the process group, so that the next `connect` creates another one.
+    """Destroy the process group, so that the next `connect` creates a new one.
 
     Args:
-        store: Kept alive until the group is destroyed.
+        store: A store to keep alive until the group is destroyed.
     """
     dismiss()
     spare_lines.clear()
@@ -294,11 +294,11 @@ def disconnect(store: dist.Store | None = None) -> None:
 
 
 def _protect_forks() -> None:
-    """Prevent forks while a gloo thread requests the GIL, which it does after a collective.
+    """Prevent forks while a gloo thread requests the GIL after a collective.
 
-    Such a thread holds a lock of Python for a moment. A child that is forked in that moment waits for the lock forever:
-    a data worker that yields nothing. CPython has fixed that in 3.12 (https://github.com/python/cpython/issues/112275);
-    with 3.11.7 one in some hundred workers that were started after a collective hung.
+    Such a thread briefly holds one of Python's locks. If a child, such as a data worker, is forked in that moment, it
+    waits for the lock forever. CPython 3.12 fixes this (https://github.com/python/cpython/issues/112275). With 3.11.7,
+    one in several hundred workers that were started after a collective hung.
     """
     if sys.version_info < (3, 12) and hasattr(os, "register_at_fork") and not _protected:
         _protected.append(True)
@@ -313,16 +313,16 @@ def _await_rest() -> None:
 def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
     """Wait until gloo's threads are idle, for at most ``limit`` seconds.
 
-    One of them may still hold the last reference to a tensor, and needs the GIL to release it. It is called before the
-    group's destruction: torch 2.6 joins the threads there without releasing the GIL, which never ends (seen in 3 of 3
-    runs of 100 groups, five small reductions each). It is also called afterwards, since DistributedDataParallel keeps
-    the process group beyond its destruction: while the interpreter ends, requesting the GIL aborts the process
-    ("terminate called without an active exception", exit status 134), after all its work was done: seen in 1 of 6 runs
-    of torch 2.13 on two cores.
+    A thread may still hold the last reference to a tensor, and needs the GIL to release it. This function is called
+    before the group is destroyed, because torch 2.6 then joins the threads without releasing the GIL, which never ends
+    (seen in 3 of 3 runs with 100 groups and five small reductions each). It is also called afterwards, because
+    DistributedDataParallel keeps the process group alive. A thread that requests the GIL while the interpreter exits
+    aborts the process ("terminate called without an active exception", exit status 134), although all work was done.
+    This was seen in 1 of 6 runs of torch 2.13 on two cores.
 
     Args:
         limit: The maximum number of seconds.
-        looks: Number of consecutive checks in which they must be idle.
+        looks: Number of consecutive checks in which the threads must be idle.
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0
@@ -337,9 +337,9 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
 
 
 def _read_thread(task: Path) -> tuple[str, str]:
-    """Return name and state of a thread; ``"R"`` is one that runs or wants to run.
+    """Return the name and state of a thread. The state ``"R"`` means that the thread runs or is ready to run.
 
-    Both are empty for an ended thread.
+    Both are empty for a thread that has ended.
     """
     try:
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")

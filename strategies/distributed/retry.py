@@ -1,4 +1,4 @@
-"""Result of an attempt on every process, exchanged through a store, even if a collective is broken or stuck."""
+"""Results of an attempt on all processes, exchanged through a store even if a collective fails or never ends."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LOOK_EVERY = 0.5  # seconds
 
 
 class Attempts:
-    """The attempts of one call, made on all processes. With a world size of one, results are available immediately.
+    """Attempts of one call on all processes. With a world size of one, results are available immediately.
 
     A process that fails inside a step leaves the others waiting in a collective. It reports its failure through the
-    store, then closes its connection, which interrupts the others; they read its report and learn the cause. The next
-    attempt has a new process group. gloo's collectives are interrupted in this way. nccl's are not, and closing a
-    connection waits for them: there, a thread of each process reads the others' reports, and aborts the collectives of
-    its process.
+    store and then closes its connections, which interrupts the others. They read its report to learn the cause. The
+    next attempt has a new process group. This interrupts the collectives of gloo but not those of NCCL, where closing a
+    connection waits for them. With NCCL, a thread of each process reads the reports of the other processes and aborts
+    the collectives of its own process.
 
     Args:
-        patience: How long a process that failed waits for the others' reports.
+        patience: Maximum time that a failed process waits for the reports of the others.
 
     Raises:
         ValueError: If the processes could not be reconnected.
@@ -79,12 +79,12 @@ class Attempts:
         return RETRY in self._read_reports()
 
     def _read_reports(self) -> list[str]:
-        """Return the reports of the others so far."""
+        """Return the reports that other processes have made so far."""
         names = [f"{self._number}/{rank}" for rank in range(self.size) if rank != self.rank]
         return [self._store.get(name).decode() for name in names if self._store.check([name])]
 
     def _abort_after_others(self, over: threading.Event) -> None:
-        """Abort the collectives once another process's attempt has failed, unless this one's ends first."""
+        """Abort the collectives once another process's attempt has failed, unless this process's attempt ends first."""
         while not over.wait(_LOOK_EVERY):
             if any(outcome != DONE for outcome in self._read_reports()):
                 if _is_nccl():
@@ -92,7 +92,7 @@ class Attempts:
                 return
 
     def agree(self) -> bool:
-        """Return whether all processes are `DONE`, once this one is; False requests another attempt.
+        """Wait for all reports, and return whether all processes are `DONE`. If False, another attempt is needed.
 
         Raises:
             PeerFailed: If another process failed with an error.
@@ -106,10 +106,11 @@ class Attempts:
         return RETRY not in outcomes
 
     def start_over(self) -> None:
-        """Release what the attempt has left behind, and connect the processes again.
+        """Release the remains of the failed attempt, and connect the processes again.
 
         Raises:
-            RuntimeError: If a process does not report in time, or failed with an error (`PeerFailed`).
+            RuntimeError: If a process does not report in time. The subclass `PeerFailed` is raised if a process failed
+                with an error.
         """
         gc.collect()
         if self.size > 1:
@@ -149,7 +150,7 @@ def _is_nccl() -> bool:
 
 
 def _cut_off_replicas() -> None:
-    """Remove the process group from all existing replicas, which cannot be used again and would keep it open."""
+    """Remove the process group from all existing replicas. They cannot be used again and would keep the group open."""
     for value in gc.get_objects():
         # By type, because isinstance would trigger proxies and lazy modules.
         if issubclass(type(value), DistributedDataParallel):

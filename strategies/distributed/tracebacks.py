@@ -1,11 +1,12 @@
-"""Uncaught errors, printed short and once per job: user frames in full, framework frames counted.
+"""Uncaught errors, which are printed once per job and in a short form: frames of the framework are only counted.
 
-Errors keep their type, their object and their whole traceback, so ``except``, debuggers and ``pdb.pm()`` see all of it.
+Errors keep their type, their identity and their full traceback for ``except``, debuggers and ``pdb.pm()``.
 Only printing changes:
 
-- In a script the interpreter prints through ``sys.excepthook``. Treadle's hook replaces Python's own, or the one that
-  torch installs with each process group, but no hook that the user has set. It is installed with the first Trainer or
-  Accelerator, and when processes connect. Errors without a frame of Treadle are passed on to the previous hook.
+- In a script, the interpreter prints errors through ``sys.excepthook``. Treadle's hook replaces Python's default, or
+  the hook that torch installs with each process group, but not a hook that the user has set. It is installed with the
+  first Trainer or Accelerator, and when processes connect. Errors without a frame of Treadle are passed on to the
+  previous hook.
 - pytest, IPython and notebooks omit frames that have a local variable ``__tracebackhide__``.
 
 ``TREADLE_FULL_TRACEBACK=1`` disables both.
@@ -39,14 +40,14 @@ _TORCHS_HOOK = "torch.distributed.distributed_c10d"
 
 
 class PeerFailed(RuntimeError):
-    """Error on ranks that did not fail themselves, with the rank and the error of the first one that did."""
+    """Error on ranks that did not fail themselves. It contains the rank and the error of the first rank that failed."""
 
 
 _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Socket closed", re.IGNORECASE)
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an error follows from the end of another rank, whose report should come first.
+    """Return whether an error is a consequence of the end of another rank, whose report should come first.
 
     Args:
         error: The error.
@@ -58,7 +59,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 class Store(Protocol):
-    """The methods of a torch store that are used here."""
+    """Methods of a torch store that this module uses."""
 
     def add(self, key: str, amount: int) -> int:
         """Increase a counter, and return its new value.
@@ -106,7 +107,7 @@ _told = threading.Event()  # set if the watchdog has reported why the run ends
 
 
 def silence_uncaught() -> None:
-    """Stop printing uncaught errors: the watchdog has reported why the run ends, and ends this process."""
+    """Stop printing uncaught errors, because the watchdog has reported why the run ends and will end this process."""
     _told.set()
 
 
@@ -114,7 +115,7 @@ def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
     """Print uncaught errors in a short form, once over all ranks, unless the user has set a hook.
 
     Args:
-        store: The store in which the ranks exchange their errors; with None, each rank prints its own.
+        store: The store through which the ranks exchange their errors. With None, each rank prints its own error.
         rank: The rank of this process.
         size: The world size.
     """
@@ -129,30 +130,30 @@ def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
 
 
 def forget_store() -> None:
-    """Release the store, because its process group ends or torch is about to wrap the hook for another one."""
+    """Release the store, because its process group ends or torch is about to wrap the hook for a new group."""
     if isinstance(sys.excepthook, Uncaught):
         sys.excepthook = sys.excepthook.previous
 
 
 def is_full() -> bool:
-    """Return whether the user wants to see every frame, on every rank."""
+    """Return whether the user has requested all frames on every rank."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def is_agent_store() -> bool:
-    """Return whether the launcher keeps the store of the run; otherwise rank 0 does."""
+    """Return whether the launcher hosts the store of the run. Otherwise, rank 0 hosts it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class Uncaught:
     """Hook for ``sys.excepthook``.
 
-    The first rank prints its error. A rank with the same error prints nothing, nor does a rank whose connection to a
-    failed rank has closed; a rank with a different error prints one line. No rank ends before the first has printed:
-    launchers end a job as soon as one rank has ended.
+    The first rank that fails prints its error. A rank with the same error prints nothing, nor does a rank whose
+    connection to a failed rank was closed. A rank with a different error prints one line. No rank ends before the first
+    has printed its error, because launchers end a job as soon as one rank has ended.
 
     Args:
-        previous: The hook that it replaces.
+        previous: The hook that this one replaces.
         store: See `report_uncaught`.
         rank: The rank of this process.
         size: The world size.
@@ -199,7 +200,7 @@ class Uncaught:
         return "" if is_named else f"on {rank}\n"
 
     def _find_earlier_report(self, error: BaseException, words: str) -> dict[str, Any] | None:
-        """Return the report of another rank; None if this rank is the one to report."""
+        """Return the report of another rank, or None if this rank has to report."""
         if self.store is None:
             return None
         reports: list[dict[str, Any] | None] = []
@@ -227,7 +228,7 @@ class Uncaught:
             return None
 
     def _await_cause(self) -> str:
-        """Wait for the report of the rank that failed, and describe ranks that have ended without one."""
+        """Wait for the report of the failed rank, and return a description of ranks that ended without a report."""
         assert self.store is not None
         end = time.monotonic() + PATIENCE
         while not self.store.check(["error"]):  # torch prints a warning if a wait times out
@@ -246,7 +247,7 @@ class Uncaught:
         return ""
 
     def _find_gone(self) -> dict[int, int]:
-        """Return the process IDs of the ranks of this machine that have ended."""
+        """Return the process IDs of ended ranks on this machine, by rank."""
         assert self.store is not None
         gone = {}
         for rank in range(self.size):
@@ -257,14 +258,14 @@ class Uncaught:
         return gone
 
     def _await_reporter_exit(self, earlier: dict[str, Any]) -> None:
-        """Wait until the rank that has reported has ended, so that its launcher names it as the first that failed."""
+        """Wait until the reporting rank has ended, so that its launcher reports it as the first that failed."""
         end = time.monotonic() + PATIENCE
         while earlier["host"] == socket.gethostname() and is_alive(earlier["pid"]) and time.monotonic() < end:
             time.sleep(0.01)
 
 
 def hide_frames(error: BaseException) -> None:
-    """Hide framework frames from pytest, IPython and notebooks: those that the error has passed or will pass.
+    """Hide the framework frames that an error has passed or will pass from pytest, IPython and notebooks.
 
     Args:
         error: The error.
@@ -334,7 +335,7 @@ def _collect_links(error: BaseException) -> list[BaseException]:
 
 
 def _map_owners(error: BaseException, trace: TracebackType | None) -> dict[str, str]:
-    """Return the framework by file, for all frames that belong to one."""
+    """Return the framework of each file in the traceback that belongs to a framework."""
     traces = [trace, *(link.__traceback__ for link in _collect_links(error))]
     frames = (frame for tb in traces for frame, _ in traceback.walk_tb(tb))
     return {frame.f_code.co_filename: owner for frame in frames if (owner := find_owner(frame)) is not None}

@@ -1,4 +1,4 @@
-"""Call in which a rank waits for others, read from its stack, and the comparison of the ranks' calls."""
+"""Call in which a rank waits for other ranks, read from its stack, and the comparison of such calls across ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ADVICE = (
 
 
 class DistributedOperationException(RuntimeError):
-    """Error for processes that do not make the same call; it lists what each one does, and in which line.
+    """Error raised if processes do not make the same call. It lists the call and line of each process.
 
     Example:
         >>> from treadle.strategies import DistributedOperationException
@@ -43,11 +43,11 @@ class DistributedOperationException(RuntimeError):
 
 @dataclass(frozen=True)
 class WaitingCall:
-    """Call that needs all ranks.
+    """Call that all ranks must make.
 
     Attributes:
-        kind: The same on all ranks if their calls match; "" if unknown.
-        words: The call, and the user's line.
+        kind: Kind of the call, which is equal on all ranks if their calls match; "" if unknown.
+        words: The call and the user's line, as text.
     """
 
     kind: str
@@ -64,7 +64,7 @@ def is_users(frame: FrameType) -> bool:
 
 
 def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
-    """Return the call in which the main thread waits for other ranks; None if it does not wait.
+    """Return the call in which the main thread waits for other ranks, or None if it does not wait.
 
     Args:
         frames: The frames of the main thread, outermost first.
@@ -85,9 +85,9 @@ def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
 
 
 def _name_caller(frame: FrameType | None) -> str:
-    """Return the name of a function of Treadle.
+    """Return the name of a Treadle function, or "" for a function of the user.
 
-    "" for a user's function, since users may make one exchange in several.
+    User functions are not compared, because ranks may make the same exchange in different functions.
     """
     return "" if frame is None or find_owner(frame) is None else frame.f_code.co_qualname
 
@@ -99,7 +99,7 @@ def _describe_user_call(frames: Sequence[FrameType], operation: str) -> str:
 
 
 def mark_exchange() -> tuple[str, str]:
-    """Return the function that calls a collective of World, and the user's call; it is sent with the objects."""
+    """Return the function that calls a collective of `World`, and the user's call, to be sent with the objects."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _WORLDS:
         frame = frame.f_back
@@ -111,7 +111,7 @@ def mark_exchange() -> tuple[str, str]:
 
 
 def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
-    """Check that ranks which have exchanged objects made the same call.
+    """Check that ranks that have exchanged objects made the same call.
 
     Args:
         marks: The result of `mark_exchange` on each rank.
@@ -125,7 +125,7 @@ def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
 
 
 def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
-    """Return a description of ranks that all wait in different calls; "" if their calls may match.
+    """Describe the calls if all ranks wait in different ones; return "" if their calls may match.
 
     Args:
         calls: The call of each rank.
@@ -138,7 +138,7 @@ def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
 
 
 def describe_calls(words: Mapping[int, str]) -> str:
-    """Return one line for all ranks with the same text.
+    """Return the texts with their ranks, one line for all ranks with the same text.
 
     Args:
         words: The text of each rank.

@@ -1,20 +1,20 @@
-"""Watchdog: ends a run in which a rank hangs, within a limit, and names the rank, its phase and its step.
+"""Watchdog that ends a run if a rank hangs for longer than a limit, and reports the rank, its phase and its step.
 
 Two daemon threads of each process do the work, independently of the training:
 
-- The sentry reads the stack of the training thread once per period: the main thread, unless a library such as Ray
-  uses that itself. If the stack and the count of steps and exchanges stay the same for as long as the limit, there
-  was no progress. Then it raises an alarm.
-- The courier writes to the store once per period that this process lives, and its position. When any rank has raised
-  the alarm it writes the stacks of this process into a file, and notes in the store whether this rank waits for
-  others. A rank that only waits, in a collective, counts itself as stalled. Once all are, and in different calls, none
-  of them can end: that is an immediate error, which names the calls.
+- The sentry reads the stack of the training thread once per period. This is the main thread, unless a library such as
+  Ray uses the main thread itself. If the stack and the count of steps and exchanges do not change for as long as the
+  limit, there is no progress, and the sentry raises an alarm.
+- The courier reports to the store once per period that this process is alive, and its position. When any rank has
+  raised the alarm, the courier writes the stacks of this process to a file and records in the store whether this rank
+  waits for others. A rank that only waits in a collective counts as stalled. If all ranks are stalled in different
+  calls, none of the calls can end. This is an immediate error, which lists the calls.
 
-A rank that does not answer is stopped, or blocked in C code that holds the interpreter. A rank that answers and does
-not wait for another one hangs. One rank reports, and all leave with `HUNG`.
+A rank that does not answer is stopped, or blocked in C code that holds the GIL. A rank that answers and does not wait
+for another rank hangs. One rank prints the report, and all ranks exit with the status `HUNG`.
 
-If the user has set no limit, a rank raises the alarm only while it waits for others, after nearly as long as a
-collective may wait: work of one rank alone may take longer, until others need it.
+If the user has not set a limit, a rank raises the alarm only while it waits for others, shortly before the time limit
+of a collective. Work on one rank alone may take longer, until other ranks need it.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ _loops: set[CodeType] = set()
 
 
 def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -> None:
-    """Name the phase in which one of Treadle's ``functions`` runs.
+    """Set the name of the phase in which ``functions`` of Treadle run.
 
     Args:
         phase: A word or two, such as ``"backward"``.
         functions: The functions.
-        loop: Whether they call hooks, which are separate phases.
+        loop: Whether the functions call hooks, which are separate phases.
     """
     codes = [function.__code__ for function in functions]
     _phases.update(dict.fromkeys(codes, phase))
@@ -91,7 +91,7 @@ def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -
 
 
 def stack_of(thread: threading.Thread) -> list[FrameType]:
-    """Return the frames of a thread, outermost first; empty if it has ended.
+    """Return the frames of a thread, outermost first, or an empty list if the thread has ended.
 
     Args:
         thread: The thread.
@@ -105,7 +105,7 @@ def stack_of(thread: threading.Thread) -> list[FrameType]:
 
 
 def describe_phase(frames: Iterable[FrameType]) -> str:
-    """Return the current phase: the innermost one that `name_phase` has named, or the hook that is called in it.
+    """Return the current phase: the innermost one set by `name_phase`, or the hook that is called in it.
 
     Args:
         frames: The frames of a thread, outermost first.
@@ -132,7 +132,7 @@ def is_waiting(frames: list[FrameType]) -> bool:
 
 
 class Watchdog:
-    """Watchdog of one process, and through the store of all others.
+    """Watchdog of one process, which also observes all other processes through the store.
 
     Args:
         world: All processes.
@@ -142,11 +142,11 @@ class Watchdog:
 
     Attributes:
         thread: The training thread.
-        awaits_others: With ``strict``, whether this process ends after all others.
-        ended: The first rank that was seen to have ended.
-        interruptible: Whether this process waits for a moment to leave that all ranks agree on. Once another rank has
-            ended they cannot agree: then the main thread gets another SIGTERM.
-        interrupted: Whether the main thread has received it.
+        awaits_others: With ``strict``, whether this process waits at its end until all others have ended.
+        ended: The first rank that has ended, as far as it is known.
+        interruptible: Whether this process waits to leave at a moment that all ranks agree on. Once another rank has
+            ended, they cannot agree, and the main thread receives another SIGTERM.
+        interrupted: Whether the main thread has received that SIGTERM.
     """
 
     def __init__(self, world: World, limit: float, strict: bool, store: dist.Store | None = None) -> None:
@@ -190,23 +190,24 @@ class Watchdog:
     def follow(
         self, owner: Any, locate: Callable[[Any], tuple[str, Any]], find_directory: Callable[[Any], Any]
     ) -> None:
-        """Report on the run of ``owner``, as long as it exists.
+        """Include the run of ``owner`` in reports as long as ``owner`` exists.
 
         Args:
             owner: An Accelerator or a Trainer.
-            locate: Returns the position of the run, as text, and a value that changes whenever the run has moved.
-            find_directory: Returns the directory of the run, None for the working directory.
+            locate: Returns the position of the run as text, and a value that changes whenever the run has made
+                progress.
+            find_directory: Returns the directory of the run; None means the working directory.
         """
         self._owner, self._locate, self._find_directory = weakref.ref(owner), locate, find_directory
 
     def run_errand(self, errand: Callable[[dist.Store], bool]) -> int:
-        """Let the courier call a function with the store, once per period, and soon again if it returns True.
+        """Make the courier call a function with the store once per period, and again soon if the function returns True.
 
         Args:
-            errand: Replaces the previous one. All ranks must set theirs, in the same order.
+            errand: The function, which replaces the previous one. All ranks must set their functions in the same order.
 
         Returns:
-            Its number, the same on all ranks.
+            The number of the errand, which is the same on all ranks.
         """
         self._errand = errand
         self._errands += 1
@@ -242,7 +243,7 @@ class Watchdog:
             del frames
 
     def _find_stall(self, frames: list[FrameType], seconds: float) -> WaitingCall | None:
-        """Return the call in which this rank only waits, without progress for ``seconds``.
+        """Return the call in which this rank has waited without progress for ``seconds``.
 
         None if it is not stalled.
         """
@@ -256,7 +257,7 @@ class Watchdog:
         return call and WaitingCall(call.kind, f"{call.words} ({details})")
 
     def _beat(self) -> None:
-        """Send the supervisor a sign of life, because no rank would be left to notice that all are stopped."""
+        """Send the supervisor a sign of life, because no rank could notice that all ranks are stopped."""
         if not self.strict:
             return
         self._beats += 1
@@ -287,7 +288,7 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
-        """End this process, because the store does not respond, so that other ranks cannot be asked."""
+        """End this process, because the store does not respond and other ranks cannot be asked."""
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
         keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
@@ -358,16 +359,17 @@ class Watchdog:
         return self._has_ended(rank) and not self._store.check([f"{rank} has ended"])
 
     def _is_stuck(self) -> bool:
-        """Return whether this rank needs ranks that have ended, without an error: NCCL raises none in this case."""
+        """Return whether this rank is stuck because of ranks that have ended, for which NCCL raises no error."""
         if "TREADLE_SUPERVISOR" in os.environ:  # the supervisor names the rank that has ended, and ends this one
             return False
         waits = is_stage_running() or is_waiting(stack_of(self.thread))
         return waits and time.monotonic() - self._since >= _LOST
 
     def _leave_if_alone(self) -> None:
-        """Leave the step if another rank has ended: by an interrupt, or immediately if the main thread is in C code.
+        """Leave the step if another rank has ended, by an interrupt or, if the main thread is in C code, immediately.
 
-        It leaves only after a signal has requested it, or if the other rank has failed and this one makes no progress.
+        The step is left only after a signal has requested it, or if the other rank has failed and this one makes no
+        progress.
         """
         assert self._store is not None
         if self.ended is None and (rank := self._read("ended first")) is not None:
@@ -385,7 +387,7 @@ class Watchdog:
             end_at_once(1)
 
     def _tell_stall(self) -> bool:
-        """Update the count of stalled ranks; return whether this rank has completed it."""
+        """Update the count of stalled ranks, and return whether all ranks are stalled now."""
         assert self._store is not None
         stall, told = self._stall, self._told
         if stall == told:
@@ -449,7 +451,7 @@ class Watchdog:
         end_at_once(HUNG)
 
     def _collect_answers(self) -> dict[int, Any]:
-        """Return the answer of each rank, None for a silent one; without those that have ended."""
+        """Return the answer of each rank that has not ended; None for a silent rank."""
         assert self._store is not None
         end = time.monotonic() + _ANSWER
         missing = list(range(self.size))
@@ -470,9 +472,9 @@ class Watchdog:
         return answers
 
     def _blame(self, answers: dict[int, Any]) -> list[int]:
-        """Return the ranks that others wait for: the silent ones.
+        """Return the ranks that others wait for: the silent ranks.
 
-        If there are none, the last of the ranks that wait for no other rank.
+        If there are none, return those that are furthest behind among the ranks that do not wait.
         """
         if silent := [rank for rank, answer in answers.items() if answer is None]:
             return silent
@@ -514,7 +516,7 @@ class Watchdog:
         self._store.set(f"report {self._round}", "end")
 
     def _explain_silence(self, rank: int, folder_name: str) -> tuple[str, str]:
-        """Return why a silent rank is stuck and where, and let one of this machine write its stacks."""
+        """Return why and where a silent rank is stuck. If it is on this machine, make it write its stacks."""
         beat = self._read_beat(rank)
         if beat is None:
             return "has never responded", "it hangs while starting"
@@ -525,7 +527,7 @@ class Watchdog:
         return condition, f"last seen {where}{fetch_stacks(pid, dumps, file) if near else ''}"
 
     def _end_silent(self, answers: dict[int, Any]) -> None:
-        """Kill the silent ranks of this machine, unless Treadle's supervisor does: torchrun would give them 30 s."""
+        """Kill the silent ranks of this machine, unless Treadle's supervisor does. torchrun would wait for 30 s."""
         if "TREADLE_SUPERVISOR" in os.environ:
             return
         for rank in [rank for rank, answer in answers.items() if answer is None]:
@@ -561,7 +563,7 @@ class Watchdog:
         return folder
 
     def leave(self) -> None:
-        """Stop at the end of the script. With a limit, wait until the others have ended too."""
+        """Stop at the end of the script. With a limit, wait until the other ranks have ended, too."""
         atexit.unregister(self.leave)
         if os.getpid() != self._pid or self._ended.is_set():
             return
@@ -584,7 +586,7 @@ class Watchdog:
         self._dumps.close()
 
     def _await_others(self) -> None:
-        """Wait for ranks that live, because a silent rank cannot notice its own state."""
+        """Wait for ranks that are alive, because a silent rank cannot notice its own state."""
         self._leaving = True
         pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
@@ -611,10 +613,10 @@ class Pulse:
         self._since = time.monotonic()
 
     def silent(self, beat: str | None) -> float:
-        """Return the seconds since the rank's last new sign of life.
+        """Return the seconds since the rank's last sign of life.
 
         Args:
-            beat: The latest one in the store, None if there is none.
+            beat: The latest sign of life in the store; None if there is none.
         """
         now = time.monotonic()
         if beat != self._newest:
@@ -626,18 +628,18 @@ _current: list[Watchdog] = []
 
 
 def watch(world: World, limit: float | None) -> Watchdog | None:
-    """Watch this process; a process has one watchdog, and the latest limit applies.
+    """Start the watchdog of this process, of which there is only one. The latest limit applies.
 
     Args:
         world: All processes.
-        limit: Seconds without progress. Default: nearly as long as a collective may wait, for ranks that wait for
-            others.
+        limit: Seconds without progress. Default: slightly less than the time limit of a collective, only for ranks that
+            wait for others.
 
     Returns:
         The watchdog; None if none is needed.
 
     Raises:
-        ValueError: If a limit is set that this torch cannot apply to several processes.
+        ValueError: If a limit is set but this version of torch does not support it with several processes.
     """
     strict = limit is not None
     if world.size > 1 and dist.get_backend() == "fake":
@@ -672,9 +674,9 @@ def dismiss() -> None:
 
 
 def _connect(world: World) -> dist.Store | None:
-    """Return a separate connection to the process group's store, because a call of one thread may wait for long.
+    """Return a separate connection to the process group's store, because another thread's call may wait for long.
 
-    None for a store that cannot have two connections.
+    Return None if the store does not support two connections.
     """
     base: Any = dist.distributed_c10d._get_default_store()  # private, but present in torch from 1.x to 2.13
     server = base

@@ -1,4 +1,4 @@
-"""World: rank, world size and device of this process, and all collectives."""
+"""`World`: the rank and device of this process, the world size, and all collectives."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class World:
-    """Processes of a run, seen from one of them. With a world size of one, every call returns immediately.
+    """Processes of a run, as seen from one of them. With a world size of one, every call returns immediately.
 
     Args:
         rank: Rank of this process, from 0.
@@ -55,13 +55,13 @@ class World:
         local_size: Number of processes on its machine.
         node_rank: Index of this machine.
         device: Device of this process.
-        timeout: How long a collective may wait for the others before it fails. Default: that of an existing group, else
-            half an hour.
+        timeout: Maximum time that a collective waits for other processes before it fails. Default: that of an existing
+            group, else half an hour.
         group: Torch's process group of these processes, if they are a subset of a larger world; ``rank`` and ``size``
-            then refer to it.
+            then refer to the group.
         address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
         run_id: Separates runs that use the same address.
-        backend: Torch's name of the backend. Default: gloo on the host, with nccl on GPUs.
+        backend: Torch's name of the backend. Default: gloo for host memory and NCCL for GPUs.
 
     Example:
         >>> import torch
@@ -118,17 +118,17 @@ class World:
                 arrivals_of(self)  # so that other ranks can see this process's position
 
     def _note_carried_devices(self) -> None:
-        """Note which devices the group supports: a script's own ``init_process_group("nccl")`` has no host tensors."""
+        """Record which devices the group supports. A group that a script created with NCCL alone lacks host tensors."""
         if self.device.type != "cpu":
             parts = dist.get_backend_config(self.group).split(",")
             self._carried_devices = {part.partition(":")[0] for part in parts}
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy on this process's device if the group supports no other."""
+        """Return the tensor, or a copy on this process's device if the group does not support the tensor's device."""
         return tensor if tensor.device.type in self._carried_devices else tensor.to(self.device, copy=True)
 
     def mesh(self, **dimensions: int) -> DeviceMesh:
-        """Arrange the processes on a mesh, the last dimension varying fastest; equal meshes are created once.
+        """Arrange the processes on a mesh. The last dimension varies fastest, and equal meshes are created once.
 
         Args:
             dimensions: Sizes by name, whose product is the world size: ``mesh(replicate=2, shard=4)``.
@@ -168,9 +168,9 @@ class World:
         )
 
     def beside(self) -> World:
-        """Return the same processes with a separate process group, for a background thread.
+        """Return a world of the same processes with a separate process group, for a background thread.
 
-        All processes must call it.
+        Must be called on all ranks.
         """
         if self.size == 1:
             return self
@@ -191,17 +191,17 @@ class World:
         return self._beside
 
     def release_beside(self) -> None:
-        """Give the group of `beside` to the next World of this process group. It must not be in use.
+        """Pass the group of `beside`, which must no longer be in use, to the next World of this process group.
 
-        A group has two threads and five descriptors, and torch keeps each until the process group ends: without this
-        every Trainer with asynchronous saves would add one.
+        A group has two threads and five file descriptors, which torch keeps until the default process group ends.
+        Without reuse, every Trainer with asynchronous saves would add a group.
         """
         if self._beside is not None and self._beside.group is not None and self.group is None:
             process_group.spare_lines.append((self.timeout, self._beside.group))
         self._beside = None
 
     def _take_spare_line(self) -> dist.ProcessGroup | None:
-        """Return a group that an earlier World has released on all ranks; None if there is none."""
+        """Return a group that an earlier World has released on all ranks, or None if there is none."""
         name = ""
         lines = process_group.spare_lines
         if lines and lines[-1][0] == self.timeout:
@@ -229,7 +229,7 @@ class World:
             dist.barrier(self.group)
 
     def advance(self) -> None:
-        """Count that this process enters a training step or an exchange, where it may have to wait for the others."""
+        """Count that this process enters a training step or an exchange, in which it may wait for other processes."""
         if self._count is not None:
             self._count.advance()
 
@@ -250,10 +250,10 @@ class World:
             return False
 
     def meet(self, call: str) -> None:
-        """Wait until every process has entered ``call``, as long as the others can still arrive.
+        """Wait until every process has entered ``call``. Raise an error if one can no longer arrive.
 
         Args:
-            call: The name of the user's call, for the error.
+            call: The name of the user's call, for the error message.
 
         Raises:
             RuntimeError: If some process will not arrive, or does not arrive within the timeout. The error names the
@@ -412,7 +412,7 @@ class World:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is True on at least one process. All processes must call it.
+        """Return whether ``flag`` is True on at least one process. Must be called on all ranks.
 
         Args:
             flag: The flag of this process.
@@ -422,7 +422,7 @@ class World:
         return bool(self.all_reduce(torch.tensor(int(flag), device="cpu"), "max").item())
 
     def all(self, flag: bool) -> bool:
-        """Return whether ``flag`` is True on every process. All processes must call it.
+        """Return whether ``flag`` is True on every process. Must be called on all ranks.
 
         Args:
             flag: The flag of this process.

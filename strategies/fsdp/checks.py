@@ -1,4 +1,4 @@
-"""Checks that a model can be sharded, before anything is changed."""
+"""Checks that a model can be sharded, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from .deferred_init import Tape
 
 
 def check_device(device: torch.device) -> None:
-    """Check that this torch's ``fully_shard`` supports a device.
+    """Check that ``fully_shard`` of the installed torch supports a device.
 
     Args:
         device: The device.
 
     Raises:
-        ValueError: For the CPU with a torch that does not support it (2.6).
+        ValueError: If the device is the CPU and torch does not support it (2.6).
     """
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise ValueError(f"strategy='fsdp' on CPU needs a newer torch than {torch.__version__}. Upgrade torch.")
 
 
 def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.dtype | None) -> None:
-    """Check that torch's ``fully_shard`` supports each block, and the parameters outside of blocks.
+    """Check that torch's ``fully_shard`` supports each block and the parameters outside of the blocks.
 
     Args:
         module: The user's model.
-        blocks: The submodules that are gathered as one unit, inner ones first.
+        blocks: The submodules that are each gathered as one unit, inner modules first.
         storage: The dtype that floating-point parameters are converted to first.
 
     Raises:
@@ -72,7 +72,7 @@ def check_parallelized(module: nn.Module, size: int) -> None:
         size: The number of tensor parallel ranks.
 
     Raises:
-        ValueError: If it has not, because the processes would do the same work ``size`` times.
+        ValueError: If no parameter is sharded, because the processes would then do the same work ``size`` times.
     """
     if not any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(
@@ -83,15 +83,15 @@ def check_parallelized(module: nn.Module, size: int) -> None:
 
 
 def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
-    """Check that nothing was written to a tensor without memory beyond what ``tape`` has recorded.
+    """Check that a tensor without memory was changed only by operations that ``tape`` has recorded.
 
     Args:
         tape: The recording.
         tensor: The tensor.
-        words: The name of the tensor, for the error.
+        words: The name of the tensor, for the error message.
 
     Raises:
-        ValueError: If something else was written to it.
+        ValueError: If another operation changed the tensor.
     """
     if not tape.is_unchanged(tensor):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Deferred initialization: a model is created without memory, and its values are computed where they are needed."""
+"""Deferred initialization: a model is created without memory, and its values are computed later, where needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALL = 1 << 20  # bytes up to which an external tensor is copied instead of as
 
 @dataclass(frozen=True)
 class _Place:
-    """Position of a tensor without memory in a storage, at the time of a call: ``tensor.data = ...`` may move it."""
+    """Position of a tensor without memory in a storage at the time of a call; ``tensor.data = ...`` may change it."""
 
     key: int
     storage_bytes: int
@@ -47,7 +47,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _OutsideTensor:
-    """Tensor from outside of the model, whose values must not change until they are used."""
+    """Tensor from outside the model, whose values must not change until they are used."""
 
     tensor: Tensor
     version: int
@@ -67,11 +67,11 @@ class _Call:
 
     Attributes:
         function: The operator.
-        arguments: Positional and keyword arguments; tensors of the model by their positions.
-        reads, writes: The storages that it reads, and those that it changes or creates.
-        output: The positions of its results.
-        random: A generator and its state before the call, if it drew random numbers.
-        default: The default dtype at that time, on which results may depend.
+        arguments: Positional and keyword arguments. Tensors of the model are replaced by their positions.
+        reads, writes: The storages that the operation reads, and those that it changes or creates.
+        output: The positions of the results.
+        random: The generator and its state before the call, if the call drew random numbers.
+        default: The default dtype during the call, on which results may depend.
     """
 
     function: Any
@@ -83,7 +83,7 @@ class _Call:
     default: torch.dtype
 
     def starts_afresh(self) -> bool:
-        """Return whether it overwrites every element of a storage with a value independent of the previous one."""
+        """Return whether the call overwrites every element of a storage, independently of the previous values."""
         if not self.function._schema.name.startswith(_OVERWRITES):
             return False
         target, *others = self.arguments[0]
@@ -93,17 +93,17 @@ class _Call:
 
 
 class Tape(TorchDispatchMode):
-    """Recorder of the operations that give tensors on the meta device their values, to compute these later.
+    """Recorder of the operations that initialize tensors on the meta device, in order to compute their values later.
 
-    Random numbers are drawn (and discarded) during the recording, so that later draws, such as the order of data, are
-    the same as for a model that is created with memory. The generator's state before each draw is kept (5 kB), so that
+    Random numbers are drawn and discarded during the recording, so that later draws, such as the order of samples, are
+    the same as with a model that is created with memory. The generator's state before each draw is kept (5 kB), so that
     values can be computed later in any order. Only operations that a value depends on are repeated.
 
-    With ``torch.device("meta")`` alone the values are lost, and every module needs a ``reset_parameters`` to compute
-    them.
+    With ``torch.device("meta")`` alone, the values would be lost, and every module would need a ``reset_parameters``
+    method.
 
     Args:
-        device: The device on which the values are computed, with its random numbers.
+        device: The device on which values are computed and random numbers are drawn.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -162,14 +162,14 @@ class Tape(TorchDispatchMode):
         return _OutsideTensor(recorded, _get_version(recorded))
 
     def _materialize(self, value: Any) -> Any:
-        """Return the values of a tensor on the meta device, and the real device in place of the meta device."""
+        """Return the values for a tensor on the meta device, or the real device for the meta device."""
         return self.values(value) if _is_meta(value) else self._replace_meta_device(value)
 
     def _replace_meta_device(self, value: Any) -> Any:
         return self._device if isinstance(value, torch.device) and value.type == "meta" else value
 
     def _infer_output(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result, without memory, of an operator that does not support the meta device."""
+        """Return the result of an operator that does not support the meta device, as tensors without memory."""
         if func._schema.is_mutable:
             raise RuntimeError(
                 f"{func} can't change a tensor without memory. Create this module outside init_module()."
@@ -184,9 +184,9 @@ class Tape(TorchDispatchMode):
         return tree_map(shape, output)
 
     def _convert_to_meta(self, value: Any) -> Any:
-        """Return a tensor from outside as one without memory.
+        """Return a tensor from outside the model as a tensor without memory.
 
-        0-d tensors are kept, because they can be mixed with these.
+        0-d tensors are returned unchanged, because they can be mixed with tensors on the meta device.
         """
         if not isinstance(value, Tensor) or _is_meta(value) or not value.ndim:
             return value
@@ -199,7 +199,7 @@ class Tape(TorchDispatchMode):
         return generator, _copy_off_heap(generator.get_state())
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Draw the random numbers of an operator."""
+        """Draw and discard the random numbers of an operator."""
 
         def real(value: Any) -> Any:
             if not _is_meta(value):
@@ -243,11 +243,11 @@ class Tape(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._touched
 
     def is_done(self) -> bool:
-        """Return whether none of the recorded models exists any longer."""
+        """Return whether none of the recorded models exists anymore."""
         return all(tensor() is None for tensor in self._built.values())
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Return whether nothing was written to ``tensor`` since the recording ended.
+        """Return whether ``tensor`` has not been written to since the recording ended.
 
         Args:
             tensor: A tensor without memory.
@@ -256,7 +256,7 @@ class Tape(TorchDispatchMode):
         return built is None or built() is not tensor or _get_version(tensor) == self._versions.get(id(tensor))
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return the values of ``tensor``, on the device. The RNG state is not changed.
+        """Return the values of ``tensor`` on the device. The RNG state is not changed.
 
         Args:
             tensor: A tensor without memory.
@@ -277,7 +277,7 @@ class Tape(TorchDispatchMode):
         return place.view(real[place.key])
 
     def _replay(self, call: _Call, real: dict[int, Any]) -> None:
-        """Run a call with real memory; ``real`` maps storages of the meta device to real ones."""
+        """Run a call with real memory. ``real`` maps storages of the meta device to real ones."""
 
         def value(item: Any) -> Any:
             if isinstance(item, _Place):
@@ -326,7 +326,7 @@ def get_generator(device: torch.device) -> torch.Generator:
 
 
 class _HiddenMeta(TorchFunctionMode):
-    """Mode that hides the missing memory: torch's own initializers would do nothing otherwise (2.13)."""
+    """Mode that hides that tensors lack memory. Otherwise, torch's initializers would do nothing (torch 2.13)."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ _LOOKS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
 
 
 def _needs_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operator on tensors without memory returns their values, or a number computed from them."""
+    """Return whether an operator on tensors without memory returns their values or a number computed from them."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return True
     device = kwargs.get("device")
@@ -377,9 +377,9 @@ def _place(tensor: Tensor) -> _Place:
 
 
 def _copy_off_heap(state: Tensor) -> Tensor:
-    """Return a copy outside of the heap.
+    """Return a copy of an RNG state that is stored outside of the heap.
 
-    Small objects that remain among released large ones keep the heap from shrinking (glibc).
+    In glibc, small objects among large ones that have been released would keep the heap from shrinking.
     """
     off_heap = torch.frombuffer(mmap.mmap(-1, state.nbytes), dtype=state.dtype)
     return off_heap.copy_(state)

@@ -1,4 +1,4 @@
-"""Sharded models: torch's fully_shard (FSDP2), including hybrid sharding, and with tensor parallelism."""
+"""Sharded models with torch's `fully_shard` (FSDP2), including hybrid sharding and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -37,33 +37,35 @@ if TYPE_CHECKING:
 class FSDP(Strategy):
     """Strategy in which each process keeps a shard of every parameter, its gradient and its optimizer state.
 
-    A block's parameters are gathered when it runs, and dropped afterwards. The strategy works on CPU (gloo) and CUDA,
-    including with a world size of one. Build large models in `Accelerator.init_module` or `TaskModule.configure_model`:
-    then no process ever holds the full model.
+    A block's parameters are gathered when the block runs and freed afterwards. The strategy works on CPU (gloo) and
+    CUDA, even with a world size of one. Build large models in `Accelerator.init_module` or `TaskModule.configure_model`
+    so that no process ever holds the full model.
 
     Args:
-        auto_wrap_policy: Selects the modules that are gathered as one unit; see `wrap_policy.chosen_blocks`. Parameters
-            outside of them are gathered once per step.
-        activation_checkpointing_policy: Selects modules that keep only their inputs and recompute the rest in the
-            backward pass: True for those of ``auto_wrap_policy``, a separate policy, or a `Recompute`, which can also
-            select every n-th of them, keep the results of some operations, or leave the choice to the compiler.
-        reshard_after_forward: Drop a block's parameters after the forward pass and gather them again in the backward
-            pass. False keeps them (faster, more memory), a number reshards to groups of that many processes.
+        auto_wrap_policy: Selects the modules that are each gathered as one unit; see `wrap_policy.chosen_blocks`.
+            Parameters outside of these modules are gathered once per step.
+        activation_checkpointing_policy: Selects the modules that keep only their inputs and recompute the rest in the
+            backward pass: True for the modules of ``auto_wrap_policy``, a separate policy, or a `Recompute`, which can
+            also select every n-th module, keep the results of some operations, or leave the choice to the compiler.
+        reshard_after_forward: Free a block's parameters after the forward pass and gather them again in the backward
+            pass. False keeps them, which is faster and uses more memory. A number reshards them to groups of that many
+            processes.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
-        gather_dtype: The dtype in which parameters are gathered. By default it is their storage dtype, and autocast
-            does the rest, so that results equal those of one process; ``torch.bfloat16`` sends half of float32's bytes,
-            and rounds the weights of norms too. Gradients are reduced in float32.
-        mixed_precision: Torch's ``MixedPrecisionPolicy``, in place of ``gather_dtype``.
-        data_parallel_size: Number of processes that the data is sharded over. ``"auto"`` uses all that
-            ``tensor_parallel_size`` leaves.
-        data_parallel_replicate: Number of replicas; each is sharded over ``data_parallel_size`` divided by it (hybrid
-            sharding: set it to the number of machines to gather within a machine only).
+        gather_dtype: The dtype in which parameters are gathered. By default, it is their storage dtype, and autocast
+            converts them, so that results equal those of one process. ``torch.bfloat16`` sends half as many bytes as
+            float32, and also rounds the weights of norms. Gradients are reduced in float32.
+        mixed_precision: Torch's ``MixedPrecisionPolicy``, which replaces ``gather_dtype``.
+        data_parallel_size: Number of processes that the data is sharded over. ``"auto"`` means the world size divided
+            by ``tensor_parallel_size``.
+        data_parallel_replicate: Number of replicas for hybrid sharding. Each replica is sharded over
+            ``data_parallel_size`` divided by this number. Set it to the number of machines to gather within each
+            machine only.
         tensor_parallel_size: Number of processes that share the work on one sample. The model's ``parallelize(mesh)``
             applies torch's ``parallelize_module`` on this one-dimensional mesh.
-        sync_each_batch: Reduce gradients in every micro-batch, so that only shards of them are kept: less memory with
-            accumulation, more communication.
-        timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default:
-            torch's, 30 minutes; on CUDA, 10 minutes.
+        sync_each_batch: Reduce gradients in every micro-batch, so that only shards of them are kept. With accumulation,
+            this uses less memory and more communication.
+        timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: that
+            of torch, 30 minutes or, on CUDA, 10 minutes.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: that of the device.
 
     Raises:
@@ -132,7 +134,7 @@ class FSDP(Strategy):
         self.delays_sync = not self.sync_each_batch
 
     def detach(self) -> None:
-        """See `Strategy.detach`: every reference to a mesh, which each shard has, keeps its group open."""
+        """See `Strategy.detach`. All references to the mesh are released, because they would keep its groups open."""
         self._tapes.clear()
         self._moved.clear()
         self._roots.clear()
@@ -142,16 +144,16 @@ class FSDP(Strategy):
 
     @property
     def data_world(self) -> World:
-        """See `Strategy.data_world`: one process of each tensor-parallel group."""
+        """See `Strategy.data_world`. It has one process of each tensor-parallel group."""
         return self._data_world
 
     # -- the model -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def construction(self, empty: bool = False) -> Iterator[None]:
-        """See `Strategy.construction`: parameters have no memory; `wrap` computes each process's shards on its device.
+        """See `Strategy.construction`. Parameters have no memory until `wrap` computes this process's shards.
 
-        All processes must enter it: they draw rank zero's random numbers.
+        Must be entered on all ranks, which draw rank zero's random numbers.
         """
         if self._recording:  # the context around this one records it
             with built_in_place(torch.device("meta"), self.precision.storage, empty):
@@ -175,7 +177,7 @@ class FSDP(Strategy):
         self._tapes.append(tape)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
-        """See `Strategy.wrap`: shard the model in place, and return the module that gathers its root."""
+        """Shard the model in place, and return the module that gathers its root; see `Strategy.wrap`."""
         root = module.__dict__.get(_ROOT)
         if root is None:
             root = self._shard(module)
@@ -193,15 +195,15 @@ class FSDP(Strategy):
         return root
 
     def place(self, module: nn.Module) -> nn.Module:
-        """See `Strategy.place`: a model that is only evaluated is sharded too."""
+        """See `Strategy.place`. A model that is only evaluated is sharded, too."""
         return self.wrap(module)
 
     def local_method(self, module: nn.Module, name: str) -> Any:
-        """See `Strategy.local_method`; it still communicates, because no process has the full model."""
+        """See `Strategy.local_method`. The method still communicates, because no process has the full model."""
         return self.method(self.wrap(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
-        """See `Strategy.compiled_parts`: always the modules that are gathered as one unit, and those next to them."""
+        """See `Strategy.compiled_parts`. Modules that are gathered as one unit are always compiled separately."""
         gathered = self._choose_blocks(module)
         return [*gathered, *direct_parts(module, gathered)], True
 
@@ -250,7 +252,7 @@ class FSDP(Strategy):
         return self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
 
     def _explain(self, module: nn.Module, blocks: list[nn.Module]) -> None:
-        """Log which modules are kept gathered longer than the policy suggests."""
+        """Log that modules are gathered with the rest of the model although the policy might suggest otherwise."""
         name, flag = type(module).__name__, f"auto_wrap_policy={self.auto_wrap_policy!r}"
         chosen = len(chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
         if not chosen:
@@ -263,7 +265,7 @@ class FSDP(Strategy):
             announce(f"FSDP: {text}others. They are gathered with the rest of the model, once per step.")
 
     def _start_alike(self, module: nn.Module) -> None:
-        """Copy rank zero's values to every process: otherwise each would contribute a shard of its own values."""
+        """Copy rank zero's values to every process, because each would otherwise shard its own values."""
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 if self.precision.storage is not None and tensor.is_floating_point():
@@ -339,7 +341,7 @@ class FSDP(Strategy):
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def decisions(self, module: nn.Module) -> list[str]:
-        """See `Strategy.decisions`: the overhead of gathering in a larger dtype than that of the computation."""
+        """See `Strategy.decisions`. The note is about gathering in a larger dtype than that of the computation."""
         if self.mixed_precision is not None or self.precision.compute is None or self.world.size == 1:
             return []
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / self.layout.tensor / 2**30
@@ -366,7 +368,7 @@ class FSDP(Strategy):
             self.set_gradient_sync(module, before)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See `Strategy.clip_grad_norm_`; the norm is that of the full gradients."""
+        """See `Strategy.clip_grad_norm_`. The norm is that of the full gradients."""
         return clip_to_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -386,23 +388,23 @@ class FSDP(Strategy):
     def agree_on_overflow(self, overflow: Tensor) -> None:
         """See `Strategy.agree_on_overflow`.
 
-        torch's scaler reduces over the processes that the first gradient is sharded over (2.13). With tensor
+        torch's scaler reduces over the processes that the first gradient is sharded over (torch 2.13). With tensor
         parallelism, other processes have shards of other gradients.
         """
         if self.layout.tensor > 1:
             self.world.all_reduce(overflow, "max")
 
     def explain(self, error: BaseException) -> BaseException:
-        """See `Strategy.explain`: the state is reset, since another backward may follow a failed one."""
+        """See `Strategy.explain`. The state is reset, because another backward may follow the failed one."""
         for root in self._roots:
             start_anew(root)
         return error
 
     def start_agreement(self, votes: Tensor) -> None:
-        """See `Strategy.start_agreement`; on GPUs the sum starts after backward, in `agreement`.
+        """See `Strategy.start_agreement`. On GPUs, the sum starts after backward, in `agreement`.
 
-        NCCL's collectives share one queue: the first gather of the backward pass would wait behind the votes, and the
-        votes would wait for the end of the forward pass.
+        NCCL's collectives share one queue. Otherwise, the first gather of the backward pass would wait behind the
+        votes, and the votes would wait for the end of the forward pass.
         """
         if self.world.device.type == "cuda":
             self._votes = votes
@@ -421,7 +423,7 @@ class FSDP(Strategy):
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`: an optimizer created before its model was sharded gets the shards."""
+        """See `Strategy.wrap_optimizer`. An optimizer that was created before its model was sharded gets the shards."""
         hand_over(optimizer, self._moved, self.world)
         optimizer_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         roots = [
@@ -452,7 +454,7 @@ class FSDP(Strategy):
         return self.wrap(module)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """See `Strategy.reduction_buckets`: torch's own reductions of shards are recorded as they happen."""
+        """See `Strategy.reduction_buckets`. None, because torch's reductions of shards are recorded as they happen."""
         return None
 
     @property
@@ -468,7 +470,7 @@ class FSDP(Strategy):
     def variant(
         self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
     ) -> FSDP:
-        """See `Strategy.variant`. The copy has none of the models of the original."""
+        """See `Strategy.variant`. The copy does not have the models of the original."""
         variant = copy.copy(self)
         variant._tapes, variant._roots, variant._moved = [], WeakSet(), WeakIdKeyDictionary()
         if replicate is not None:
@@ -495,7 +497,7 @@ def _choose_policy(gather_dtype: Any, mixed_precision: MixedPrecisionPolicy | No
 
 
 def _get_tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Return the dicts in which ``part`` itself keeps parameters, buffers, and plain attributes."""
+    """Return the dicts in which ``part`` itself stores parameters, buffers, and plain attributes."""
     return part._parameters, part._buffers, part.__dict__
 
 

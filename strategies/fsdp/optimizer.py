@@ -1,4 +1,4 @@
-"""Update of optimizers that were created before their model was sharded; their state is sharded too."""
+"""Update of optimizers that were created before their model was sharded. Their state is sharded, too."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World
     Args:
         optimizer: The user's optimizer.
         moved: The sharded parameter for each original one.
-        world: All processes; existing state is rank zero's.
+        world: All processes. Existing state is taken from rank zero.
 
     Raises:
-        ValueError: If it cannot work on shards, or has parameters of a model that is not prepared.
+        ValueError: If the optimizer does not support shards, or has parameters of a model that is not prepared.
     """
     if isinstance(optimizer, _NEED_WHOLE):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Activation checkpointing: activations that are dropped after the forward pass and recomputed in the backward pass."""
+"""Activation checkpointing: activations are freed after the forward pass and recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ FLAG = "activation_checkpointing_policy"
 class Recompute:
     """Activations that `FSDP` recomputes in the backward pass instead of keeping them.
 
-    Blocks keep only their inputs: this takes the time of one more forward, and the memory of one block's activations
-    instead of the model's. Dropping fewer activations takes less time.
+    Blocks keep only their inputs. This costs the time of one more forward pass, and reduces the memory for activations
+    from that of the model to that of one block. Freeing fewer activations costs less time.
 
     Args:
-        blocks: Selects the modules, in the forms of ``auto_wrap_policy``, which is the default.
-        every: Select only every n-th of them, including the first one.
-        keep: Operations whose results are kept within them, such as ``torch.ops.aten.mm.default``; ``"products"`` for
-            those of matrix products and attention, which take longest, so that recomputation is cheap.
-        budget: Let the compiler choose what to keep within a share of the memory, from 0.0 (drop all) to 1.0 (keep
-            all), at the least cost in time. It applies to compiled models and to the whole process, and excludes the
-            other arguments.
+        blocks: A policy that selects the modules, in any form that ``auto_wrap_policy`` accepts. Default:
+            ``auto_wrap_policy``.
+        every: Select only every n-th of these modules, starting with the first.
+        keep: Operations within the modules whose results are kept, such as ``torch.ops.aten.mm.default``.
+            ``"products"`` keeps those of matrix products and attention, which take longest, so that recomputation is
+            cheap.
+        budget: Let the compiler choose which activations to keep, within this fraction of their memory and at the least
+            cost in time: 0.0 frees all, 1.0 keeps all. It applies to the compiled models of the whole process, and
+            cannot be combined with other arguments.
 
     Raises:
         ValueError: If a number is out of range, or if ``budget`` is combined with another argument.
@@ -69,7 +71,7 @@ class Recompute:
 
     @classmethod
     def parse(cls, value: Any) -> Recompute | None:
-        """Return the setting for a value of the argument: None, False, True, a policy, or a `Recompute`.
+        """Return the setting for a value of ``activation_checkpointing_policy``, or None if it is disabled.
 
         Args:
             value: The value.
@@ -84,7 +86,7 @@ class Recompute:
         return cls() if value is True else cls(blocks=value)
 
     def apply(self, module: nn.Module, blocks: list[nn.Module]) -> None:
-        """Make the selected submodules of ``module`` drop their activations.
+        """Make the selected submodules of ``module`` recompute their activations.
 
         Args:
             module: The model.

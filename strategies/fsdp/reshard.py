@@ -1,4 +1,4 @@
-"""State that sharding keeps from a forward for its backward, and its release if no backward follows."""
+"""State that sharding keeps from a forward for the backward, and the release of this state if no backward follows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ..forward_router import Router
 class ShardedRouter(Router):
     """Root of a sharded model.
 
-    If no backward will follow, the model's parameters are the shards again afterwards, as its optimizer needs them. The
-    model never computes in torch's inference mode: parameters first gathered in it could not be trained (2.13).
+    If no backward will follow a forward, the model's parameters are resharded afterwards, because its optimizer needs
+    the shards. The model never computes in torch's inference mode, because parameters first gathered in that mode could
+    not be trained (torch 2.13).
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +31,7 @@ class ShardedRouter(Router):
 
 
 def put_away(root: Any) -> None:
-    """Drop parameters that a forward has left gathered for its backward; otherwise they would miss new values.
+    """Free parameters that a forward has left gathered for its backward, because they would miss new values.
 
     Args:
         root: The root of a sharded model.
@@ -40,7 +41,7 @@ def put_away(root: Any) -> None:
 
 
 def start_anew(root: Any) -> None:
-    """Reset the state after a forward or backward that an error has interrupted.
+    """Reset the state after an error has interrupted a forward or backward.
 
     Args:
         root: The root of a sharded model.
@@ -62,9 +63,9 @@ def start_anew(root: Any) -> None:
 
 
 def forget_gradients(root: nn.Module) -> None:
-    """Drop the gradients of full parameters, which wait for a reduction.
+    """Drop the gradients of full parameters, which are waiting for a reduction.
 
-    An optimizer's ``zero_grad`` resets only shards.
+    An optimizer's ``zero_grad`` resets only the gradients of shards.
 
     Args:
         root: The root of a sharded model.
@@ -77,7 +78,7 @@ def forget_gradients(root: nn.Module) -> None:
 
 
 def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each gathered parameter, which torch keeps without its memory, and the sharded one.
+    """Yield each gathered parameter, which torch keeps without its memory, with the corresponding sharded parameter.
 
     Args:
         root: The root of a sharded model.
@@ -89,9 +90,9 @@ def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield torch's states of modules and of their parameter groups.
+    """Yield torch's internal states of modules and of their parameter groups.
 
-    Unreduced gradients have no public access (2.13).
+    Unreduced gradients have no public interface (torch 2.13).
     """
     for part in root.modules():
         get_state: Any = getattr(part, "_get_fsdp_state", None)

@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
-    """Build the parser of the command's options.
+    """Return the parser of the command's options.
 
     Args:
         program: Name of the command in its help and errors. Default: `"treadle launch"`.
@@ -72,14 +72,14 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
 
 
 def _add_option(command_parser: argparse.ArgumentParser, *names: str, **settings: object) -> None:
-    """Add an option in both spellings, with hyphens and with underscores, as in torchrun."""
+    """Add an option in two spellings, with hyphens and with underscores, as in torchrun."""
     spellings = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
     spellings += [name[:2] + name[2:].replace("_", "-") for name in names if "_" in name]
     command_parser.add_argument(*dict.fromkeys((*names, *spellings)), **settings)  # type: ignore[arg-type]
 
 
 def _add_processes(command_parser: argparse.ArgumentParser) -> None:
-    """Add the options of the processes, their machines and their restarts."""
+    """Add the options that concern the processes, their machines and their restarts."""
     add = partial(_add_option, command_parser)
     add("--nproc-per-node", metavar="N", help="processes on this machine, or auto, gpu, cpu. Default: its GPUs, or 1")
     add(
@@ -121,7 +121,7 @@ def _add_processes(command_parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(command_parser: argparse.ArgumentParser) -> None:
-    """Add the options of the script, its output and its devices."""
+    """Add the options that concern the script, its output and its devices."""
     add = partial(_add_option, command_parser)
     add("--log-dir", metavar="FOLDER", help="folder for the files of --redirects and --tee")
     add(
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments after `treadle launch`. Default: those of the command line.
 
     Returns:
-        The exit status: that of the rank that failed first, or 2 for wrong options.
+        The exit status: 0, that of the rank that failed first, or 2 for wrong options.
     """
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
@@ -185,7 +185,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _check_names(
     command_parser: argparse.ArgumentParser, option_names: Iterable[str], arguments: Sequence[str]
 ) -> None:
-    """Check the options before the script: argparse would treat the value of an unknown one as the script."""
+    """Check the options before the script. argparse would treat the value of an unknown option as the script."""
     flags = {name for action in command_parser._actions if action.nargs == 0 for name in action.option_strings}
     short = {name for action in command_parser._actions for name in action.option_strings if len(name) == 2}
     rest = list(arguments)
@@ -244,7 +244,7 @@ def job_of(options: argparse.Namespace) -> Job:
 
 
 def _parse_nodes(options: argparse.Namespace) -> Nodes | None:
-    """Return the machines of the run; None for this one alone."""
+    """Return the machines of the run; None for this machine alone."""
     text = options.nnodes or "1"
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:

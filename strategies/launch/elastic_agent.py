@@ -1,6 +1,6 @@
-"""torch's elastic agent, extended to report which rank failed first, here or elsewhere.
+"""torch's elastic agent, extended to report which rank failed first, on this machine or on another one.
 
-Imported by a supervisor only.
+Only a supervisor imports this module.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"
 
 
 class Elsewhere(Exception):
-    """End of the run on another machine, with its exit status and reason."""
+    """Error raised because the run has ended on another machine, with the exit status and the reason."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -53,12 +53,12 @@ class Elsewhere(Exception):
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which also records the order in which ranks end and uses Treadle's grace periods.
+    """torch's agent that also records the order in which ranks end and uses Treadle's grace periods.
 
-    Upstream checks every 0.1 s and cannot order two failures in between. After a failure it gives the others a fixed 30
-    s, which `shutdown_timeout` does not change (torch 2.11, 2.13); that setting applies after a signal to the agent,
-    and only since torch 2.13. Upstream does not learn of a failure on another machine until its own ranks fail because
-    of it.
+    torch's agent checks every 0.1 s and cannot order two failures in between. After a failure, it gives the other ranks
+    a fixed 30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13). That setting applies only after a signal
+    to the agent, and only since torch 2.13. torch's agent does not notice a failure on another machine until its own
+    ranks fail because of it.
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, board: RankBoard) -> None:
@@ -94,7 +94,7 @@ class Agent(LocalElasticAgent):
         self._start_again(worker_group, reason if first else _CHANGED, self.grace)
 
     def _start_again(self, worker_group: Any, reason: str, grace: float) -> None:
-        """End the ranks, meet the other machines, and start the ranks again."""
+        """End the ranks, meet the other machines, and restart the ranks."""
         _say(reason)
         if self.first_failure():
             self.sweep()
@@ -137,10 +137,10 @@ class Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _await_change(self, failed: list[int]) -> bool:
-        """Return whether the ranks failed because a machine joins or leaves, which is not a failure of the run.
+        """Return whether the ranks failed because a machine joins or leaves, which does not end the run.
 
-        A machine that joins or leaves ends the ranks of one machine, and thereby those of all. This machine learns of
-        it only from that machine or its agent.
+        A machine that joins or leaves ends the ranks of one machine, and thereby those of all machines. This agent
+        learns of the change only from the machine itself or from its agent.
         """
         nodes = self.job.nodes
         if nodes is None or not nodes.elastic:
@@ -156,15 +156,15 @@ class Agent(LocalElasticAgent):
         return True
 
     def _exit_barrier(self) -> None:
-        """Do nothing: upstream waits 300 s for the other machines here, but `_await_others` has waited already."""
+        """Do nothing. torch would wait 300 s for the other machines here, but `_await_others` has waited already."""
 
     def _await_others(self) -> bool:
-        """Wait until the ranks of all machines have ended without a failure; return False if a machine has left before.
+        """Wait until the ranks of all machines have ended without a failure. Return False if a machine has left before.
 
-        It has vanished, or one of its ranks has failed at the very end: then all machines have to start again.
+        If the machine has vanished, or one of its ranks has failed at the very end, all machines have to start again.
 
         Raises:
-            Elsewhere: If a machine has left, and no restart is allowed.
+            Elsewhere: If a machine has left and no restart is allowed.
         """
         if not self.several:
             return True
@@ -195,13 +195,13 @@ class Agent(LocalElasticAgent):
         return [rank for rank, handler in handlers.items() if handler.proc.poll() is None]
 
     def _end_ranks(self, number: signal.Signals, seconds: float, *, patient: bool) -> None:
-        """Send all ranks a signal, and SIGKILL later. A rank that does not even note the signal hangs.
+        """Send a signal to all ranks, and SIGKILL later. A rank that does not even note the signal is hung.
 
         Args:
             number: The signal.
             seconds: Seconds from the first signal to SIGKILL.
-            patient: Restart the count whenever a rank is seen to leave on its own, because a save may take any time.
-                False if a rank has failed: the others note the signal but cannot save.
+            patient: Restart the countdown whenever a rank starts to leave on its own, because a save may take any time.
+                Must be False if a rank has failed, because the others then note the signal but cannot save.
         """
         context: Any = self._pcontext
         for rank in self._list_living():
@@ -235,7 +235,7 @@ class Agent(LocalElasticAgent):
         return any(self.ends.values())
 
     def _end_silent(self) -> bool:
-        """End the ranks if all of them are stopped or blocked in C code, and return whether they were."""
+        """End the ranks if all of them are stopped or blocked in C code, and return whether this was the case."""
         silent = self.board.find_silent(self.ends)
         folder_name = f"stacks-{datetime.now():%Y%m%d-%H%M%S}" if silent else ""
         for rank in silent:
@@ -253,11 +253,11 @@ class Agent(LocalElasticAgent):
 
     @property
     def several(self) -> bool:
-        """Return whether agents on other machines have met this one."""
+        """Return whether this agent has met agents on other machines."""
         return self._worker_group.store is not None and self._worker_group.group_world_size > 1
 
     def global_rank(self, local_rank: int) -> int:
-        """Return the rank within the run of a rank of this machine.
+        """Return the global rank of a rank of this machine.
 
         Args:
             local_rank: Its rank on this machine.
@@ -267,12 +267,12 @@ class Agent(LocalElasticAgent):
 
     @property
     def world_size(self) -> int:
-        """World size of the run; before the ranks are assigned, the number of ranks of this machine."""
+        """World size of the run or, before ranks are assigned, the number of ranks of this machine."""
         workers = self._worker_group.workers
         return workers[0].world_size if workers else self.job.nproc
 
     def first_failure(self) -> str:
-        """Describe the rank of this machine that failed first; empty when none did."""
+        """Describe the rank of this machine that failed first, or return "" if none has failed."""
         local = next((rank for rank, code in self.ends.items() if code), None)
         if local is None:
             return ""
@@ -295,19 +295,19 @@ class Agent(LocalElasticAgent):
         return Elsewhere(status, text)
 
     def _hear(self) -> None:
-        """Raise the end of the run that another machine has reported."""
+        """Raise `Elsewhere` if another machine has reported the end of the run."""
         if self.several and self._ask("check", [_END]):
             raise self._make_elsewhere(*json.loads(self._ask("get", _END)))
 
     def tell(self, status: int, text: str) -> None:
-        """Report the end of the run to the other machines, unless one of them did so first, whose report then applies.
+        """Report the end of the run to the other machines, unless another machine has already reported it.
 
         Args:
             status: Exit status of the run.
             text: Reason for it.
 
         Raises:
-            Elsewhere: If another machine was first.
+            Elsewhere: If another machine has reported first. Its report applies.
         """
         if self.several:
             mine = json.dumps([status, text])
@@ -316,10 +316,10 @@ class Agent(LocalElasticAgent):
                 raise self._make_elsewhere(*json.loads(stored))
 
     def await_leave(self, seconds: float) -> None:
-        """Let the others read the report before the store ends with the machine that holds it.
+        """Let the other machines read the report before the store ends with the machine that hosts it.
 
         Args:
-            seconds: Longest wait for the other machines.
+            seconds: Maximum time to wait for the other machines.
         """
         if not self.several:
             return
@@ -336,10 +336,10 @@ class Agent(LocalElasticAgent):
                 kill_session(pid)
 
     def finish(self, sweep: bool) -> None:
-        """End all remaining processes; after a failure also those that the ranks had started.
+        """End all remaining ranks and, after a failure, also the processes that the ranks had started.
 
         Args:
-            sweep: Kill what the ranks had started even where none of them failed.
+            sweep: Whether to kill the processes that the ranks had started even if no rank has failed.
         """
         if self._pcontext is None:
             return
@@ -350,11 +350,11 @@ class Agent(LocalElasticAgent):
 
 
 def run(job: Job, place: Place | None, board: RankBoard) -> int:
-    """Run a job under an agent. Call it in the main thread of the process.
+    """Run a job under an agent. Must be called in the main thread of the process.
 
     Args:
         job: The job.
-        place: How this machine meets the others; None for a run on one machine.
+        place: The addresses by which this machine meets the others; None for a run on one machine.
         board: Records of the ranks of this machine.
 
     Returns:
@@ -451,7 +451,7 @@ def _make_spec(job: Job, place: Place | None, rendezvous: Any) -> WorkerSpec:
 
 
 def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewhere | None) -> int:
-    """Print how the run ended, unless successfully, and return the exit status."""
+    """Print how the run ended, unless it succeeded, and return the exit status."""
     # A rank that even SIGKILL did not end, because it hangs in a driver, is missing in `ends`.
     started = agent.job.nproc if agent._worker_group.workers else 0
     codes = dict(agent.ends) | {rank: -signal.SIGKILL for rank in range(started) if rank not in agent.ends}
@@ -506,7 +506,7 @@ def _convert_to_status(code: int) -> int:
 
 
 def _convert_signal(number: signal.Signals) -> int:
-    """Return the exit status of a signal: 128 + n; SIGUSR1 is a scheduler's early SIGTERM."""
+    """Return the exit status for a signal, 128 + n. SIGUSR1 counts as a scheduler's early SIGTERM."""
     return 128 + (signal.SIGTERM if number.name == "SIGUSR1" else number)
 
 
@@ -524,7 +524,7 @@ def _describe_ending(code: int) -> str:
 
 @contextlib.contextmanager
 def _silence_agent() -> Iterator[None]:
-    """Drop the agent's log messages about each rank it ends, which our own report replaces. Other messages pass."""
+    """Drop torch's log messages about each rank that the agent ends, because Treadle prints its own report."""
     expected = ("Sending process", "Unable to shutdown process", "failed (exitcode:", "Received ")
     loggers = [
         logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("multiprocessing.api", "agent.server.api")

@@ -1,4 +1,4 @@
-"""Machines of a run that may change while it runs, read from torch's rendezvous. Imported by a supervisor only."""
+"""Machines of a run, which may change during the run, read from torch's rendezvous. Only a supervisor imports this."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LEAVE = 5.0  # seconds
 
 
 class Membership:
-    """Machines that take part in a run, that wait to join it, and that have left it.
+    """Machines that take part in a run, wait to join it, or have left it.
 
-    If the machines are numbered, or meet by a user-defined rendezvous, no change is ever seen.
+    If the machines are numbered, or meet by a user-defined rendezvous, changes are never reported.
 
     Args:
         handler: Torch's rendezvous.
@@ -30,7 +30,7 @@ class Membership:
         self._size = 0
 
     def begin_round(self) -> None:
-        """Prepare a rendezvous: the first of the run, or a later one.
+        """Prepare a rendezvous, which may be the first of the run or a later one.
 
         Raises:
             RendezvousError: If the store does not answer.
@@ -47,7 +47,7 @@ class Membership:
             timeout._set_timeouts(last_call=_LAST_CALL)
 
     def end_round(self, size: int) -> None:
-        """Record with how many machines the rendezvous has ended.
+        """Record the number of machines with which the rendezvous has ended.
 
         Args:
             size: Number of machines.
@@ -55,10 +55,10 @@ class Membership:
         self._size = size
 
     def look(self) -> tuple[bool, bool]:
-        """Return whether a machine of the run has left, and whether another one waits to join.
+        """Return whether a machine has left the run, and whether another one is waiting to join.
 
-        torch asks the store at most once per second. A machine has left when it reports so, or has not sent a sign of
-        life for keep_alive_interval x keep_alive_max_attempt seconds (15).
+        torch queries the store at most once per second. A machine has left if it has reported this, or has not sent a
+        sign of life for keep_alive_interval x keep_alive_max_attempt seconds (15).
 
         Raises:
             RendezvousError: If the store does not answer.
@@ -71,7 +71,7 @@ class Membership:
         return self._size > 1 and present < self._size, waiting > 0
 
     def leave(self) -> None:
-        """Tell the others immediately that this machine leaves, instead of letting them time out."""
+        """Report immediately that this machine leaves, so that the others need not wait for a timeout."""
         if self._handler is not None:
             self._handler._stop_heartbeats()
             with contextlib.suppress(RendezvousError):  # the store has ended, or does not answer in time

@@ -1,4 +1,4 @@
-"""Launchers that start a function in several processes, for notebooks, which have no script to run again."""
+"""Launchers that run a function in several processes, for notebooks, which have no script to run again."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ def notebook_launcher(
 ) -> None:
     """Call `function(*args)` in several processes and return when all are done, with Accelerate's signature.
 
-    The processes are forks, so the function may be defined in a cell and use the variables of the session, which must
-    not have used a GPU before. Each process computes with one CPU thread. A single process is not forked.
+    The processes are forked, so the function may be defined in a cell and use the variables of the session. The session
+    must not have used a GPU before. Each process computes with one CPU thread. A single process is not forked.
 
     Args:
         function: Function to run in each process. It creates the Accelerator or Trainer.
         args: Its positional arguments. Default: none.
-        num_processes: Processes on this machine. Default: one per GPU, or one without a GPU.
-        mixed_precision: Only "no", which leaves it to the code: `Accelerator(mixed_precision="bf16")`.
-        use_port: Port of machine 0 where the processes meet. Default: any free one on one machine, 29500 on several.
+        num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
+        mixed_precision: Must be "no". Set the precision in the function instead: `Accelerator(mixed_precision="bf16")`.
+        use_port: Port on machine 0 for the processes to meet. Default: any on one machine, 29500 on several.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Number of this machine, from 0. Default: 0.
-        num_nodes: Number of machines; each calls this function. Default: 1.
-        rdzv_backend: Only "static"; `treadle launch` has the others.
-        rdzv_endpoint: `HOST:PORT` in place of `master_addr` and `use_port`.
-        rdzv_conf: Only `timeout`, in seconds, for the machines to meet. Default: 900.
-        rdzv_id: Name of the run. Default: a random one.
-        max_restarts: How often all processes are restarted after a failure, on one machine. Default: 0.
-        monitor_interval: Longest time in seconds between checks of the processes. Default: 0.1.
-        log_line_prefix_template: Only None.
+        num_nodes: Number of machines, each of which calls this function. Default: 1.
+        rdzv_backend: Must be "static". `treadle launch` supports other backends.
+        rdzv_endpoint: `HOST:PORT`, instead of `master_addr` and `use_port`.
+        rdzv_conf: May contain only `timeout`, the seconds within which the machines must meet. Default: 900.
+        rdzv_id: Name of the run. Default: a random name.
+        max_restarts: Maximum number of restarts of all processes after a failure; only on one machine. Default: 0.
+        monitor_interval: Maximum seconds between checks of the processes. Default: 0.1.
+        log_line_prefix_template: Must be None.
 
     Raises:
         ValueError: If an argument is not supported, the session cannot be forked, or an Accelerator exists already.
@@ -127,7 +127,7 @@ def _parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
-    """Call `function(*args)` in several processes on the CPU, even where GPUs exist; see `notebook_launcher`.
+    """Call `function(*args)` in several processes on the CPU, even if there are GPUs; see `notebook_launcher`.
 
     Args:
         function: Function to run in each process.
@@ -144,7 +144,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
 @dataclass(kw_only=True)
 class _Launch:
-    """Call of a launcher."""
+    """Settings of one call of a launcher, which runs the processes."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -340,7 +340,7 @@ def _check_autograd() -> None:
 
 
 def _collect_reachable(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the session's values that the function uses by name, one level deep: its globals and its closure."""
+    """Return the session's values that the function uses by name (its globals and closure), one level deep."""
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -360,7 +360,7 @@ def _on_gpu(value: Any) -> bool:
 
 
 def _has_opened_gpu() -> bool:
-    """Return whether CUDA's driver is open in this process, so that forks cannot use it, even if torch has not."""
+    """Return whether this process has opened CUDA's driver, even if not through torch. Forks then cannot use it."""
     for descriptor in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
             if os.readlink(descriptor) == "/dev/nvidia-uvm":
@@ -379,7 +379,7 @@ def _receive_failure(pipe: Connection) -> tuple[float, str]:
 
 @contextlib.contextmanager
 def _block_interrupt() -> Iterator[None]:
-    """Delay an interrupt while processes start, so that none starts unnoticed."""
+    """Delay an interrupt while processes start, so that no process starts unnoticed."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -388,7 +388,7 @@ def _block_interrupt() -> Iterator[None]:
 
 
 def _end(ranks: list[Any]) -> None:
-    """End the remaining ranks: with SIGTERM, and after a moment with SIGKILL, including what the ranks had started."""
+    """End the remaining ranks with SIGTERM and, a moment later, kill them and the processes that they had started."""
     left = [rank for rank in ranks if rank.exitcode is None]
     for rank in left:
         rank.terminate()

@@ -1,4 +1,4 @@
-"""Records that the ranks of a machine keep for their supervisor: a stage of a Trainer runs, and the rank is alive."""
+"""Records that the ranks of a machine keep for their supervisor: whether a stage runs, and signs of life."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _ABSENCE = 2.0  # seconds without a check after which this process was stopped i
 
 @dataclass
 class _Pulse:
-    """Last beat of a rank, and when it came."""
+    """Last beat of a rank, and the time of its arrival."""
 
     record: bytes
     since: float
 
 
 class RankBoard:
-    """File without a name, in which each rank of this machine has a record that outlives the rank.
+    """Anonymous file in which each rank of this machine has a record that outlives the rank.
 
-    Its first byte shows whether a stage runs (`mark_stage`), and whether the rank leaves it because of a signal
-    (`mark_leaving`); leaving within a stage for any other reason is a failure. The rest is the last beat of the rank's
-    watchdog, if the user has set a limit.
+    The first byte of a record shows whether a stage runs (`mark_stage`), and whether the rank leaves the stage because
+    of a signal (`mark_leaving`). Leaving during a stage for any other reason counts as a failure. The rest is the last
+    beat of the rank's watchdog, if the user has set a limit.
 
     Args:
         nproc: Number of ranks.
 
     Attributes:
-        path: Where the ranks write; "" on systems that do not have such files.
+        path: Path that the ranks write to; "" on systems that do not support such files.
     """
 
     def __init__(self, nproc: int) -> None:
@@ -51,14 +51,14 @@ class RankBoard:
             self.clear()
 
     def clear(self) -> None:
-        """Clear all records, before the ranks start or restart."""
+        """Clear all records before the ranks start or restart."""
         self._pulses.clear()
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
             os.ftruncate(self._descriptor, self._nproc * BOARD_RECORD)
 
     def is_running(self, local_rank: int) -> bool:
-        """Return whether a rank has begun a stage and not ended it.
+        """Return whether a rank has begun a stage and has not ended it.
 
         Args:
             local_rank: The rank on this machine.
@@ -76,7 +76,7 @@ class RankBoard:
     def find_silent(self, ended: Collection[int]) -> list[int]:
         """Return all ranks that have not ended, if each of them has been silent for longer than its limit.
 
-        If one is alive, it notices the silence of the others and reports what they do.
+        If any rank is alive, it notices the silence of the others and reports their state itself.
 
         Args:
             ended: Local ranks that have ended.
@@ -97,7 +97,7 @@ class RankBoard:
         return ranks if silent == ranks else []
 
     def report(self, local_rank: int, folder_name: str) -> str:
-        """Describe why a rank is silent, and write its stacks where the rank itself would have written them.
+        """Describe why a rank is silent, and write its stacks to the path that the rank itself would have used.
 
         Args:
             local_rank: The rank on this machine.
@@ -120,14 +120,14 @@ class RankBoard:
         return os.pread(self._descriptor, BOARD_RECORD, local_rank * BOARD_RECORD)
 
     def close(self) -> None:
-        """Close the file, once the ranks have ended."""
+        """Close the file after the ranks have ended."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def _parse(record: bytes) -> dict[str, Any] | None:
-    """Return a rank's last beat; None if it has no limit, or is writing at this moment."""
+    """Return a rank's last beat, or None if the rank has no limit or is just writing its record."""
     try:
         return dict(json.loads(record[1:].rstrip(b"\0")))
     except ValueError:

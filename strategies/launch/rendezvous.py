@@ -1,4 +1,4 @@
-"""Description of a job on this machine, and of how it finds the other machines of the run."""
+"""Description of a job on this machine, and of how the machines of a run meet."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _PATIENCE = 30.0  # seconds; a pod's name is not known everywhere immediately af
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Machines of a run and where they meet.
+    """Machines of a run, and the endpoint where they meet.
 
     Args:
-        least: Fewest machines with which the run starts and restarts.
-        most: Most machines.
-        endpoint: ``HOST:PORT`` of the store through which the machines meet; it is on the machine with this address.
-        rank: Number of this machine, if the user numbers them; the machines are then not elastic.
-        local_addr: Address of this machine that the others reach. Default: the one it reaches the endpoint from.
-        conf: Further settings of torch's rendezvous: ``timeout``, ``join_timeout``, ``read_timeout``, ``is_host``...
-        backend: Torch's name of the rendezvous. Default: ``"static"`` with a ``rank``, else ``"c10d"``.
+        least: Minimum number of machines with which the run starts and restarts.
+        most: Maximum number of machines.
+        endpoint: ``HOST:PORT`` of the store through which the machines meet, which runs on the machine with this
+            address.
+        rank: Number of this machine, if the user numbers the machines. The run is then not elastic.
+        local_addr: Address at which the other machines reach this one. Default: the address that connects to the
+            endpoint.
+        conf: Further settings of torch's rendezvous: ``timeout``, ``join_timeout``, ``read_timeout``, ``is_host``, ...
+        backend: Torch's name of the rendezvous backend. Default: ``"static"`` with a ``rank``, otherwise ``"c10d"``.
 
     Raises:
         ValueError: If the numbers contradict each other, or the endpoint is empty.
@@ -67,7 +69,7 @@ class Nodes:
         return self.least < self.most
 
     def place(self) -> Place:
-        """Return how this machine reaches the others.
+        """Return the addresses by which this machine meets the others.
 
         Raises:
             ValueError: If the endpoint's host is unknown, or ``local_addr`` is not an address of this machine.
@@ -92,13 +94,13 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Place:
-    """Result of `Nodes.place`: the addresses by which this machine meets the others.
+    """Addresses by which this machine meets the others; the result of `Nodes.place`.
 
     Attributes:
-        endpoint: Where they meet, with the host as a number.
+        endpoint: The endpoint, with the host as a numeric address.
         local_addr: Address of this machine.
-        owner: Whether the endpoint is an address of this machine.
-        interface: Network interface of ``local_addr``, where it is known.
+        owner: Whether the endpoint's address belongs to this machine.
+        interface: Network interface of ``local_addr``, if it is known.
     """
 
     endpoint: str
@@ -116,16 +118,17 @@ class Job:
         command: The program and its arguments.
         run_id: Name of the run, the same on all machines.
         grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted it. Default: 30.
-        failure_grace: Seconds from SIGTERM to SIGKILL for the others, once a rank failed. Default: 2.
-        nodes: The machines. Default: this one alone.
-        max_restarts: How often all ranks are restarted after a failure. Default: 0.
-        monitor_interval: Seconds between checks of what the other machines report. Default: 0.1.
+        failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed. Default: 2.
+        nodes: The machines. Default: this machine alone.
+        max_restarts: Maximum number of restarts of all ranks after a failure. Default: 0.
+        monitor_interval: Seconds between checks for reports of other machines. Default: 0.1.
         log_dir: Folder for the ranks' output, if ``redirects`` or ``tee`` request files.
-        redirects: Torchrun's ``--redirects``: ``"0"`` none, ``"1"`` standard output, ``"2"`` error, ``"3"`` both.
-        tee: The same, to the terminal as well.
+        redirects: Torchrun's ``--redirects``, the streams to write to files: ``"0"`` for none, ``"1"`` for standard
+            output, ``"2"`` for standard error, ``"3"`` for both.
+        tee: Torchrun's ``--tee``: as ``redirects``, but the streams are also printed to the terminal.
 
     Raises:
-        ValueError: If a number is out of its range, or options contradict each other.
+        ValueError: If a number is out of range, or options contradict each other.
     """
 
     nproc: int
@@ -199,7 +202,7 @@ def _find_source_address(target: str, port: int) -> str:
 
 
 def _choose_interface(address: str) -> str | None:
-    """Return the interface for gloo, which otherwise uses what the host's name resolves to: often a loopback address.
+    """Return the interface for gloo, which otherwise uses the address of the host's name, often a loopback address.
 
     Raises:
         ValueError: If the interface must be set and cannot be determined.

@@ -1,4 +1,4 @@
-"""Supervisor that starts the ranks of one machine. It is not a rank itself, and builds on torch's elastic agent."""
+"""Supervisor that starts the ranks of one machine, based on torch's elastic agent. It is not a rank itself."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _TEST_RUNNERS = ("pytest", "py.test", "unittest")
 def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
     """Run this script again in `nproc` ranks, and end this process with their exit status.
 
-    `Trainer(devices=2)` calls this in a plain `python train.py`. Interpreter flags, `-m` and the command line are kept;
-    the code above the call runs once in this process and once in each rank.
+    `Trainer(devices=2)` calls this in a plain `python train.py`. Interpreter flags, `-m` and the command line are kept.
+    The code above the call runs once in this process and once in each rank.
 
     Args:
         nproc: Number of ranks.
-        grace: Seconds the ranks have to save and leave after a SIGTERM or SIGINT. Default: 30.
+        grace: Seconds that the ranks have to save and exit after a SIGTERM or SIGINT. Default: 30.
 
     Raises:
-        SystemExit: Always, with the status that `supervise` describes, when the ranks have ended.
-        ValueError: If no script can be run again: a prompt, a notebook, `python -c`, a test runner. Nothing was
-            started.
+        SystemExit: Always, when the ranks have ended, with the status that `supervise` returns.
+        ValueError: If there is no script to run again, as in a prompt, a notebook, `python -c` or a test runner. No
+            process has been started then.
     """
     if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it again in each rank
@@ -59,25 +59,26 @@ def supervise(
     """Run a command in `nproc` processes of this machine, with torchrun's variables, and wait for all of them.
 
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to
-    every rank (except those it ignores itself: `nohup` stays effective). The ranks may then save; further SIGTERMs,
-    SIGUSR1s and SIGHUPs change nothing. A second SIGINT is forwarded too, and kills a second later; any other second
-    signal kills immediately. The first rank to fail ends the others. Every launch listens on a separate port, which the
-    system picks. `TREADLE_SUPERVISOR` hands each rank this process's ID for `die_with_parent`. `OMP_NUM_THREADS`, where
-    unset, becomes this process's CPUs divided by `nproc`.
+    every rank, except signals that it ignores itself, so `nohup` stays effective. The ranks may then save; further
+    SIGTERMs, SIGUSR1s and SIGHUPs have no effect. A second SIGINT is forwarded, too, and the ranks are killed one
+    second later. Any other second signal kills them immediately. When a rank fails, the others are ended. Every launch
+    listens on a separate port, which the system picks. `TREADLE_SUPERVISOR` passes this process's ID to each rank for
+    `die_with_parent`. If `OMP_NUM_THREADS` is not set, it becomes the number of CPUs of this process divided by
+    `nproc`.
 
     Args:
         nproc: Number of ranks, at least 1.
-        argv: The command, program first. Default: this script with its flags and arguments.
-        run_id: Name of this run, `TORCHELASTIC_RUN_ID` in the ranks. Default: a random one.
-        grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted the signal, see `mark_leaving`.
+        argv: The program and its arguments. Default: this script with its flags and arguments.
+        run_id: Name of this run, `TORCHELASTIC_RUN_ID` in the ranks. Default: a random name.
+        grace: Seconds from a forwarded signal to SIGKILL for ranks that have not noted the signal; see `mark_leaving`.
             Default: 30.
-        failure_grace: Seconds that the others have from SIGTERM to SIGKILL once a rank failed. Default: 2, because they
-            can only wait for the failed rank.
+        failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed. Default: 2, because
+            they can only wait for the failed rank.
 
     Returns:
-        0 if every rank exited with 0, and none of them within a stage of a Trainer, which counts as 1; else the status
-        of the rank that failed first in time, 128 + n for one killed by signal n; 128 + n if this process got signal n,
-        regardless of the ranks' later statuses; 143 for SIGUSR1 too.
+        0 if every rank exited with 0 outside of a Trainer's stages; exiting with 0 during a stage counts as 1.
+        Otherwise, the status of the rank that failed first, which is 128 + n if signal n killed it. If this process
+        received signal n, 128 + n regardless of the ranks' later statuses; for SIGUSR1, 143.
 
     Raises:
         ValueError: If `nproc` is not a positive number, no script can be run again, or this is not the main thread.
@@ -90,16 +91,16 @@ def supervise(
 
 
 def supervise_job(job: Job) -> int:
-    """Run a job as `supervise` does; it may span several machines, each with its own supervisor.
+    """Run a job as `supervise` does. The job may span several machines, each with its own supervisor.
 
-    If ranks may use gloo and its network interface is not set, gloo uses the interface by which this machine reaches
+    If ranks may use gloo and its network interface is not set, it is set to the interface by which this machine reaches
     the others.
 
     Args:
         job: The job.
 
     Returns:
-        The status that `supervise` describes; that of the rank that failed first on any machine.
+        The status that `supervise` describes, where the rank that failed first may be on any machine.
 
     Raises:
         ValueError: If the machines cannot meet as `job.nodes` specifies, or this is not the main thread.
@@ -145,10 +146,10 @@ def build_relaunch_command(nproc: int) -> list[str]:
     """Build the command that runs this script again.
 
     Args:
-        nproc: Number of ranks asked for, named in the error.
+        nproc: Number of requested ranks, for the error message.
 
     Returns:
-        Interpreter, its flags, the script's absolute path or `-m` and the module's name, then the arguments.
+        The interpreter and its flags, the script's absolute path or `-m` and the module's name, and the arguments.
 
     Raises:
         ValueError: If no script can be run again.
@@ -174,9 +175,9 @@ def build_relaunch_command(nproc: int) -> list[str]:
 
 
 def _add_hydra_overrides(arguments: list[str]) -> list[str]:
-    """Return the arguments of a script.
+    """Return a script's arguments, with the output folder of this process if the script uses Hydra.
 
-    Under Hydra they include this process's output folder, which would otherwise differ on each rank.
+    Otherwise, each rank would create its own output folder.
     """
     config = _get_hydra_config()
     if config is None:
@@ -203,13 +204,13 @@ def _get_hydra_config() -> Any:
 
 
 def _quote(text: str) -> str:
-    """Quote a text as a value of Hydra's grammar, in which backslashes count before quotation marks only."""
+    """Quote a text as a value in Hydra's grammar, in which backslashes are special only before quotation marks."""
     escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"
 
 
 def _find_target() -> list[str] | None:
-    """Return the program to run again: a script's absolute path, or `-m` and a module's name; None without a file."""
+    """Return the program to run again: a script's absolute path, or `-m` and a module's name; None if there is none."""
     main = sys.modules.get("__main__")
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name is not None and name != "__main__":
@@ -221,14 +222,14 @@ def _find_target() -> list[str] | None:
 
 
 def _read_arguments(target: list[str]) -> list[str]:
-    """Return the arguments that the interpreter received: the script may have consumed those in `sys.argv`."""
+    """Return the arguments that the interpreter received, because the script may have changed `sys.argv`."""
     original_argv, name = sys.orig_argv, target[1] if target[0] == "-m" else sys.argv[0]
     # It is missing if a debugger is in between; then `sys.argv` is what the debugger left for the script.
     return original_argv[original_argv.index(name) + 1 :] if name in original_argv else sys.argv[1:]
 
 
 def _find_obstacle() -> str | None:
-    """Describe why this process cannot be run again; None if it can."""
+    """Describe why this process cannot be run again, or return None if it can."""
     if is_ray_worker():
         return "this is a worker of Ray, which starts the processes of a run on its own"
     ipython = sys.modules.get("IPython")
@@ -248,7 +249,7 @@ def _find_obstacle() -> str | None:
 
 
 def cpus() -> int:
-    """Return the number of CPUs this process may use: in a container or batch job fewer than the machine has."""
+    """Return the number of CPUs that this process may use, which may be lower than that of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

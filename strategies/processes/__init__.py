@@ -1,4 +1,4 @@
-"""A rank as a process of its machine: its start and end, its reports to the supervisor, and its temporary files."""
+"""Ranks as processes of a machine: their end, their reports to the supervisor, and their temporary files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""End of a process from one of its threads, regardless of what its main thread does."""
+"""Ending a process from one of its threads, whatever the main thread does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import scratch
 
 
 def end_at_once(status: int) -> None:
-    """End this process and its data workers. For threads, which cannot ask the main thread to end.
+    """End this process and its data workers immediately, from any thread.
 
     Args:
         status: The exit status.
@@ -26,7 +26,7 @@ def end_at_once(status: int) -> None:
 
 
 def run_briefly(work: Callable[[], Any]) -> None:
-    """Run a function in a thread and wait at most 0.5 s: it may need a lock of the main thread, or a disk that hangs.
+    """Run a function in a thread and wait at most 0.5 s, because a lock of the main thread or a disk may block it.
 
     Args:
         work: The function.

@@ -1,4 +1,4 @@
-"""Detection of a process that only waits: it neither computes, nor sends or receives much."""
+"""Detection of a process that only waits, that is, neither computes nor transfers much data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MOST_WORK = 0.03  # CPU seconds per second; receiving 100 MB/s needs more
 
 
 class Idleness:
-    """Timer of how long this process has been idle. Each measurement needs about a millisecond.
+    """Timer that measures how long this process has been idle. Each measurement takes about a millisecond.
 
-    A process is idle if between two measurements it has used next to no CPU time, and at neither of them one of its
-    threads ran, wanted to run, or waited for a disk. By CPU time alone, a process that a busy machine starves would
+    A process is idle if it has used almost no CPU time between two measurements, and at neither of them a thread ran,
+    was ready to run, or waited for a disk. By CPU time alone, a process that gets no CPU on a busy machine would also
     count as idle.
     """
 
@@ -32,9 +32,9 @@ class Idleness:
 
 
 def _is_running() -> bool:
-    """Return whether a thread other than this one runs, wants to run, or waits for a disk.
+    """Return whether a thread other than this one runs, is ready to run, or waits for a disk.
 
-    False if it is unknown.
+    Return False if this is unknown.
     """
     own_thread = str(threading.get_native_id())
     for task in Path("/proc/self/task").glob("*"):

@@ -13,10 +13,10 @@ _ELSEWHERE = "192.0.2.1"  # reserved for documents (RFC 5737): the default route
 
 
 def open_datagram_socket(address: str) -> socket.socket:
-    """Return a UDP socket of the address's family.
+    """Return a UDP socket for the address's family.
 
     Args:
-        address: IPv4 or IPv6 address, as a number.
+        address: Numeric IPv4 or IPv6 address.
     """
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
 
@@ -25,7 +25,7 @@ def find_source_address(target: str, port: int = 9) -> str:
     """Return the address from which this machine reaches ``target``, according to its routes, without sending a packet.
 
     Args:
-        target: IPv4 or IPv6 address, as a number.
+        target: Numeric IPv4 or IPv6 address.
         port: Port of the target. Default: 9.
 
     Raises:
@@ -37,10 +37,10 @@ def find_source_address(target: str, port: int = 9) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this first address; None if no interface has it.
+    """Return the name of the network interface whose first address is this one; None if there is none.
 
     Args:
-        address: IPv4 or IPv6 address, as a number.
+        address: Numeric IPv4 or IPv6 address.
     """
     import fcntl
 
@@ -60,9 +60,9 @@ def interface_of(address: str) -> str | None:
 
 
 def is_named_loopback() -> bool:
-    """Return whether this machine's name resolves to a loopback address or to none; gloo would announce that address.
+    """Return whether this machine's name resolves to a loopback address, which gloo would announce, or to no address.
 
-    Debian's installer gives a machine's name the address 127.0.1.1.
+    Debian's installer assigns the address 127.0.1.1 to the machine's name.
     """
     try:
         return ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback

@@ -1,4 +1,4 @@
-"""Processes of the operating system: whether one is alive, its session, and its death with the supervisor."""
+"""Operating system processes: whether a process is alive, its session, and its end together with the supervisor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_alive(pid: int) -> bool:
 
 
 def identify_host() -> str:
-    """Return an identifier of this machine, and of a container with its own process IDs; "" if it is unknown."""
+    """Return an identifier of this machine or of a container with its own process IDs, or "" if it is unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -34,7 +34,7 @@ def identify_host() -> str:
 
 
 def read_start_time(pid: int) -> str | None:
-    """Return when the system started a process, in its own unit; "" where that is unknown, None if it does not exist.
+    """Return a process's start time in the system's unit; "" if it is unknown, None if the process does not exist.
 
     Args:
         pid: The process ID.
@@ -51,7 +51,7 @@ def read_start_time(pid: int) -> str | None:
 
 
 def kill_session(leader: int) -> None:
-    """Kill the leader of a session, running or ended, and all other processes of that session, in any group.
+    """Kill the leader of a session, if it still runs, and all other processes of the session in any process group.
 
     Args:
         leader: Process ID of the leader.
@@ -74,9 +74,9 @@ def die_with_parent(supervisor_pid: int, number: signal.Signals = signal.SIGKILL
 
     Does nothing on systems other than Linux.
 
-    For a rank the signal is SIGKILL: a supervisor that was itself killed can no longer end a rank that ignores a
-    gentler signal or never gets to handle it, and a checkpoint cut short is never published. A process that is not the
-    supervisor's own child, such as a program started by a rank, inherits the variables but is left alone.
+    For a rank, the signal is SIGKILL, because a supervisor that was itself killed can no longer end a rank that ignores
+    a gentler signal or never gets to handle it. An interrupted checkpoint is never published. A process that is not a
+    child of the supervisor, such as a program started by a rank, inherits the variables but is not affected.
 
     Args:
         supervisor_pid: The supervisor's process ID, passed in `TREADLE_SUPERVISOR`.

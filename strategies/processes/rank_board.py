@@ -1,4 +1,4 @@
-"""A rank's record on the board of its supervisor, see `launch.rank_board`. Other launchers have no board."""
+"""A rank's record on the board of its supervisor; see `launch.rank_board`. Other launchers have no board."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _signaled: list[int] = []  # contains this process once it has received a signal
 
 
 def mark_stage(running: bool) -> None:
-    """Report to the supervisor that a stage runs in this rank, or has ended: leaving within a stage is a failure.
+    """Report to the supervisor that a stage runs in this rank or has ended. Leaving during a stage is a failure.
 
     Args:
         running: Whether the stage runs.
@@ -51,7 +51,7 @@ def write_beat(beat: Mapping[str, Any] | None) -> None:
     """Report to the supervisor that this rank is alive.
 
     Args:
-        beat: The beat, different each time. None if the rank has no limit from now on.
+        beat: The beat, which must differ each time; None if the rank no longer has a limit.
     """
     text = b"" if beat is None else json.dumps(beat).encode()
     if len(text) < BOARD_RECORD:

@@ -1,10 +1,10 @@
-"""Temporary files of ranks. The last process of their job removes those that killed ranks left, or the next start does.
+"""Temporary files of ranks. Those left by killed ranks are removed by the last process of their job or the next start.
 
-Each rank has a folder below ``treadle-<user>-<namespace>`` of the system's temp folder, named after its launcher, its
-process and the process's start time. It holds multiprocessing's sockets, which data workers use, and a link to each
-unfinished directory, such as that of a checkpoint being written. The last process of a job to leave a machine removes
-these directories too: the supervisor, or without one the last rank. A later job removes the sockets only, because the
-directory may be another job's by then.
+Each rank has a folder in ``treadle-<user>-<namespace>`` in the system's temp folder, named after its launcher, its
+process and the process's start time. The folder contains multiprocessing's sockets, which data workers use, and a link
+to each unfinished directory, such as that of a checkpoint being written. The last process of a job to leave a machine
+also removes these directories. This is the supervisor or, without one, the last rank. A later job removes the sockets
+only, because the directory may belong to another job by then.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Entry:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether its rank is still running."""
+        """Return whether the rank is still running."""
         return read_start_time(self.pid) in ("", self.began)
 
 
@@ -58,7 +58,7 @@ _leaving = threading.Lock()
 
 
 def open_scratch(job: int) -> None:
-    """Create this rank's folder, let multiprocessing use it, and remove what ranks of ended jobs left.
+    """Create this rank's folder, make multiprocessing use it, and remove the files that ranks of ended jobs left.
 
     Does nothing if the system has no user IDs, or the root belongs to another user.
 
@@ -99,7 +99,7 @@ def note_unfinished(directory: Path) -> None:
     """Register a directory for removal if this job ends before `forget_unfinished`.
 
     Args:
-        directory: An existing directory that holds only what this job writes.
+        directory: An existing directory that contains only files of this job.
     """
     identity = _identify(directory)
     if identity is None or directory in _unfinished:
@@ -111,7 +111,7 @@ def note_unfinished(directory: Path) -> None:
 
 
 def forget_unfinished(directory: Path) -> None:
-    """Cancel the removal of a directory, which is complete or has been removed.
+    """Cancel the removal of a directory that is complete or has been removed.
 
     Args:
         directory: The directory.
@@ -123,7 +123,7 @@ def forget_unfinished(directory: Path) -> None:
 
 
 def leave() -> None:
-    """Remove this process's folder and, if it is the last process of its job, also what killed ranks left."""
+    """Remove this process's folder and, if this is the last process of its job, the files that killed ranks left."""
     with _leaving:  # the main thread and a watchdog's thread may call this
         if not _opened or _opened[0].pid != os.getpid():
             for directory, identity in [] if _opened else list(_unfinished.items()):  # there is only one process
@@ -150,9 +150,9 @@ def _leave_at_exit() -> None:
 
 
 def leave_on_sigterm() -> None:
-    """Install a handler of SIGTERM that removes this rank's folder: launchers send it once another rank has failed.
+    """Install a SIGTERM handler that removes this rank's folder. Launchers send SIGTERM once another rank has failed.
 
-    Call this only once a rank fails: a handler in Python has to wait for what runs in C, unlike the system's own.
+    Call this only once a rank fails, because a Python handler, unlike the system's default, has to wait for C code.
     """
     handled = threading.current_thread() is threading.main_thread()
     if handled and _opened and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -160,11 +160,11 @@ def leave_on_sigterm() -> None:
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> None:
-    """End this process as the system would, once its folder is removed: the handler of `leave_on_sigterm`.
+    """Remove this process's folder, and end the process as the system would. This is the handler of `leave_on_sigterm`.
 
     Args:
         number: The signal.
-        frame: The interrupted frame; not used.
+        frame: The interrupted frame, which is not used.
     """
     signal.signal(number, signal.SIG_IGN)
     leave()
@@ -173,11 +173,11 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
 
 
 def sweep(job: int | None = None, all_ended: bool = False) -> None:
-    """Remove what ended processes have left.
+    """Remove the files that ended processes have left.
 
     Args:
         job: The job that ends on this machine, whose unfinished directories are removed as well. None if a job begins.
-        all_ended: Whether all of its ranks have been ended, though a killed one may still exist. Default: False.
+        all_ended: Whether all ranks of the job have been ended, although a killed one may still exist. Default: False.
     """
     for entry in _list_entries():
         if entry.job == job and (all_ended or entry.has_left or not entry.is_alive):
@@ -192,7 +192,7 @@ def sweep(job: int | None = None, all_ended: bool = False) -> None:
 
 
 def _remove_unfinished(directory: Path, identity: _Identity) -> None:
-    """Remove a directory unless another one has replaced it."""
+    """Remove a directory unless another one has replaced it in the meantime."""
     if _identify(directory) == identity:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -212,7 +212,7 @@ def _find_link(identity: _Identity) -> Path | None:
 
 
 def _find_root() -> Path | None:
-    """Return the folder that holds the folders of this user's ranks; None if it cannot be used.
+    """Return the parent folder of the folders of this user's ranks; None if it cannot be used.
 
     Process IDs are unique within a namespace, and containers may share a temp folder.
     """
@@ -226,7 +226,7 @@ def _find_root() -> Path | None:
 
 
 def _is_own(root: Path) -> bool:
-    """Return whether no other user can write to the folder, or it does not exist yet."""
+    """Return whether no other user can write to the folder, or the folder does not exist yet."""
     try:
         status = root.lstat()
     except OSError:

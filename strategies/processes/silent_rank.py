@@ -1,4 +1,4 @@
-"""Diagnosis of a rank that gives no sign of life: its state and its stacks, which it writes without running Python."""
+"""Diagnosis of a rank that gives no sign of life: its state, and its stack, which is written without running Python."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _DUMP = getattr(signal, "SIGRTMIN", None)  # requests the stacks, without a hand
 
 
 class Dumps:
-    """File without a name, into which a signal writes the stack of this process's main thread.
+    """Anonymous file to which a signal handler writes the stack of this process's main thread.
 
     Attributes:
-        path: Where others read it; "" if the system has no such files.
+        path: Path from which other processes read the file; "" if the system does not support such files.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def explain_silence(pid: int | None) -> str:
     """Describe why a process does not respond.
 
     Args:
-        pid: The process; None for one of another machine, whose state is unknown.
+        pid: The process ID; None for a process of another machine, whose state is unknown.
     """
     state = "" if pid is None else _read_state(pid)
     return {"T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger"}.get(
@@ -60,10 +60,10 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
     Args:
         pid: The process.
         dumps: `Dumps.path` of that process.
-        file: File that receives a copy.
+        file: File that receives a copy of the stack.
 
     Returns:
-        Text with the line at which its main thread stands; "" if there are no stacks.
+        Text with the current line of the main thread; "" if there is no stack.
     """
     if _DUMP is None or not dumps:
         return ""
@@ -89,7 +89,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
 def _signal_main_thread(pid: int, number: int) -> None:
     """Send a signal to a process's main thread, whose ID is that of the process.
 
-    `os.kill` leaves the choice to Linux.
+    With `os.kill`, Linux would choose the thread.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "tgkill"):  # glibc before 2.30
@@ -99,7 +99,7 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def _read_state(pid: int) -> str:
-    """Return the letter that /proc has for the state of a process; "" if it has none."""
+    """Return the letter for the state of a process in /proc; "" if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,1 +1,1 @@
-"""Helpers for tests of a training: `treadle.testing.faults` injects planned failures."""
+"""Helpers for testing training code: `treadle.testing.faults` injects planned failures."""

@@ -1,4 +1,4 @@
-"""Planned failure: its place in a run and its action."""
+"""Planned failure: a point in a run and an action."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FaultInjected(RuntimeError):
 
 
 class Firing(NamedTuple):
-    """Occurrence of a fault: its number in the plan, its place, and the file, if any."""
+    """Occurrence of a fault: the fault's number in the plan, where it happened, and the file, if any."""
 
     fault: int
     point: str
@@ -38,20 +38,21 @@ Action = str | BaseException | type[BaseException] | Callable[[Firing], Any]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Fault:
-    """Planned failure, which happens once on each selected process.
+    """Planned failure that happens once on each selected process.
 
     Args:
-        point: The point in the run. The docstring of ``treadle.testing.faults`` begins with the list.
-        action: The action; see the same docstring.
+        point: The point in the run. The docstring of ``treadle.testing.faults`` lists the points.
+        action: The action. The same docstring lists the actions.
         rank: The rank. Default: None, every rank.
         step: The optimizer step, counted from 1. A step lasts until the next one begins, so the validation and the save
             after it belong to it; 0 is everything before the first step in this process. Default: None, any step.
-        occurrence: The number of the visit, by this process, of the point with this rank, step and file.
-        match: For disk points, a pattern for the path, such as ``"*/model*"``; for a rename, either name may match.
+        occurrence: The visit at which the fault happens: this process counts its visits to the point, from 1, that
+            match the rank, the step and the file.
+        match: For disk points, a pattern for the path, such as ``"*/model*"``. For a rename, either path may match.
 
     Raises:
         TypeError: If a value is of the wrong type.
-        ValueError: If a name does not exist; the error names the closest one.
+        ValueError: If a name is unknown. The error names the closest one.
 
     Example:
         >>> Fault("backward:after", "raise:ValueError", rank=1, step=3)
@@ -89,7 +90,7 @@ class Fault:
 
     @functools.cached_property
     def places(self) -> frozenset[str]:
-        """Points that the pattern matches."""
+        """The points that the pattern matches."""
         return frozenset(place for place in POINTS if fnmatchcase(place, self.point))
 
     def __repr__(self) -> str:
@@ -100,7 +101,7 @@ class Fault:
         """Perform the action.
 
         Args:
-            firing: The occurrence, which the action gets.
+            firing: The occurrence, which is passed to the action if it is a function.
         """
         kind, value = _parse(self.action)
         if kind == "call":

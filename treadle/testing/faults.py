@@ -1,4 +1,4 @@
-"""Planned failures at exact points of a real run, and the check that each of them happened exactly once.
+"""Planned failures at exact points of a real run, and a check that each of them happened exactly once.
 
     with FaultPlan([Fault("backward", "kill", rank=1, step=3)]):
         trainer.fit(task)
@@ -12,7 +12,7 @@ A point is a place in a run, with ``:before`` as the default moment:
     disk:OPERATION[:before|after]    a function of `treadle.engine.checkpoint.filesystem`, which writes checkpoints
     disk:write_...:half              half of the file is written
 
-It may contain ``*``: ``disk:*`` is before every disk operation. An action is one of:
+A point may contain ``*``: ``disk:*`` matches the moment before every disk operation. An action is one of:
 
     raise[:ValueError]        a builtin exception, `FaultInjected` by default; or pass a class or an instance
     exit[:3]                  the process ends immediately with this status, 1 by default
@@ -22,7 +22,7 @@ It may contain ``*``: ``disk:*`` is before every disk operation. An action is on
     oserror[:ENOSPC]          the disk operation fails with this error, EIO by default
     any function              called with the `Firing`
 
-The engine contains no code for this: an armed plan replaces functions of Treadle with its own, and restores them.
+The engine contains no code for faults. An armed plan replaces functions of Treadle and restores them at the end.
 """
 
 from __future__ import annotations
@@ -64,22 +64,22 @@ _VARIABLE = "TREADLE_FAULTS"
 
 
 class FaultsNotFired(AssertionError):
-    """Error that a planned fault did not happen exactly once, so that the test proves nothing."""
+    """Error raised because a planned fault did not happen exactly once, so that the test proves nothing."""
 
 
 class FaultPlan:
     """Faults that happen in this process while the plan is armed, that is, inside ``with plan:``.
 
-    At the end of the block, unless an error was raised, it checks that each fault of this process happened. Each
-    happens once in a process and, with a record, once over all restarts of the process.
+    At the end of the block, unless an error was raised, the plan checks that each fault of this process happened. A
+    fault happens once per process or, with a record, once over all restarts of the process.
 
     Args:
         faults: The faults.
-        record: A file to which each firing is appended before it happens, for processes that do not survive it. A
-            recorded firing does not happen again. All processes of a run may share one file.
+        record: A file to which each firing is appended before it happens, so that it is recorded even if it kills the
+            process. A recorded firing does not happen again. All processes of a run may share one file.
 
     Raises:
-        ValueError: If there are no faults, or one is planned twice.
+        ValueError: If there are no faults, or a fault is planned twice.
 
     Example:
         >>> with FaultPlan([Fault("disk:fsync", "delay:0.0")], record=None) as plan:
@@ -131,7 +131,7 @@ class FaultPlan:
             world_size: World size of the run.
 
         Raises:
-            FaultsNotFired: If faults did not happen, or happened more than once; the error names all of them.
+            FaultsNotFired: If faults did not happen, or happened more than once. The error lists all of them.
         """
         self._check(
             {
@@ -143,7 +143,7 @@ class FaultPlan:
         )
 
     def _check_local(self) -> None:
-        """Check the faults of this process, and those of ranks that do not exist."""
+        """Check the faults of this process, and report those planned for ranks that do not exist."""
         rank, size, _ = current_place()
         expected = {
             (number, rank if fault.rank is None else fault.rank)
@@ -180,7 +180,7 @@ class FaultPlan:
             self._check_local()
 
     def _collect_due(self, point: str, *paths: str) -> list[Firing]:
-        """Count a visit of a point and return the firings that are due."""
+        """Count a visit to a point and return the firings that are due."""
         due = []
         with self._lock:
             for number, fault in enumerate(self.faults):
@@ -227,7 +227,7 @@ class FaultPlan:
 
 
 def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractContextManager[FaultPlan | None]:
-    """Return a context that arms the plan in the environment, which `FaultPlan.to_env` made, or does nothing.
+    """Return a context that arms the plan that `FaultPlan.to_env` stored in the environment, if there is one.
 
     Args:
         env: The environment. Default: that of this process.
@@ -242,7 +242,7 @@ def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractConte
 
 
 class DiskPoint(NamedTuple):
-    """Moment of a disk operation: ``("rename", "after", 3, path)`` is the third "after" of any operation."""
+    """Moment of a disk operation. The number counts all operations: the third "after" may be a rename."""
 
     operation: str
     moment: str
@@ -250,7 +250,7 @@ class DiskPoint(NamedTuple):
     path: str
 
     def fault(self, action: Action = "kill", **fault_options: Any) -> Fault:
-        """Return the fault for this moment when the same work is repeated.
+        """Return a fault that happens at this moment when the same work is repeated.
 
         Args:
             action: The action; see `Fault`.
@@ -260,7 +260,7 @@ class DiskPoint(NamedTuple):
 
 
 def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
-    """Run ``work`` and return every moment at which one of its disk operations can fail, in order.
+    """Run ``work`` and return, in order, every moment at which one of its disk operations can fail.
 
     Args:
         work: The function to run.
@@ -280,7 +280,7 @@ def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
 
 
 def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[str] | None = None) -> int:
-    """Run ``work`` under a plan in a forked child process and wait for it. The child imports nothing.
+    """Run ``work`` under a plan in a forked child process, which imports nothing, and wait for it.
 
     Args:
         work: The function to run.
@@ -288,9 +288,9 @@ def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[st
         record: See `FaultPlan`.
 
     Returns:
-        The child's exit status: 0 if the work was done and every fault happened, 1 if an error was raised (it is
-        printed), or that of a planned ``exit`` or a `SystemExit`; negative if a signal killed it, such as -9 for a
-        planned ``kill``.
+        The child's exit status: 0 if the work was done and every fault happened; 1 if an error was raised, which is
+        printed; the status of a planned ``exit`` or a `SystemExit`; or a negative number if a signal killed the child,
+        such as -9 for a planned ``kill``.
     """
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Points of a run at which a test can intervene without support in the engine."""
+"""Points of a run at which a test can intervene without code in the engine."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ Due = TypeVar("Due")
 
 
 class Places(Generic[Due]):
-    """Interception of a run's points: while armed, it asks at each point which firings are due and performs them.
+    """Interception of a run's points. While armed, it performs the firings that are due at each point.
 
     Args:
         due: ``due(point, *paths)`` returns the list of firings that are due, usually empty.
-        happen: Performs them.
-        active_points: The points that matter. Functions that only other points need are not replaced.
+        happen: Performs these firings.
+        active_points: The points to intercept. Functions that only other points need are not replaced.
 
     Attributes:
-        step: The optimizer step that this process works on, from its first micro-batch to the next step's.
+        step: The optimizer step in progress. A step lasts from its first micro-batch until that of the next step.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Places(Generic[Due]):
             self.happen(due)
 
     def _work(self, accumulation: Accumulation) -> None:
-        """Record that this process works on the next step of an Accelerator."""
+        """Record that this process has started the next step of an Accelerator."""
         self._accumulations.add(accumulation)
         progress = self._progress.get(accumulation)
         self.step = 1 + (accumulation.steps if progress is None else progress.step)

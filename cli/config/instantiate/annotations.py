@@ -228,7 +228,7 @@ class Checker:
         return None if recipes is None else MappingRecipe(value, recipes)
 
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
-        """Return a recipe for the first member that fits; else report the problems of the member of the same kind."""
+        """Return a recipe for the first member that fits, or report the problems of the member of the same kind."""
         # A number is accepted as text if no member of the union is a number.
         numbers = any(candidate in (int, float, bool) for candidate in members)
         for strict in (True,) if numbers else (True, False):

@@ -141,7 +141,7 @@ class ObjectRecipe(Recipe):
     def _take_positional(self, arguments: dict[str, Any]) -> list[Any]:
         """Remove the positional arguments from ``arguments`` and return them.
 
-        Arguments before a given ``*args`` are positional, too.
+        If ``*args`` are set, the arguments before them are positional, too.
         """
         variadic_name = next(
             (argument.name for argument in self.signature.arguments.values() if argument.several), None
