@@ -85,9 +85,9 @@ def test_a_saved_run_has_these_keys_and_no_others(tmp_path, fails):
 @pytest.mark.parametrize(
     ("form", "value", "said"),
     [
-        (RankState, {"random": {}}, "buffers missing, or not a list"),
-        (RankState, {"random": [], "buffers": []}, "random missing, or not a dict"),
-        (RankState, [], "random, buffers missing, or not a dict"),
+        (RankState, {"random": {}}, "missing or of another type: buffers \(list\)"),
+        (RankState, {"random": [], "buffers": []}, "missing or of another type: random \(dict\)"),
+        (RankState, [], "missing or of another type: random \(dict\), buffers \(list\)"),
         (OptimizerState, {}, "class, shapes, formats, groups, slots, unnamed, others missing, or not a str"),
     ],
 )
