@@ -184,6 +184,6 @@ def _count_samples(share: Share, batch: int) -> int:
 def _make_empty_error(ranks: list[int], source: str) -> ValueError:
     names = ", ".join(map(str, ranks))
     return ValueError(
-        f"{source} yields batches on other ranks, but none on rank {names}. Every rank needs at least one batch. Split "
-        "the data so that every rank gets some, or use fewer processes."
+        f"{source} yields no batch on rank {names}, but every rank needs at least one. Split the data so that every "
+        "rank gets some, or use fewer processes."
     )
