@@ -48,7 +48,7 @@ def parse_duration(name: str, value: Any) -> timedelta:
     try:
         duration = timedelta(**units)
     except (OverflowError, ValueError) as error:  # timedelta's errors for infinity and NaN
-        raise ValueError(f"{name}={value!r} is not a valid duration: {error}.") from None
+        raise ValueError(f"{name}={value!r} must be a finite duration of at most 999,999,999 days ({error}).") from None
     if duration <= timedelta(0):
         raise ValueError(f"{name}={value!r} must be a positive duration.")
     return duration

@@ -25,7 +25,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     source = loader.get_source(package)  # type: ignore[union-attr]
     if source is None:
         raise ImportError(
-            f"{package} needs its source file, which lists its exports, but it is missing. Reinstall Treadle.",
+            f"the source file of {package}, which lists its exports, is missing. Reinstall Treadle.",
             name=package,
         )
     homes = {alias.asname or alias.name: (home, alias.name) for home, alias in _collect_imports(ast.parse(source))}

@@ -104,7 +104,7 @@ class _Mirror:
             keep(self._here)
             if str(error) != self._failing:
                 self._failing = str(error)
-                warn(f"{self._url} lacks the latest changes, which are kept in {self._here}: {error}")
+                warn(f"the latest changes can't be uploaded to {self._url} ({error}). They are kept in {self._here}.")
 
     def _follow(self) -> None:
         while not self._ended.wait(SECONDS):

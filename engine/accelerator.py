@@ -668,11 +668,16 @@ class Accelerator(Process):
     def _refuse_graphs_under_accumulation(self) -> None:
         plugin, count = self.dynamo_plugin, self.gradient_accumulation_steps
         if count > 1 and plugin.uses_cuda_graphs(self.device):
-            setting = f"mode={plugin.mode!r}" if plugin.mode else f"options={plugin.options!r}"
+            if (plugin.options or {}).get("triton.cudagraphs"):
+                setting, fix = f"options={plugin.options!r}", "Remove 'triton.cudagraphs' from the options"
+            elif plugin.backend == "cudagraphs":
+                setting, fix = "backend='cudagraphs'", "Use backend='inductor'"
+            else:
+                setting, fix = f"mode={plugin.mode!r}", "Use mode='max-autotune-no-cudagraphs'"
             raise ValueError(
-                f"torch.compile's {setting} replays CUDA graphs, so the gradients of each micro-batch overwrite those "
-                f"of the last one, but gradient_accumulation_steps={count} needs their sum. Use "
-                "mode='max-autotune-no-cudagraphs', or gradient_accumulation_steps=1."
+                f"torch.compile's {setting} replays CUDA graphs, which overwrite the gradients of the previous "
+                f"micro-batch, but gradient_accumulation_steps={count} needs the sum of all gradients. {fix}, or set "
+                "gradient_accumulation_steps=1."
             )
 
     @property

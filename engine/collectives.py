@@ -412,7 +412,10 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
         return count, type(inputs)(**fields)
     if isinstance(inputs, Tensor | np.ndarray):
         if not inputs.ndim:
-            raise TypeError("split_between_processes got a 0-d tensor. Pass one with at least one dimension.")
+            raise TypeError(
+                f"split_between_processes got {name_type(inputs)} without dimensions. Pass one with at least one "
+                "dimension."
+            )
         return inputs.shape[0], inputs
     if isinstance(inputs, Sized) and (isinstance(inputs, list | tuple | range) or _is_indexable(inputs)):
         return len(inputs), inputs

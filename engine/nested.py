@@ -75,8 +75,8 @@ def recursively_apply(
         if error_on_other_type:
             name = getattr(func, "__name__", "the function")
             raise TypeError(
-                f"{name} got {name_type(value)}, but supports only the values that it applies to, and lists, "
-                "tuples and dicts of them."
+                f"{name} does not support {name_type(value)}. Pass supported values, or lists, tuples and dicts of "
+                "them."
             )
         return value
 

@@ -617,7 +617,7 @@ class Trackers:
         options = dict(init_kwargs or {})
         for name in options:
             if name not in {*self.sources, *_LOGGERS, *_PEERS, *_registered}:
-                requested = ", ".join(self.sources) or "none"
+                requested = ", ".join(self.sources) or "no tracker"
                 raise ValueError(
                     f"init_kwargs names {name!r}, but log_with names {requested}.{nearest(name, self.sources)}"
                 )

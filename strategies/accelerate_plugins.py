@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
+from ..common.messages import name_type
 from ..common.validation import check_int, choose
 from .ddp import DDP
 from .distributed import World
@@ -322,8 +323,8 @@ def _convert_mixed_precision(value: Any) -> Any:
     if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):  # it is FSDP1's
         return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
     raise TypeError(
-        f"mixed_precision_policy={value!r} must be a torch.distributed.fsdp.MixedPrecisionPolicy, not a "
-        f"{type(value).__name__}."
+        f"mixed_precision_policy={value!r} must be a torch.distributed.fsdp.MixedPrecisionPolicy, not "
+        f"{name_type(value)}."
     )
 
 
@@ -361,7 +362,7 @@ def choose_strategy(
         strategy_arguments.remove("strategy")
     if len(strategy_arguments) > 1:
         raise ValueError(
-            f"{' and '.join(strategy_arguments)} both configure the layout of the model. Pass only one of them."
+            f"{' and '.join(strategy_arguments)} each configure the layout of the model. Pass only one of them."
         )
     if plugin is not None:
         return plugin.strategy(world, parallelism)

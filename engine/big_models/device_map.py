@@ -126,8 +126,9 @@ def _fill(
     if waiting:
         left = sum(part.size for part, _ in waiting)
         raise ValueError(
-            f"the model does not fit: {format_bytes(left)} are left over, from {waiting[0][0].names[0]!r} on. Raise "
-            "the limit of a device in max_memory, or remove 'disk' from max_memory, so that the disk has no limit."
+            f"the model does not fit within max_memory: {format_bytes(left)} have no device, starting at "
+            f"{waiting[0][0].names[0]!r}. Raise the limit of a device, or remove 'disk' from max_memory, which makes "
+            "the disk unlimited."
         )
     return placed
 
@@ -244,8 +245,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     missed = [name for name in tensors if look_up_device(device_map, name) is None]
     if missed:
         raise ValueError(
-            f"device_map has no device for {abbreviate(missed)}. Add them, or add '' for all tensors that are not "
-            "listed."
+            f"device_map has no device for {abbreviate(missed)}. Add an entry for each, or the entry '' for all "
+            "tensors that are not listed."
         )
     for names in group_tied_names(tensors):
         _check_together(device_map, names, "are one tensor")

@@ -343,14 +343,15 @@ def _disk_weights(
     if offloaded and any(tensor.is_meta for tensor in tensors.values()):
         empty = [name for name, tensor in tensors.items() if tensor.is_meta]
         raise ValueError(
-            f"the model has no values for {abbreviate(empty)}, and they were not offloaded earlier. Load a checkpoint "
-            "that contains them."
+            f"neither the model nor the offloaded weights have values for {abbreviate(empty)}. Load a checkpoint that "
+            "contains them."
         )
     if not tensors:
         return offloaded
     if folder is None:
         raise ValueError(
-            f"device_map puts {abbreviate(list(tensors))} on the disk. Set offload_dir, the folder for their values."
+            f"device_map puts {abbreviate(list(tensors))} on the disk, but offload_dir is not set. Set it to a folder "
+            "for their values."
         )
     weights = open_weights(folder) if any(tensor.is_meta for tensor in tensors.values()) else {}
     firsts = [names[0] for names in group_tied_names(tensors)]

@@ -79,7 +79,7 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
     dtype = getattr(torch, str(entry.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or "shape" not in entry:
         raise ValueError(
-            f"{path.parent / INDEX}: {dict(entry)} lacks a torch dtype or a shape. Offload the weights again."
+            f"{path.parent / INDEX}: the entry {dict(entry)} lacks a torch dtype or a shape. Offload the weights again."
         )
     shape = torch.Size(entry["shape"])
     needed = shape.numel() * dtype.itemsize
@@ -87,7 +87,10 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
         with path.open("rb") as file:
             mark, size = read_mark(file.fileno()), os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ValueError(f"{path} contains an offloaded weight, but can't be opened: {error.strerror}.") from error
+        raise ValueError(
+            f"the offloaded weight {path} can't be opened: {error.strerror}. Check the folder, or offload the weights "
+            "again."
+        ) from error
     if size != needed:
         raise ValueError(
             f"{path} has {size} bytes, but {entry['dtype']} of shape {list(shape)} needs {needed}. Offload the weights "

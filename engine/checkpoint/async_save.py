@@ -118,7 +118,7 @@ class HostCopies:
         if error:
             announce(
                 f"an asynchronous save copies {size / 2**30:.1f} GiB through memory that could not be pinned (CUDA "
-                f"error {error}), so the training waits for the copy"
+                f"error {error}), so training waits for the copy."
             )
         elif size:
             self._unpin = unpin = finalize(self, cudart.cudaHostUnregister, address)
@@ -219,8 +219,8 @@ class Copying:
             self._on_device.synchronize()
         if self._changed:
             raise RuntimeError(
-                f"{self._changed} was changed during an asynchronous save, and not by the optimizer's step. Change an "
-                "optimizer's state before save_state(blocking=False), or after finish_saving()."
+                f"{self._changed} was changed during an asynchronous save, other than by the optimizer's step. Change "
+                "an optimizer's state before save_state(blocking=False), or after finish_saving()."
             )
 
 

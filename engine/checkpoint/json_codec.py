@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from ...common.messages import name_type
 from ...common.optional import is_config
 from ...strategies.distributed import is_sharded
 from ..parameter_names import make_view_key
@@ -130,9 +131,10 @@ def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -
 def _refuse(value: Any, place: str, fix: str, kind: str = "") -> NoReturn:
     kind = kind or f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
-        f"{place}: a {kind} can't be stored in a checkpoint. A checkpoint contains only data (numbers, text, bytes, "
-        "None, dicts, lists, tuples, sets, tensors, numpy values, dtypes, devices, paths, dates), so that loading "
-        f"never imports or runs code. To fix this, {fix}, or remove it from the state."
+        f"{place}: {'an' if kind[0] in 'aeioAEIO' else 'a'} {kind} can't be stored in a checkpoint. A checkpoint "
+        "contains only data (numbers, text, bytes, None, dicts, lists, tuples, sets, tensors, numpy values, dtypes, "
+        "devices, paths, dates), so that loading never imports or runs code. To fix this, "
+        f"{fix}, or remove it from the state."
     )
 
 
@@ -342,7 +344,7 @@ class _Decoder:
         if type(document) is list:
             return self._decode_items(document, path)
         if type(document) is not dict:
-            raise _Malformed(f"{_format_place(path)}: {type(document).__name__} is not a JSON type.")
+            raise _Malformed(f"{_format_place(path)}: {name_type(document)} is not a JSON value.")
         if not set(map(type, document)) <= {str}:
             raise _Malformed(f"{_format_place(path)}: the keys of a JSON object must be strings.")
         if not any(key.startswith("$") for key in document):
@@ -365,23 +367,23 @@ class _Decoder:
             raise _Malformed(f"{_format_place(inside)}: wrong content for this tag: {error}") from error
 
     def _decode_items(self, content: Any, path: tuple[str, ...]) -> list[Any]:
-        _require(type(content) is list, "a list is needed")
+        _require(type(content) is list, "it must be a list")
         return [self.decode_value(item, (*path, str(i))) for i, item in enumerate(content)]
 
     def _decode_pairs(self, content: Any, path: tuple[str, ...]) -> dict[Any, Any]:
         pairs = [
             tuple(self._decode_items(pair, (*path, str(i)))) for i, pair in enumerate(_require_type(list, content))
         ]
-        _require(all(len(pair) == 2 for pair in pairs), "every entry needs a key and a value")
+        _require(all(len(pair) == 2 for pair in pairs), "every entry must be a key and a value")
         return _require_no_duplicates(dict(pairs), pairs)
 
     def _look_up_tensor(self, name: Any, path: tuple[str, ...]) -> torch.Tensor:
-        _require(type(name) is str and name in self._tensors, f"there is no tensor named {name!r}")
+        _require(type(name) is str and name in self._tensors, f"unknown tensor {name!r}")
         return self._tensors[name]
 
     def _decode_numpy_array(self, name: Any, path: tuple[str, ...]) -> np.ndarray:
         tensor = self._look_up_tensor(name, path)
-        _require(str(tensor.dtype).removeprefix("torch.") in _NUMPY_ARRAYS, f"numpy has no {tensor.dtype}")
+        _require(str(tensor.dtype).removeprefix("torch.") in _NUMPY_ARRAYS, f"numpy has no dtype {tensor.dtype}")
         return tensor[...].cpu().numpy()
 
     def _decode_numpy_scalar(self, content: Any, path: tuple[str, ...]) -> np.generic:
@@ -414,7 +416,7 @@ def _require(condition: bool, rule: str) -> None:
 
 
 def _require_type(kind: type, value: Any) -> Any:
-    _require(type(value) is kind, f"{type(value).__name__} instead of {kind.__name__}")
+    _require(type(value) is kind, f"it must be of type {kind.__name__}, not {type(value).__name__}")
     return value
 
 
@@ -428,7 +430,7 @@ def _parse_ints(content: Any) -> Iterable[int]:
 
 
 def _parse_hex_int(content: Any) -> int:
-    _require(_HEX.fullmatch(_require_type(str, content)) is not None, "a hexadecimal number is needed")
+    _require(_HEX.fullmatch(_require_type(str, content)) is not None, "it must be a hexadecimal number")
     return int(content, 16)
 
 

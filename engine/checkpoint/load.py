@@ -117,7 +117,7 @@ def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
     if not any(finished):
         return info
     announce(
-        f"the checkpoint was saved with the last batch of epoch {epochs[finished.index(True)]}, so the loader starts "
+        f"the checkpoint was saved after the last batch of epoch {epochs[finished.index(True)]}, so the loader starts "
         "the next epoch. If the loop resumes in the saved epoch, call load_state(finish_epoch=False), which makes "
         "the first pass empty."
     )
@@ -461,14 +461,14 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, str
             raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
         warn(f"{text}\nState that does not fit is not restored.")
     if left := sorted(set(registered) - set(accelerator.checkpointer.registered)):
-        warn(f"{path} has a state for {', '.join(left)}, which is not registered in this run and is ignored.")
+        warn(f"{path} has a state for {', '.join(left)}, which this run has not registered. It is ignored.")
 
 
 def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
     current, saved = run_metadata(accelerator), manifest.info
     if saved.get("precision", current["precision"]) != current["precision"]:
         old, new = saved["precision"], current["precision"]
-        warn(f"the checkpoint was saved with precision {old}, but this run has {new}, so the results will differ.")
+        warn(f"the checkpoint was saved with precision {old}, but this run uses {new}, so the results will differ.")
     if None in (current["global_batch_size"], saved.get("global_batch_size")):
         return
     if current["global_batch_size"] != saved["global_batch_size"]:

@@ -102,7 +102,8 @@ class Manifest:
         info, tensors = encode(noted, "info")
         if tensors:
             raise TypeError(
-                f"{next(iter(tensors))} is a tensor, which a manifest can't contain. Use .item() or a part."
+                f"{next(iter(tensors))} is a tensor, which a manifest can't contain. Pass its .item(), or save it in "
+                "a part."
             )
         counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
         folder = {"folder": self.folder} if self.folder else {}
@@ -226,8 +227,8 @@ def _parse(document: Any) -> Manifest:
     for name, entry in (*files.items(), *others.items()):
         _require(isinstance(entry, dict), f"the entry of {name} is not an object")
         size, digest = entry.get("bytes"), entry.get(filesystem.DIGEST)
-        _require(type(size) is int and size >= 0, f"{name} has no size")
-        _require(type(digest) is str and bool(_DIGEST.fullmatch(digest)), f"{name} has no digest")
+        _require(type(size) is int and size >= 0, f"the size of {name} is not an integer of at least 0")
+        _require(type(digest) is str and bool(_DIGEST.fullmatch(digest)), f"{name} has no valid digest")
     info = decode(document.get("info"), {})
     _require(isinstance(info, dict), "it has no info")
     info = {name: counts[name] for name in _COUNTS} | info

@@ -137,7 +137,8 @@ class FilePiece:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise ValueError(
-                f"{self.path} contains weights of the model, but can't be opened: {error.strerror}."
+                f"the file of the model's weights, {self.path}, can't be opened: {error.strerror}. Load the model "
+                "again."
             ) from error
         if read_mark(file.fileno()) != self.mark:
             file.close()
@@ -232,7 +233,9 @@ def read_whole_model(path: Path) -> Weights:
     """
     weights, notes = read_safetensors(path)
     if OFFSETS in notes:
-        raise ValueError(f"{path} contains the shards of one process. Pass the folder, or export it to one file first.")
+        raise ValueError(
+            f"{path} contains the shards of one process. Pass its folder, or export the checkpoint to one file first."
+        )
     try:
         return add_aliases(weights, notes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -347,7 +350,7 @@ class Stored:
         if len(box) != len(self.shape) or not all(
             0 <= begin <= end <= size for (begin, end), size in zip(box, self.shape, strict=True)
         ):
-            raise ValueError(f"a shard of tensor {self.name!r} lies outside of it")
+            raise ValueError(f"a shard of tensor {self.name!r} lies outside of the tensor")
         self._pieces.append((piece, box))
 
     def check_complete(self) -> None:

@@ -100,7 +100,7 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
             )
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise TypeError(
-                f"{name} ({type(value).__name__}) can only be saved with the methods state_dict and load_state_dict. "
+                f"{name} ({type(value).__name__}) must have the methods state_dict and load_state_dict to be saved. "
                 "Define them."
             )
         is_metric = isinstance(value, nn.Module) and hasattr(value, "compute") and metric_state.find(value)

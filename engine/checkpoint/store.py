@@ -163,8 +163,10 @@ def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
             continue
         mode = path.lstat().st_mode
         if name == MANIFEST or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-            problem = "the name of the checkpoint's manifest" if name == MANIFEST else "not a file"
-            raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}, so it can't be saved.")
+            problem = (
+                "reserved for the manifest. Use another name" if name == MANIFEST else "not a file. Write files only"
+            )
+            raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}.")
         if stat.S_ISREG(mode):
             filesystem.fsync(path)
         entries[name] = filesystem.describe(path)

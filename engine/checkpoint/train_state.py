@@ -160,7 +160,8 @@ def check_form(form: type[Form], value: Any, path: AnyPath, part: str) -> Form:
         name for name, kind in kinds.items() if not isinstance(value, dict) or not isinstance(value.get(name), kind)
     ]
     if wrong:
-        text = f"{path}: part {part!r} is damaged: {', '.join(wrong)} missing, or not a {kinds[wrong[0]].__name__}"
+        listed = ", ".join(f"{name} ({kinds[name].__name__})" for name in wrong)
+        text = f"{path}: part {part!r} is damaged: missing or of another type: {listed}"
         raise ValueError(f"{text}. Use another checkpoint.")
     return cast(Form, value)
 

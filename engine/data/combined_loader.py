@@ -260,7 +260,7 @@ def read_rows(
             row[number] = next(again, _ENDED)
             if row[number] is _ENDED:
                 raise ValueError(
-                    f"iterable {number} of the CombinedLoader yields nothing in its pass {passes[number] + 1}, so it "
+                    f"iterable {number} of the CombinedLoader yields nothing in pass {passes[number] + 1}, so it "
                     "can't be cycled. Pass an iterable that can be iterated over again, or choose another mode."
                 )
         yield [None if b is _ENDED else b for b in row], [n for n, b in enumerate(row) if b is not _ENDED]

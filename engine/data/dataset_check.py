@@ -58,13 +58,13 @@ def share_data(dataset: Any, world: World) -> bool:
     sketches = world.gather_objects(_sketch_samples(dataset))
     if all(sketch is not None for sketch in sketches) and _are_disjoint(sketches):
         announce(
-            f"{type(dataset).__name__} holds different samples on every rank, so it is already split by rank, and "
-            "each rank trains on its own samples. If all ranks should hold the same random data, call "
-            "seed_everything(seed) before it is created."
+            f"{type(dataset).__name__} contains different samples on every rank, so it is treated as already split by "
+            "rank. Each rank trains on its own samples. If all ranks should train on the same random data, call "
+            "seed_everything(seed) before the dataset is created."
         )
         return False
     lengths = [length for length, _ in identities]
-    differ = "hold different data"
+    differ = "contain different data"
     if len(set(lengths)) > 1:
         differ = "differ in length (" + ", ".join(f"rank {r}: {length}" for r, length in enumerate(lengths)) + ")"
     raise ValueError(

@@ -162,7 +162,7 @@ class JointLoader(Loader):
         for other in self.loaders:
             if other is not loader and mine & set(map(id, other._plan.draws.private)):
                 raise ValueError(
-                    f"two combined loaders draw from one generator, and {type(loader.source).__name__} does so during "
+                    f"two combined loaders share a generator, and {type(loader.source).__name__} draws from it during "
                     "the epoch, so neither could be resumed. Give each loader a separate generator."
                 )
 

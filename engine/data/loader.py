@@ -156,7 +156,7 @@ class Loader:
             if gap:
                 knows = None
             if knows is None and not self.evaluation and (reason := explain_not_repeatable(source.dataset)):
-                warn(f"a run cannot resume exactly within an epoch of this stream: {reason}.")
+                warn(f"a run cannot resume exactly within an epoch of this stream, because {reason}.")
             cursor = self._cursor if not self.evaluation and may_read_ahead(source, knows) else None
             streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, knows, gap, cursor)
             if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
@@ -316,8 +316,8 @@ class Loader:
         if not isinstance(self._plan, ShardedBatches):
             if batch < self.batches:
                 raise ValueError(
-                    f"cannot start at batch {batch} of the stream: {self.batches} batches were already read, and a "
-                    "stream cannot be rewound."
+                    f"the stream cannot start at batch {batch}, because {self.batches} batches were already read and a "
+                    "stream cannot be rewound. Prepare a new loader."
                 )
             self._passing = batch - self.batches
         else:
@@ -558,7 +558,7 @@ class Loader:
             ValueError: If the random sources differ.
         """
         if text := self._plan.draws.difference(state):
-            raise ValueError(f"{text}. Pass the same kind of sampler, or resume with weights only.")
+            raise ValueError(f"{text}. Pass the same kind of loader and sampler, or resume with weights only.")
 
     def reading_state(self) -> dict[str, Any]:
         """Return the state of this rank alone: its dataset's generators, and its position in its own data."""

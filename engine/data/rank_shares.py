@@ -81,7 +81,7 @@ class RankShares:
         defined_counts = [count for count in counts if count is not None]
         if len(defined_counts) == self.size and len(set(defined_counts)) > 1:
             by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-            self._announce(f"each rank reads its own data, and their lengths differ (batches of {by_rank})")
+            self._announce(f"each rank reads its own data, and the numbers of batches differ ({by_rank})")
 
     @property
     def batches(self) -> int | None:
@@ -170,8 +170,8 @@ def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bo
         )
     announce(
         f"{source} yields different {kind} on each rank, so it is treated as already split by rank, and each rank "
-        "trains on all of its own batches. If all ranks should read the same data, seed its generator, and the data "
-        "is sharded."
+        "trains on all of its own batches. If all ranks should read the same data, seed its generator. Treadle then "
+        "shards the data."
     )
     return False
 
@@ -184,6 +184,6 @@ def _count_samples(share: Share, batch: int) -> int:
 def _make_empty_error(ranks: list[int], source: str) -> ValueError:
     names = ", ".join(map(str, ranks))
     return ValueError(
-        f"{source} yields no batch on rank {names}, but batches on other ranks, and a rank without data cannot take "
-        "part. Split the data so that every rank gets some, or use fewer processes."
+        f"{source} yields no batch on rank {names}, but every rank needs at least one. Split the data so that every "
+        "rank gets some, or use fewer processes."
     )

@@ -125,7 +125,7 @@ class ShardedBatches:
             actual = f"batch_size={self.batch_size}" if self.plain else "a custom batch sampler"
             raise ValueError(
                 f"split_batches=True splits each batch over {size} processes, so DataLoader(batch_size=) must be a "
-                f"multiple of {size}, but this loader has {actual}."
+                f"multiple of {size}, but this loader has {actual}. Change it, or remove split_batches."
             )
         self.batch_size //= size
 

@@ -81,7 +81,7 @@ def explain_not_repeatable(dataset: Any) -> str:
         dataset: The stream.
     """
     if any(kind.__module__.partition(".")[0] == "streaming" for kind in type(dataset).__mro__):
-        return "StreamingDataset counts its epochs on its own; read it through streaming.StreamingDataLoader"
+        return "StreamingDataset counts its epochs on its own. Read it through streaming.StreamingDataLoader"
     if _name_library(dataset) != "webdataset":
         return ""
     for part in iter_parts(dataset):
@@ -89,10 +89,10 @@ def explain_not_repeatable(dataset: Any) -> str:
         if getattr(getattr(part, "f", None), "__name__", "") == "_shuffle":
             seed_arguments = (arguments.get("seed"), arguments.get("rng"), *getattr(part, "args", ())[2:])
             if all(value is None for value in seed_arguments):
-                return "shuffle(n) of WebDataset takes its seed from the clock; set seed=, or use detshuffle"
+                return "shuffle(n) of WebDataset takes its seed from the clock. Set seed=, or use detshuffle"
         if type(part).__name__ == "ResampledShards" and not part.deterministic:
             return (
-                "resampled=True of WebDataset takes its seed from the clock; use ResampledShards(urls, "
+                "resampled=True of WebDataset takes its seed from the clock. Use ResampledShards(urls, "
                 "deterministic=True)"
             )
     return ""

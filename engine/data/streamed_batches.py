@@ -590,8 +590,8 @@ class StreamedBatches:
         if self.skip and not isinstance(self.source, list | tuple):
             warn(
                 f"{self._explain_rereading()}, so {self.skip} samples are read again and skipped to resume where the "
-                "run stopped. A dataset with state_dict and load_state_dict resumes immediately without workers, and "
-                "with workers in torchdata's StatefulDataLoader."
+                "run stopped. A dataset with state_dict and load_state_dict resumes immediately. With workers, it "
+                "also needs torchdata's StatefulDataLoader."
             )
         with self._lend():
             while (batches < self.done if presharded else passed < self.skip) and (read := self._read(source, 1)):

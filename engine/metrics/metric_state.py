@@ -98,8 +98,9 @@ def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Modul
             logged_places[name] = places_by_id[id(metric)]
         elif owner is not None:
             warn(
-                f"{name!r} was logged as {name_type(metric)} that is not an attribute of "
-                f"{type(owner).__name__}, or can't save its state, so its state is not in the checkpoint."
+                f"{name!r} was logged as {name_type(metric)} whose state is not saved in the checkpoint. Assign the "
+                f"metric to an attribute of {type(owner).__name__}. A custom metric also needs state_dict and "
+                "load_state_dict."
             )
     return logged_places
 
@@ -134,7 +135,10 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
         metric = objects.get(place)
         if metric is None:
             if states is not None:
-                warn(f"the checkpoint has the state of a metric {place!r}, but the task has no such metric.")
+                warn(
+                    f"the checkpoint has the state of a metric {place!r}, but the task has no such metric, so the "
+                    "state is ignored."
+                )
         elif states is None:
             metric.reset()
         else:
@@ -208,7 +212,7 @@ def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> An
     if not _has_states(metric):
         if len(every) == 1:
             return every[0] if world.is_main else None
-        raise _make_refusal(metric, place, len(every), world, "the reduction of its state is not known")
+        raise _make_refusal(metric, place, len(every), world, "the reduction of its state is unknown")
     count = sum(part["count"] for part in every)
     if not count:
         return _copy_state(metric)

@@ -237,8 +237,8 @@ class Accumulation:
         if weight is not None:
             if self._unweighted:
                 raise ValueError(
-                    f"backward(weight={weight}), but earlier micro-batches of this group reported no weight. Pass "
-                    "weight= in every micro-batch of a group, or in none."
+                    f"backward(weight={weight}) has a weight, but earlier micro-batches of this group had none. Pass "
+                    "weight= for every micro-batch of a group, or for none."
                 )
             if micro is not None and not micro.samples:
                 weight = 0.0
@@ -247,8 +247,8 @@ class Accumulation:
             loss = loss * weight
         elif self._weight is not None:
             raise ValueError(
-                "backward() without weight=, but earlier micro-batches of this group reported a weight. Pass weight= "
-                "in every micro-batch of a group, or in none."
+                "backward() has no weight, but earlier micro-batches of this group had one. Pass weight= for every "
+                "micro-batch of a group, or for none."
             )
         else:
             self._unweighted = not self.sync_gradients

@@ -112,8 +112,8 @@ def _check_arguments(
         signature.bind(size, *args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"{body.__name__} was called with wrong arguments ({error}). Omit the batch size, which "
-            "find_executable_batch_size passes as the first argument."
+            f"{body.__name__} was called with wrong arguments ({error}). Pass all arguments except the batch size, "
+            "which find_executable_batch_size passes as the first one."
         ) from None
 
 
@@ -192,9 +192,14 @@ def _choose_smaller(size: int, starting: int, reduce: Callable[[], int] | None) 
         return next(i for i in range(size // 2, 0, -1) if starting % i == 0)
     smaller = reduce()
     if isinstance(smaller, bool) or not isinstance(smaller, int) or not 1 <= smaller < size:
+        if size == 1:
+            raise ValueError(
+                f"reduce_batch_size_fn returned {smaller!r}, but batch_size=1 failed and can't be reduced. Use a "
+                "smaller model or input."
+            )
         raise ValueError(
-            f"no batch size fits into memory: batch_size={size} failed, and reduce_batch_size_fn returned {smaller!r}, "
-            f"which must be an integer from 1 to {size - 1}."
+            f"batch_size={size} does not fit into memory, but reduce_batch_size_fn returned {smaller!r}. It must "
+            f"return an integer from 1 to {size - 1}."
         )
     return smaller
 
@@ -227,5 +232,6 @@ def _read_accumulation(
     bound.apply_defaults()
     steps = bound.arguments.get(_ACCUMULATION, 1)
     if _ACCUMULATION not in kwargs and _ACCUMULATION in signature.bind_partial(size, *args).arguments:
-        raise TypeError(f"pass {_ACCUMULATION} to {getattr(function, '__name__', 'the function')} by name.")
+        name = getattr(function, "__name__", "the function")
+        raise TypeError(f"{_ACCUMULATION} was passed to {name} by position. Pass it by name.")
     return int(steps)

@@ -85,7 +85,8 @@ class PreparedOptimizer(Optimizer):
     def scaler(self, value: torch.amp.GradScaler | None) -> None:
         if value is not self.accumulation.scaler:
             raise ValueError(
-                "a prepared optimizer's scaler cannot be set, because all share one. Set accelerator.scaler."
+                "a prepared optimizer's scaler cannot be set, because all prepared optimizers share one scaler. Set "
+                "accelerator.scaler."
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -135,6 +135,6 @@ def _describe_other_forms(forms: list[list[str]]) -> str:
         if missing
     ]
     return (
-        f"the processes do not hold the same parameters: {'; '.join(only) or 'their order differs'}. Build the "
+        f"the processes have different parameters: {'; '.join(only) or 'their order differs'}. Build the "
         "same model on every process."
     )

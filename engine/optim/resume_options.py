@@ -246,9 +246,15 @@ def _step_copy(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, op
     """Return a copy of ``scheduler`` over ``optimizer``, stepped from its beginning to the position of ``saved``."""
     first, last = _read_position(built.state), _read_position(saved)
     if not isinstance(scheduler, LRScheduler) or first is None or last is None or last < first:
+        if not isinstance(scheduler, LRScheduler):
+            reason = "it is not a torch LRScheduler"
+        elif first is None or last is None:
+            reason = "its state does not contain the number of its steps"
+        else:
+            reason = f"it begins at step {first}, after step {last} of the checkpoint"
         raise ValueError(
-            f"schedule='script' can't advance this script's {kind} to the checkpoint's position: its state does not "
-            "contain the number of its steps. Resume with schedule='saved'."
+            f"schedule='script' can't advance this script's {kind} to the checkpoint's position, because {reason}. "
+            "Resume with schedule='saved'."
         )
     copied = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
     copied.load_state_dict(copy.deepcopy(built.state))
@@ -259,7 +265,8 @@ def _step_copy(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, op
                 copied.step()
     except ValueError as error:
         raise ValueError(
-            f"schedule='script' can't advance this script's {kind} to step {last} of the checkpoint: {error}"
+            f"schedule='script' can't advance this script's {kind} to step {last} of the checkpoint ({error}). Resume "
+            "with schedule='saved'."
         ) from error
     return copied
 

@@ -45,11 +45,13 @@ class AdvancedProfiler(Profiler):
         super().__init__(dirpath, filename)
         if isinstance(line_count_restriction, bool) or not isinstance(line_count_restriction, int | float):
             raise TypeError(
-                f"line_count_restriction={line_count_restriction!r} must be a number, or a fraction up to 1.0."
+                f"line_count_restriction={line_count_restriction!r} must be a number of lines, such as 20, or a "
+                "fraction from 0.0 to 1.0."
             )
         if line_count_restriction < 0 or (isinstance(line_count_restriction, float) and line_count_restriction > 1):
             raise ValueError(
-                f"line_count_restriction={line_count_restriction!r} must be a number, or a fraction up to 1.0."
+                f"line_count_restriction={line_count_restriction!r} must be a number of lines, such as 20, or a "
+                "fraction from 0.0 to 1.0."
             )
         self.line_count_restriction = line_count_restriction
         self.dump_stats = dump_stats

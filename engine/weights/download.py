@@ -151,7 +151,10 @@ def _read_declared_size(response: Any) -> int:
 
 def _check_size(url: str, size: int, limit: int, target: Path) -> None:
     if size > limit:
-        raise ValueError(f"{url} has more than {limit:,} bytes, the limit of {target.parent}.")
+        raise ValueError(
+            f"{url} has more than {limit:,} bytes, the limit of a download to {target.parent}. Download it yourself, "
+            "and pass the path."
+        )
 
 
 def _parse_digest(sha256: object) -> str:

@@ -236,7 +236,7 @@ def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, m
         if new is None:
             continue
         if not isinstance(new, str):
-            raise TypeError(f"rename({name!r:.100}) must be a name or None, not {new!r:.100}.")
+            raise TypeError(f"rename maps {name!r:.100} to {new!r:.100}, but must map names to strings or None.")
         if new in result:
             raise ValueError(
                 f"{source.place}: rename maps two weights to the name {new!r:.100}. Give each weight a distinct name."

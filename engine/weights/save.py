@@ -65,7 +65,8 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     if safe:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
             raise TypeError(
-                f"safe_serialization=True got {name_type(obj)}, but supports only a dict of tensors by name."
+                f"safe_serialization=True got {name_type(obj)}, but supports only a dict of tensors by name. Use "
+                "safe_serialization=False for other data."
             )
         _check(obj, any_dtype=False)
         tensors, aliases = split_tied(obj)
@@ -350,7 +351,7 @@ def make_readable(value: Any, place: str) -> Any:
     for refused, advice in _ADVICE.items():
         if isinstance(value, refused):
             raise TypeError(
-                f"{place} is a {kind.__name__}, which torch.load(weights_only=True) does not load. To fix this, "
+                f"{place} is {name_type(value)}, which torch.load(weights_only=True) does not load. To fix this, "
                 f"{advice}, or remove it."
             )
     return value

@@ -201,8 +201,8 @@ class DDP(Strategy):
             clashes = {"zero": zero, "comm_hook": bool(self.comm_hook), "static_graph": static_graph}
             for clash in (name for name, on in clashes.items() if on):
                 raise ValueError(
-                    f"local_sgd_steps={self.local_steps.every} contradicts {clash}, which communicates in every step. "
-                    "Remove one of them."
+                    f"local_sgd_steps={self.local_steps.every} can't be combined with {clash}, which relies on a "
+                    "reduction of gradients in every step. Remove one of them."
                 )
 
     def attach(self, world: World, precision: Precision) -> None:
@@ -267,10 +267,8 @@ class DDP(Strategy):
         if self.world.size == 1:
             return super().wrap(module)
         if self.comm_hook or self.local_steps is not None:
-            raise ValueError(
-                "DDP(comm_hook=..., local_sgd_steps=...) can't be combined with automatic_optimization=False. Remove "
-                "them."
-            )
+            option = "comm_hook" if self.comm_hook else "local_sgd_steps"
+            raise ValueError(f"DDP({option}=...) can't be combined with automatic_optimization=False. Remove {option}.")
         self.place(module)
         if self.sync_batchnorm:
             synchronise(module, self.world)

@@ -28,8 +28,8 @@ def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
     for module in trained:
         if not isinstance(module, Joinable):
             raise ValueError(
-                f"{type(module).__name__} is not a prepared model, so its gradients are not reduced. Pass the model "
-                "that Accelerator.prepare returned to join_uneven_inputs."
+                f"{type(module).__name__} is not a prepared model, so its gradients are not reduced. Call "
+                "join_uneven_inputs with the model that Accelerator.prepare returned."
             )
     if not trained:
         yield

@@ -113,6 +113,7 @@ def parse_local_steps(every: Any, start: Any) -> LocalSteps | None:
             check_int(name, value, least)
     if every is None and start:
         raise ValueError(
-            f"local_sgd_start={start} needs local_sgd_steps, the number of steps between two averages. Set it."
+            f"local_sgd_start={start} needs local_sgd_steps, the number of steps between two averages. Set "
+            "local_sgd_steps too."
         )
     return None if every is None else LocalSteps(every, start)

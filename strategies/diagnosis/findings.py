@@ -227,7 +227,7 @@ def _judge_start_method(facts: Facts) -> Finding:
 
 def _judge_port(facts: Facts) -> Finding:
     if facts["free port"] is None:
-        return Finding(FAULT, "ports", "there is no free port at 127.0.0.1.")
+        return Finding(FAULT, "ports", "127.0.0.1 has no free port.")
     return Finding(GOOD, "ports", "free ports are available")
 
 

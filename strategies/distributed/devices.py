@@ -56,30 +56,30 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
         ValueError: If the value is invalid, or if torch does not see the devices.
         TypeError: If the value has another type.
     """
-    rule = "devices must be a number of at least 1, -1 for all, a list of indices, a string such as '0,2', or 'auto'"
+    rule = "must be a number of at least 1, -1 for all, a list of indices, a string such as '0,2', or 'auto'"
     if devices == "auto":
         return None
     if isinstance(devices, str):
         try:
             indices = [int(part) for part in devices.split(",") if part.strip()]
         except ValueError:
-            raise ValueError(f"devices={devices!r}: {rule}.") from None
+            raise ValueError(f"devices={devices!r} {rule}.") from None
         devices = indices if "," in devices else indices[0] if indices else 0
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
-        raise TypeError(f"devices={devices!r} is {name_type(devices)}: {rule}.")
+        raise TypeError(f"devices={devices!r} {rule}, not {name_type(devices)}.")
     available = torch.cuda.device_count() if kind == "cuda" else None
     if isinstance(devices, int):
         if devices == -1:
             devices = available or 1
         if devices < 1:
-            raise ValueError(f"devices={devices}: {rule}.")
+            raise ValueError(f"devices={devices} {rule}.")
         chosen = list(range(devices))
     else:
         chosen = [*devices]  # type: ignore[list-item]
     if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in chosen):
-        raise ValueError(f"devices={devices!r}: {rule}.")
+        raise ValueError(f"devices={devices!r} {rule}.")
     if not chosen or len(set(chosen)) != len(chosen):
-        raise ValueError(f"devices={devices!r} is empty or lists a device twice: {rule}.")
+        raise ValueError(f"devices={devices!r} must list at least one device, and each device only once.")
     if available is not None and max(chosen) >= available:
         raise ValueError(
             f"devices={devices!r}, but torch sees {available} CUDA device(s), numbered from 0. Choose from these."

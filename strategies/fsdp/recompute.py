@@ -67,7 +67,9 @@ class Recompute:
             if isinstance(self.budget, bool) or not 0.0 <= self.budget <= 1.0:
                 raise ValueError(f"budget={self.budget!r} must be a fraction from 0.0 to 1.0.")
             if self.blocks is not None or self.every != 1 or self.keep:
-                raise ValueError(f"budget={self.budget!r} lets the compiler choose. Remove blocks, every and keep.")
+                raise ValueError(
+                    f"budget={self.budget!r} lets the compiler choose what to recompute. Remove blocks, every and keep."
+                )
 
     @classmethod
     def parse(cls, value: Any) -> Recompute | None:

@@ -217,7 +217,9 @@ def job_of(options: argparse.Namespace) -> Job:
     nodes = _parse_nodes(options)
     if options.multi_gpu and (options.cpu or not _count_gpus()):
         raise ValueError(
-            "--multi_gpu needs a GPU, but torch sees none here, or --cpu hides them. Remove --multi_gpu or --cpu."
+            "--multi_gpu contradicts --cpu, which hides the GPUs. Remove one of them."
+            if options.cpu
+            else "--multi_gpu needs a GPU, but torch sees none here. Remove --multi_gpu."
         )
     if options.no_python and options.module:
         raise ValueError("--module and --no-python contradict each other. Remove one of them.")
@@ -297,7 +299,9 @@ def _parse_nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
         return gpus or 1
     if text == "gpu" and not gpus:
         raise ValueError(
-            "--nproc-per-node gpu needs a GPU, but torch sees none here, or --cpu hides them. Pass a number."
+            "--nproc-per-node gpu contradicts --cpu, which hides the GPUs. Remove --cpu, or pass a number."
+            if options.cpu
+            else "--nproc-per-node gpu needs a GPU, but torch sees none here. Pass a number."
         )
     if text in ("auto", "gpu", "cpu"):
         return gpus if gpus and text != "cpu" else cpus()

@@ -109,9 +109,9 @@ def _refuse(
         )
     if rdzv_backend != "static" or set(rdzv_conf) - {"timeout"} or log_line_prefix_template:
         raise ValueError(
-            f"rdzv_backend={rdzv_backend!r}, rdzv_conf={rdzv_conf!r}, "
-            f"log_line_prefix_template={log_line_prefix_template!r}: only 'static', a 'timeout' and None are "
-            "supported. For other values, put the code into a file and use `treadle launch`. To label the output, "
+            f"rdzv_backend={rdzv_backend!r}, rdzv_conf={rdzv_conf!r} and "
+            f"log_line_prefix_template={log_line_prefix_template!r} must be 'static', a dict with at most a 'timeout', "
+            "and None. For another rendezvous, put the code into a file and use `treadle launch`. To label the output, "
             "print `accelerator.process_index` in the function."
         )
 
@@ -212,7 +212,7 @@ class _Launch:
         if torch.cuda.is_initialized():
             session = {**vars(sys.modules["__main__"]), **reach}
             gpu_names = [name for name, value in session.items() if _on_gpu(value)]
-            cause = f"it holds {', '.join(map(repr, gpu_names))}" if gpu_names else "by a call such as `.cuda()`"
+            cause = f"for {', '.join(map(repr, gpu_names))}" if gpu_names else "by a call such as `.cuda()`"
             raise ValueError(
                 f"this session has used a GPU ({cause}), and a process that has used a GPU can't fork. Restart the "
                 "session and use GPUs only inside the function."

@@ -173,7 +173,10 @@ def _resolve(host: str, port: int, purpose: str) -> str:
         except OSError as error:
             lasting = not isinstance(error, socket.gaierror) or error.errno == socket.EAI_FAMILY
             if lasting or time.monotonic() > deadline:
-                raise ValueError(f"{purpose}, but this machine can't resolve the host {host!r} ({error}).") from None
+                raise ValueError(
+                    f"{purpose}, but this machine can't resolve the host {host!r} ({error}). Check the name, or use an "
+                    "IP address."
+                ) from None
             time.sleep(1)
 
 

@@ -76,7 +76,7 @@ def test_a_store_that_is_away_costs_a_warning_and_nothing_is_lost(folder, monkey
     here = local_folder(folder)
     monkeypatch.setattr(Away, "is_away", True)
     (here / "events").write_bytes(b"1")
-    with pytest.warns(UserWarning, match=r"away://.* lacks the latest changes, which are kept in .*refused"):
+    with pytest.warns(UserWarning, match=r"can't be uploaded to away://.*refused.*are kept in"):
         flush(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

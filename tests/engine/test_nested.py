@@ -36,7 +36,7 @@ def test_nested():
     assert (moved["a"].device.type, moved["kept"].device.type, moved["n"]) == ("meta", "cpu", 1)
     doubled = u.recursively_apply(lambda n, by: n * by, [1, {"a": 2}], 3, test_type=lambda v: isinstance(v, int))
     assert doubled == [3, {"a": 6}]
-    with pytest.raises(TypeError, match="got a str"):
+    with pytest.raises(TypeError, match="does not support a str"):
         u.recursively_apply(len, ["x"], error_on_other_type=True)
 
 

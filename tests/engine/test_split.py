@@ -152,7 +152,7 @@ def test_dicts_are_split_by_their_values_and_left_as_they_are():
         (b"bytes", TypeError, "one bytes"),
         ({"b", "a"}, TypeError, r"Pass sorted\(inputs\)"),
         (5, TypeError, "got an int"),
-        (torch.tensor(5), TypeError, "0-d tensor"),
+        (torch.tensor(5), TypeError, "a Tensor without dimensions"),
         ({"a": [1], "n": 5}, TypeError, "'n' can't be split: .*got an int"),
         ({"a": [1], "b": [1, 2]}, ValueError, "'a': 1, 'b': 2"),
         (Table(), TypeError, "rows as a list"),

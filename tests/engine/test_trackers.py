@@ -108,7 +108,7 @@ def test_logging_without_trackers_is_nothing():
     accelerator.init_trackers("none")
     accelerator.log({"x": 1})
     accelerator.end_training()
-    with pytest.raises(ValueError, match=r"init_kwargs names 'cvs', but log_with names none"):
+    with pytest.raises(ValueError, match=r"init_kwargs names 'cvs', but log_with names no tracker"):
         accelerator.init_trackers("none", init_kwargs={"cvs": {}})
 
 

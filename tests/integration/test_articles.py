@@ -294,11 +294,11 @@ def test_what_was_decided_is_said_once(two):
 
 
 def test_data_that_differs_between_processes(two):
-    assert "different samples on every rank, so it is already split by rank" in two[0]["other data"]
+    assert "different samples on every rank, so it is treated as already split by rank" in two[0]["other data"]
     assert two[1]["other data"] == ""  # all know, one says
     assert "different" not in two[0]["same data"]
     for process in two:
-        words = "datasets of the ranks hold different data, but a dataset is sharded by index, so samples would be"
+        words = "datasets of the ranks contain different data, but a dataset is sharded by index, so samples would be"
         assert f"{words} missed or" in process["other split"]
         assert "datasets of the ranks differ in length (rank 0: 8, rank 1: 12)" in process["more data"]
 

@@ -139,7 +139,8 @@ def _parse(action: Any) -> tuple[str, Any]:
     if kind in named:
         usual, table = named[kind]
         if (value or usual) not in table:
-            raise ValueError(f"action={action!r}: there is no {value!r}.{nearest(value, table)}")
+            noun = "signal" if kind == "kill" else "error"
+            raise ValueError(f"action={action!r} names the unknown {noun} {value!r}.{nearest(value, table)}")
         return kind, table[value or usual]
     try:
         if kind == "exit" and 0 <= (status := int(value or "1")) <= 255:

@@ -35,7 +35,7 @@ def check_target(target: RemotePath) -> None:
             "save elsewhere."
         )
     if not objects and target.is_file():
-        raise ValueError(f"{target} is an object, so a checkpoint can't be written there. Save elsewhere.")
+        raise ValueError(f"{target} is an object, but a checkpoint needs a folder. Save elsewhere.")
 
 
 def check_writable(directory: RemotePath) -> None:

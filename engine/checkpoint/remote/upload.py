@@ -109,8 +109,12 @@ class Upload:
         names = [name for name in filesystem.list_leaves(self.staging) if name not in files]
         for name in names:
             if name == MANIFEST or not (self.staging / name).is_file():
-                problem = "the name of the checkpoint's manifest" if name == MANIFEST else "not a file"
-                raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}, so it can't be saved.")
+                problem = (
+                    "reserved for the manifest. Use another name"
+                    if name == MANIFEST
+                    else "not a file. Write files only"
+                )
+                raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}.")
 
         def transfer(name: str) -> filesystem.Entry:
             file = (self.staging / name).resolve()  # a store does not support links

@@ -327,7 +327,7 @@ def test_what_else_differs_is_refused_before_anything_changes(tmp_path, other):
     same(snapshot(model, stepper), before)
     if other == "models":
         return
-    with pytest.warns(UserWarning, match="which is not registered in this run") as said:
+    with pytest.warns(UserWarning, match="which this run has not registered") as said:
         accelerator.load_state(tmp_path / "x", strict=False)
     texts = [str(one.message) for one in said]
     assert any(words in text and "is not restored" in text for text in texts)
@@ -354,7 +354,7 @@ def test_another_precision_is_said_and_the_optimizer_goes_with_it(saved, optimiz
     first[0].save_state(tmp_path / "x")
     for precision in ("bf16-true", "64-true"):
         accelerator, model, stepper = make(precision)
-        with pytest.warns(UserWarning, match=f"saved with precision 32-true, but this run has {precision}"):
+        with pytest.warns(UserWarning, match=f"saved with precision 32-true, but this run uses {precision}"):
             accelerator.load_state(tmp_path / "x")
         step(accelerator, model, stepper)
         weight = accelerator.unwrap_model(model).parts["head"].weight

@@ -97,7 +97,7 @@ def test_what_is_refused():
         CombinedLoader({"a": 5})
     with pytest.raises(TypeError, match="has none"):
         len(CombinedLoader([iter([1]), iter([2])], "max_size"))
-    with pytest.raises(ValueError, match="iterable 1 of the CombinedLoader yields nothing in its pass 2"):
+    with pytest.raises(ValueError, match="iterable 1 of the CombinedLoader yields nothing in pass 2"):
         list(CombinedLoader([[1, 2, 3], iter([1])], "max_size_cycle"))
     with pytest.raises(TypeError, match="prepared"):
         Ranks(lambda: [Ranks(lambda: [[1]], "min_size").loaders[0]], "min_size")
@@ -360,7 +360,7 @@ def test_states_that_do_not_fit():
     shared = torch.Generator()
     lazy = Lazy(5)
     lazy.generator = shared
-    with pytest.raises(ValueError, match="two combined loaders draw from one generator"):
+    with pytest.raises(ValueError, match="two combined loaders share a generator"):
         Ranks(lambda: [DataLoader(range(5), sampler=lazy), shuffled(5, generator=shared)], "min_size")
 
 

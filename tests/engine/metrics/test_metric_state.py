@@ -181,7 +181,7 @@ class Seat:
         self.rank, self.size, self.is_main = rank, size, rank == 0
 
 
-@pytest.mark.parametrize(("metric", "why"), [(torchmetrics.PearsonCorrCoef(), "no reduction"), (Tally(), "not known")])
+@pytest.mark.parametrize(("metric", "why"), [(torchmetrics.PearsonCorrCoef(), "no reduction"), (Tally(), "unknown")])
 def test_what_can_not_be_shared_out(metric, why):
     found = torch.tensor([0.0, 1.0, 3.0])
     metric.update(found, found.roll(1))

@@ -104,7 +104,7 @@ def test_a_reduction_of_ones_own():
     assert train(90) == 90
     with pytest.raises(
         ValueError,
-        match="batch_size=81 failed, and reduce_batch_size_fn returned 81, which must be an integer from 1 to 80",
+        match=r"batch_size=81 does not fit .* returned 81\. It must return an integer from 1 to 80\.",
     ):
         train(10)
 

@@ -64,7 +64,7 @@ def test_a_weight_that_one_process_changed(size):
         assert changed.startswith("1 of 6 parameters are not the same on all processes: 2.weight. Compared with")
         assert f"rank 0, the largest difference in 2.weight is {apart:.3g} on rank {size - 1}." in changed
         assert other == (
-            f"the processes do not hold the same parameters: rank {size - 1} has 2.extra torch.float32 [1]. Build the "
+            f"the processes have different parameters: rank {size - 1} has 2.extra torch.float32 [1]. Build the "
             "same model on every process."
         )
     assert all(found == results[0][0] for found, _ in results)

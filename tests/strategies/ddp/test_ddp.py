@@ -136,9 +136,9 @@ WRONG = {
     "state": ({"comm_state": {"a": 1}}, ValueError, "comm_hook"),
     "twice": ({"comm_hook": "bf16", "ddp_comm_hook": "fp16"}, ValueError, "another name of comm_hook"),
     "bf16-state": ({"comm_hook": "bf16", "comm_state": {"rank": 1}}, ValueError, "no state"),
-    "local-zero": ({"local_sgd_steps": 2, "zero": True}, ValueError, "contradicts zero"),
-    "local-hook": ({"local_sgd_steps": 2, "comm_hook": "bf16"}, ValueError, "contradicts comm_hook"),
-    "local-static": ({"local_sgd_steps": 2, "static_graph": True}, ValueError, "contradicts static_graph"),
+    "local-zero": ({"local_sgd_steps": 2, "zero": True}, ValueError, "can't be combined with zero"),
+    "local-hook": ({"local_sgd_steps": 2, "comm_hook": "bf16"}, ValueError, "can't be combined with comm_hook"),
+    "local-static": ({"local_sgd_steps": 2, "static_graph": True}, ValueError, "can't be combined with static_graph"),
     "local-none": ({"local_sgd_start": 2}, ValueError, "needs local_sgd_steps"),
     "local-0": ({"model_averaging_period": 0}, ValueError, "local_sgd_steps=0"),
 }
