@@ -82,7 +82,9 @@ class BatchSizeFinder(Callback):
         self.margin = margin
         self.max_val = check_int("max_val", max_val, 1)
         if init_val > max_val:
-            raise ValueError(f"init_val={init_val} is more than max_val={max_val}, the largest size to try.")
+            raise ValueError(
+                f"init_val={init_val} is more than max_val={max_val}, the largest size to try. Lower init_val."
+            )
         self.keep_global_batch = check_bool("keep_global_batch", keep_global_batch)
         self.optimal_batch_size: int | None = None
         self.accumulate: int | None = None

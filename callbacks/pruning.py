@@ -194,7 +194,7 @@ class ModelPruning(Callback):
             is_in_model = id(part) in names and (hasattr(part, name) or f"{name}_orig" in part._parameters)
             if not is_in_model:
                 raise ValueError(
-                    f"parameters_to_prune has {name!r} of {name_type(part)} that is not in the model. Remove this pair."
+                    f"parameters_to_prune has {name!r} of {name_type(part)}, which the model lacks. Remove this pair."
                 )
         chosen = self.filter_parameters_to_prune(pairs)
         if not chosen:

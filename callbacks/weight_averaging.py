@@ -191,7 +191,7 @@ class WeightAveraging(Averaging):
         """
         if self._averages is not None and self._averages.is_applied and not self._ended:
             raise ValueError(
-                "a checkpoint must hold the trained weights, but during a validation the model has the averaged ones. "
+                "a checkpoint must contain the trained weights, but during a validation the model has the averages. "
                 "Save in on_step_end, or in on_validation_end, with the averaging callback listed before the one that "
                 "saves."
             )

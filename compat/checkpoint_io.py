@@ -99,7 +99,7 @@ class TorchCheckpointIO(CheckpointIO):
         if Path(path).is_dir():
             return load_checkpoint(path, map_location if isinstance(map_location, str | torch.device) else None)
         if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no checkpoint {str(path)!r}.")
+            raise FileNotFoundError(f"the checkpoint {str(path)!r} does not exist.")
         checkpoint: dict[str, Any] = torch.load(
             path, map_location=map_location, weights_only=weights_only is None or weights_only
         )

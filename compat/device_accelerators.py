@@ -212,7 +212,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     if num_devices == 0:
         return []
     if not count or num_devices > count:
-        raise ValueError(f"num_devices={num_devices}, but torch detects only {count} CUDA device(s).")
+        raise ValueError(f"num_devices={num_devices}, but torch detects only {count} CUDA device(s). Pass {count}.")
     usable: list[int] = []
     for index in range(count):
         if len(usable) == num_devices:

@@ -146,7 +146,7 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         torch.set_rng_state(world.broadcast(torch.get_rng_state()))
     elif name == "cuda":
         if world.device.type != "cuda":
-            raise ValueError("rng_type='cuda' needs a CUDA device, but this process computes on the CPU.")
+            raise ValueError(f"rng_type='cuda' needs a CUDA device, but this process uses {world.device}.")
         torch.cuda.set_rng_state(world.broadcast(torch.cuda.get_rng_state()))
     else:
         if generator is None:

@@ -55,7 +55,7 @@ _REFUSED = {
     "deepspeed": "use strategy='fsdp'",
     "parallelism_config": "use FSDP(tensor_parallel_size=...)",
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
-    "ignore_data_skip": "a resume always continues with the next batch",
+    "ignore_data_skip": "remove it, because a resume always continues with the next batch",
     "group_by_length": "pass the DataLoader a batch sampler that groups by length",
     "label_smoothing_factor": "override training_step of the task",
     "neftune_noise_alpha": "add the noise in a forward hook of the embeddings",
@@ -234,7 +234,7 @@ def _translate_length(args: Any) -> dict[str, Any]:
         return {"max_epochs": int(epochs)}
     if epochs < 1:
         return {"max_epochs": 1, "limit_train_batches": float(epochs)}
-    raise ValueError(f"num_train_epochs={epochs} must be a whole number. Pass one, or set max_steps.")
+    raise ValueError(f"num_train_epochs={epochs} must be a whole number or below 1. Pass one, or set max_steps.")
 
 
 def _translate_strategy(args: Any) -> Any:

@@ -115,7 +115,7 @@ class TransformersTask(TaskModule):
             built = _load_model(model, auto_class, dict(model_options or {}))
         elif auto_class is not None or model_options:
             raise ValueError(
-                "auto_class and model_options load a model by its name, but model is an object. Remove them."
+                "auto_class and model_options load a model by its name, but model is an object. Pass the object only."
             )
         else:
             built = model

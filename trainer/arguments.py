@@ -59,7 +59,7 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
         )
     count = int((total or 0) * limit)
     if limit > 0 and total and not count:
-        raise ValueError(f"{name}={limit} of {total} batches is less than one. Pass at least {1 / total:.3g}.")
+        raise ValueError(f"{name}={limit} of {total} batches is less than one. Pass a larger fraction, or 1.")
     return count
 
 
@@ -207,8 +207,8 @@ MATMUL_PRECISIONS = ("highest", "high", "medium")
 """Precisions of float32 matrix products; see `torch.set_float32_matmul_precision`."""
 
 _ABSENT = {
-    "model_registry": "it belongs to one vendor; pass a path as ckpt_path of fit",
-    "suggest_integrations": "Treadle suggests none",
+    "model_registry": "pass a path as ckpt_path of fit",
+    "suggest_integrations": "remove it, because Treadle suggests no integrations",
     "weights_save_path": "pass dirpath to ModelCheckpoint",
     "resume_from_checkpoint": "pass ckpt_path to fit",
     "checkpoint_callback": "use enable_checkpointing",
@@ -224,10 +224,10 @@ _ABSENT = {
     "amp_level": "use precision",
     "auto_lr_find": "use callbacks=[LearningRateFinder()]",
     "auto_scale_batch_size": "use callbacks=[BatchSizeFinder()]",
-    "track_grad_norm": "log it in on_before_optimizer_step",
+    "track_grad_norm": "log the norm in on_before_optimizer_step",
     "terminate_on_nan": "use on_nonfinite='raise', which is the default",
     "stochastic_weight_avg": "use callbacks=[StochasticWeightAveraging(...)]",
-    "move_metrics_to_cpu": "logged values cost no device memory",
+    "move_metrics_to_cpu": "remove it, because logged values use no device memory",
     "multiple_trainloader_mode": "pass a CombinedLoader(loaders, mode)",
 }
 """Current and former Lightning flags that are deliberately absent, with their replacements."""
@@ -298,7 +298,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
         if isinstance(plugin, Precision):
             if precision is not None:
                 raise ValueError(
-                    f"precision={precision!r} and a plugin {plugin.name!r} set the precision. Pass only one."
+                    f"precision={precision!r} and the plugin {plugin.name!r} both set the precision. Pass only one."
                 )
             precision = plugin
         elif isinstance(plugin, TorchSyncBatchNorm):

@@ -59,7 +59,9 @@ class SweepFolder:
             own.mkdir(parents=True)
             self._lock = RunLock(own)
         except OSError as error:
-            raise ConfigError(f"can't write to {self.path}: {error.strerror or error}. Set run.dir.") from error
+            raise ConfigError(
+                f"can't write to {self.path}: {error.strerror or error}. Set run.dir to another folder."
+            ) from error
         try:
             yield
         finally:

@@ -332,7 +332,7 @@ class Fabric:
             ValueError: If no optimizer is passed, or one has been set up already.
         """
         if not optimizers:
-            raise ValueError("setup_optimizers needs at least one optimizer.")
+            raise ValueError("setup_optimizers was called without an optimizer. Pass at least one.")
         prepared = tuple(map(self._setup_optimizer, optimizers))
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -362,7 +362,7 @@ class Fabric:
             ValueError: If no dataloader is passed, or one has been set up already.
         """
         if not dataloaders:
-            raise ValueError("setup_dataloaders needs at least one DataLoader.")
+            raise ValueError("setup_dataloaders was called without a DataLoader. Pass at least one.")
         world = self._accelerator.world
         device = self.device if move_to_device else None
         prepared = [FabricDataLoader(loader, world, device, use_distributed_sampler) for loader in dataloaders]

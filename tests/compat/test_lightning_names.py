@@ -122,7 +122,7 @@ def test_plugins_that_are_refused() -> None:
         MixedPrecision("16-true", "cuda")
     with pytest.raises(ValueError, match="a run creates its own"):
         MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(ValueError, match="set the precision"):
+    with pytest.raises(ValueError, match="both set the precision"):
         Trainer(**QUIET, precision="64-true", plugins=DoublePrecision())
     with pytest.raises(TypeError, match=r"checkpoints have one format, and ModelCheckpoint\(async_save=True\)"):
         Trainer(**QUIET, plugins=AsyncCheckpointIO())

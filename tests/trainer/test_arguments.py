@@ -132,7 +132,7 @@ def test_a_precision_as_a_plugin():
         ({"plugins": "deepspeed"}, TypeError, "plugins='deepspeed' must be"),
         ({"plugins": [Precision.parse("64-true")], "precision": 32}, ValueError, "Pass only one"),
         ({"plugins": [TorchSyncBatchNorm()], "sync_batchnorm": True}, ValueError, "are the same setting"),
-        ({"model_registry": "x"}, TypeError, "no argument 'model_registry'. It belongs to one vendor"),
+        ({"model_registry": "x"}, TypeError, "no argument 'model_registry'. Pass a path as ckpt_path of fit"),
         ({"gpus": 2}, TypeError, "no argument 'gpus'. Use accelerator='gpu' and devices"),
         ({"max_epoch": 2}, TypeError, "no argument 'max_epoch'. Did you mean 'max_epochs'"),
         ({"compile": "yes"}, TypeError, "compile='yes' must be True or False"),

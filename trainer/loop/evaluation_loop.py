@@ -257,7 +257,7 @@ def check_step(task: TaskModule, stage: str) -> None:
     if stage == "predict" and type(task).forward is not nn.Module.forward:
         return
     missing = "neither predict_step nor forward" if stage == "predict" else f"no {name}"
-    raise ValueError(f"{type(task).__name__} has {missing}, which {stage} needs. Define it.")
+    raise ValueError(f"{type(task).__name__} has {missing}, which {stage} needs. Define {name}.")
 
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:

@@ -134,7 +134,7 @@ class ObjectRecipe(Recipe):
         if isinstance(self.base, type) and not isinstance(built_object, self.base):
             raise ConfigError(
                 f"{self.value.source}: {format_path(self.path)}: {self.name} returned {name_type(built_object)}, "
-                f"which is not a {self.base.__name__}."
+                f"which is not an instance of {self.base.__name__}."
             )
         return built_object
 
