@@ -111,7 +111,8 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     world = current_world()
     owners = [rank for rank, given in enumerate(world.gather_objects(tensor is not None)) if given]
     if len(owners) != 1:
-        raise ValueError(f"copy_tensor_to_devices takes the tensor of one rank, but ranks {owners} passed one.")
+        passed = f"ranks {owners} did" if owners else "none did"
+        raise ValueError(f"exactly one rank must pass a tensor to copy_tensor_to_devices, but {passed}.")
     shape, dtype = world.broadcast(None if tensor is None else (tensor.shape, tensor.dtype), owners[0])
     copied = torch.empty(shape, dtype=dtype, device=world.device) if tensor is None else tensor.to(world.device).clone()
     return world.broadcast_tensor(copied, owners[0])

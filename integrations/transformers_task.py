@@ -313,8 +313,8 @@ class TransformersTask(TaskModule):
         has_length, extra = math.isfinite(steps), dict(options.scheduler_options or {})
         if not has_length and (0 < warmup < 1 or (name not in _WITHOUT_LENGTH and "num_stable_steps" not in extra)):
             raise ValueError(
-                f"lr_scheduler={name!r} with warmup_steps={warmup} needs the length of the run, but the training "
-                "dataloader has no length. Set Trainer(max_steps=...), or use lr_scheduler='constant', or "
+                f"lr_scheduler={name!r} with warmup_steps={warmup} needs the length of the run, which is "
+                "unknown. Set Trainer(max_steps=...), or use lr_scheduler='constant', or "
                 "'constant_with_warmup' with a number of steps."
             )
         scheduler = get_scheduler(

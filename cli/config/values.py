@@ -128,14 +128,18 @@ def normalize(value: Value) -> Value:
     entries = {key: normalize(item) for key, item in value.data.items()}
     if "class_path" in entries:
         if "class" in entries:
-            raise ConfigError(f"{entries['class_path'].source}: 'class' and 'class_path' both name a class; keep one.")
+            raise ConfigError(
+                f"{entries['class_path'].source}: 'class' and 'class_path' both name a class. Keep one of them."
+            )
         entries = {("class" if key == "class_path" else key): item for key, item in entries.items()}
     arguments = entries.get("init_args")
     if arguments is not None and isinstance(arguments.data, dict | None):
         del entries["init_args"]
         for key, item in (arguments.data or {}).items():
             if key in entries:
-                raise ConfigError(f"{item.source}: {key!r} is set both inside and outside 'init_args'; keep one.")
+                raise ConfigError(
+                    f"{item.source}: {key!r} is set both inside and outside 'init_args'. Keep one of them."
+                )
             entries[key] = item
     return replace(value, data=entries)
 

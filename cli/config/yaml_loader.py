@@ -75,7 +75,7 @@ def read_text(file: str | Path) -> str:
     path = Path(file)
     try:
         if not path.is_file():
-            raise ConfigError(f"{file or repr(file)}: there is no such file.{_suggest_file(path)}")
+            raise ConfigError(f"{file or repr(file)}: {_describe_missing(path)}")
         with path.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
@@ -158,7 +158,9 @@ class _NodeReader:
             if node.flow_style and absent and ":" in str(key):
                 raise ConfigError(f"{place}: {key!r} is a key without a value: put a space after its ':'.")
             if key in pairs:
-                raise ConfigError(f"{place}: the key {key!r} appears twice, first in {pairs[key].source}; keep one.")
+                raise ConfigError(
+                    f"{place}: the key {key!r} appears twice, first in {pairs[key].source}. Keep one of them."
+                )
             pairs[key] = self.read_value(item, key_node.start_mark)
         return merged_pairs | pairs
 
@@ -221,12 +223,14 @@ def _explain_error(error: yaml.MarkedYAMLError, text: str) -> str:
     return f"{context}{problem}."
 
 
-def _suggest_file(path: Path) -> str:
+def _describe_missing(path: Path) -> str:
+    """Return why a path is not a file that can be read, with a suggestion."""
     if path.is_dir():
-        return " It is a folder: name the file in it."
+        return "this is a folder. Name the file in it."
     try:
         names = sorted(sibling.name for sibling in path.parent.iterdir() if sibling.suffix in (".yaml", ".yml"))
     except OSError:
-        return f" There is no folder {str(path.parent)!r} either."
+        return f"the file does not exist, nor does the folder {str(path.parent)!r}."
     close = closest_name(path.name, names)
-    return "" if close is None else f" Did you mean {str(path.parent / close)!r}?"
+    missing = "this is not a regular file." if path.exists() else "the file does not exist."
+    return missing if close is None else f"{missing} Did you mean {str(path.parent / close)!r}?"

@@ -135,7 +135,7 @@ def parse_parameters(section: Value, problems: list[str]) -> list[Parameter]:
         if inside or keys.count(parameter.key) > 1:
             other = inside[0] if inside else "the same key"
             problems.append(
-                f"{parameter.source}: parameters: {parameter.key} and {other} set the same value; keep one."
+                f"{parameter.source}: parameters: {parameter.key} and {other} set the same value. Keep one of them."
             )
     return parameters
 
@@ -171,7 +171,7 @@ def _parse_space(value: Value) -> Choices | Range:
         if distribution in _REFUSED:
             raise ConfigError(f"distribution={distribution!r}: {_REFUSED[distribution]}")
         hint = nearest(distribution, _DISTRIBUTIONS)
-        raise ConfigError(f"there is no distribution {distribution!r}.{hint} Use one of {', '.join(_DISTRIBUTIONS)}.")
+        raise ConfigError(f"unknown distribution {distribution!r}.{hint} Use one of {', '.join(_DISTRIBUTIONS)}.")
     if "values" in words:
         _refuse_others(words, "values", distribution, _CATEGORICAL)
         return _parse_choices(words["values"])
@@ -195,7 +195,7 @@ def _read_words(entries: Mapping[Any, Value]) -> dict[str, Value]:
                 f"a parameter has no {word!r}.{hint} It has values, or min, max, step, log, distribution."
             )
         if known in words:
-            raise ConfigError(f"{word} and {known} mean the same; keep one.")
+            raise ConfigError(f"{word} and {known} mean the same. Keep one of them.")
         words[known] = item
     return words
 
@@ -203,7 +203,7 @@ def _read_words(entries: Mapping[Any, Value]) -> dict[str, Value]:
 def _refuse_others(words: Mapping[str, Value], kept: str, distribution: Any, allowed: tuple[str, ...]) -> None:
     others = [word for word in words if word not in (kept, "distribution")]
     if others:
-        raise ConfigError(f"{kept} and {others[0]} exclude each other; keep one.")
+        raise ConfigError(f"{kept} and {others[0]} can't be combined. Keep one of them.")
     if distribution not in (None, *allowed):
         raise ConfigError(f"distribution={distribution} takes min and max, not {kept}.")
 
@@ -214,7 +214,7 @@ def _parse_choices(value: Value) -> Choices:
     labels: list[Any] = []
     for label in Choices(tuple(value.data)).labels:
         if label in labels:  # 1, 1.0 and true are the same value in a study
-            raise ConfigError(f"the value {label!r} appears twice; keep one.")
+            raise ConfigError(f"the value {label!r} appears twice. Keep one of them.")
         labels.append(label)
     return Choices(tuple(value.data))
 
@@ -225,7 +225,7 @@ def _parse_range(words: Mapping[str, Value], distribution: str | None) -> Range:
         if word in words and words[word].data is not None:
             number = words[word].data
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-                raise ConfigError(f"{word}={number!r} must be a number.")
+                raise ConfigError(f"{word}={number!r} must be a finite number.")
             numbers[word] = number
     if "min" not in numbers or "max" not in numbers:
         raise ConfigError("min and max must be numbers.")
@@ -242,7 +242,7 @@ def _parse_range(words: Mapping[str, Value], distribution: str | None) -> Range:
     if log and low <= 0:
         raise ConfigError(f"min={low} must be larger than 0 for a logarithm.")
     if log and step is not None:
-        raise ConfigError("log and step exclude each other; keep one.")
+        raise ConfigError("log and step can't be combined. Keep one of them.")
     if distribution == "q_uniform" and step is None:
         step = 1
     if step is not None and step <= 0:

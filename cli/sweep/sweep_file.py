@@ -210,7 +210,9 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
     problems: list[str] = []
     for synonym in [key for key in entries if key in _SYNONYMS]:
         if _SYNONYMS[synonym] in entries:
-            problems.append(f"{entries[synonym].source}: {synonym} and {_SYNONYMS[synonym]} mean the same; keep one.")
+            problems.append(
+                f"{entries[synonym].source}: {synonym} and {_SYNONYMS[synonym]} mean the same. Keep one of them."
+            )
         entries[_SYNONYMS[synonym]] = entries.pop(synonym)
     for key in [key for key in entries if key not in KEYS]:
         hint = f": {_ELSEWHERE[key]}. Remove it." if key in _ELSEWHERE else f".{nearest(key, KEYS)}"

@@ -157,13 +157,19 @@ class Fit:
         name = type(task).__name__
         has_step = overrides(task, "validation_step")
         if loaders and not has_step:
-            warn(f"a validation dataloader was passed, but {name} has no validation_step, so nothing is validated.")
+            warn(
+                f"fit has a validation dataloader, but {name} has no validation_step, so nothing is validated. "
+                "Define one."
+            )
         if has_step:
             self.sources.warn_of_empty_validation()
         module = getattr(task.validation_step, "__module__", None) or ""
         is_users = not module.startswith("treadle.")  # tasks of Treadle define all steps
         if has_step and is_users and not loaders and self.trainer.limit_val_batches:
-            warn(f"{name} has a validation_step, but no validation dataloader was passed, so nothing is validated.")
+            warn(
+                f"{name} has a validation_step, but fit has no validation dataloader, so nothing is validated. Pass "
+                "val_dataloaders, or set limit_val_batches=0."
+            )
 
     def sanity_check(self) -> None:
         """Validate a few batches, so that a broken validation fails early. The RNG state of training is unchanged."""

@@ -437,7 +437,7 @@ def check_name(name: Any) -> str:
     if not name or name != name.strip() or name.startswith(".") or re.search(r'[\x00-\x1f\x7f/\\:*?"<>|]', name):
         raise ValueError(
             f"name={name!r} cannot be the name of a run: {rule}, so it must not be empty, begin with a dot, begin or "
-            'end with a space, or contain any of / \\ : * ? " < > |.'
+            'end with a space, or contain a control character or any of / \\ : * ? " < > |.'
         )
     if len(os.fsencode(name)) > 200:
         raise ValueError(f"name={name[:20]!r}... has {len(os.fsencode(name))} bytes, but may have at most 200: {rule}.")

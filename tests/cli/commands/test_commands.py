@@ -483,7 +483,7 @@ def test_errors_are_said_once(monkeypatch, capsys):
         for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
             monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
         assert main(["fit", "--config", "none.yaml"]) == 2
-        assert "none.yaml: there is no such file" in capsys.readouterr().err
+        assert "none.yaml: the file does not exist" in capsys.readouterr().err
     assert waited == ["", 6.0, 3.0, 3.0]
 
 

@@ -125,7 +125,7 @@ WRONG = {
     "--optimizer=Adem": r"no Optimizer named 'Adem'. Did you mean 'Adam'",
     "--model.encoder=torch.nn.Linear": r"model.encoder='torch.nn.Linear' must be Encoder or null",
     "--model.sizes=[1, 2": r"--model.sizes=\[1, 2: .*expected ',' or '\]'",
-    "--config=nothing.yaml": r"nothing.yaml: there is no such file",
+    "--config=nothing.yaml": r"nothing.yaml: the file does not exist",
     "--print_config=full": r"'full' is not one of comments, skip_null",
 }
 

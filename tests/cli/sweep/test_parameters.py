@@ -91,13 +91,13 @@ def test_parameters_in_wandbs_nested_form():
         ({"min": 0, "max": 1, "log": True}, "min=0 must be larger than 0 for a logarithm."),
         ({"min": 0.1, "max": 1, "log": "yes"}, "log='yes' must be true or false."),
         ({"min": 0.1, "max": 1, "step": 0}, "step=0 must be larger than 0."),
-        ({"min": 1, "max": 9, "step": 2, "log": True}, "log and step exclude each other; keep one."),
+        ({"min": 1, "max": 9, "step": 2, "log": True}, "log and step can't be combined. Keep one of them."),
         ({"min": 0.5, "max": 9, "type": "int"}, "distribution=int takes integers for min, max and step."),
-        ({"values": [1], "min": 2}, "values and min exclude each other; keep one."),
+        ({"values": [1], "min": 2}, "values and min can't be combined. Keep one of them."),
         ({"values": [1], "type": "float"}, "distribution=float takes min and max, not values."),
-        ({"values": [1, 1.0]}, "the value 1.0 appears twice; keep one."),
+        ({"values": [1, 1.0]}, "the value 1.0 appears twice. Keep one of them."),
         ({"values": []}, "values must be a list of at least one value."),
-        ({"min": 1, "low": 1, "max": 2}, "low and min mean the same; keep one."),
+        ({"min": 1, "low": 1, "max": 2}, "low and min mean the same. Keep one of them."),
         ({"distribution": "log_unform_values", "min": 1, "max": 2}, "Did you mean 'log_uniform_values'?"),
         ({"distribution": "log_uniform", "min": 1, "max": 2}, "its min and max are exponents."),
         ({"values": [1, 2], "probabilities": [0.5, 0.5]}, "every value is equally likely."),
@@ -110,7 +110,7 @@ def test_what_is_wrong_is_said(words, said):
 def test_a_key_and_one_within_it_are_refused():
     problems = []
     parse_parameters(make_value({"optimizer": ["SGD"], "optimizer.lr": [1]}, "s.yaml:3"), problems)
-    assert problems == ["s.yaml:3: parameters: optimizer and optimizer.lr set the same value; keep one."]
+    assert problems == ["s.yaml:3: parameters: optimizer and optimizer.lr set the same value. Keep one of them."]
     problems.clear()
     parse_parameters(make_value({"model lr": [1]}, "s.yaml:3"), problems)
     assert "is not a key" in problems[0]

@@ -121,7 +121,7 @@ def test_changes_are_named_and_some_are_none():
         ("config: base.yaml", "config: bas.yaml", "there is no file 'bas.yaml'"),
         ("config: base.yaml", "program: train.py", "a sweep runs `treadle fit`"),
         ("trials: 20", "trainer: {}\ntrials: 20", "it is a section of the configuration. Put it below 'config'."),
-        ("trials: 20", "trials: 20\nrun_cap: 3", "run_cap and trials mean the same; keep one."),
+        ("trials: 20", "trials: 20\nrun_cap: 3", "run_cap and trials mean the same. Keep one of them."),
         ("trials: 20", "trials: 20\nname: a/b", "cannot be the name of a run"),
         ("trials: 20", "trials: 20\nprune: hyperbund", "prune='hyperbund' is not one of hyperband, asha,"),
         ("trials: 20", "trials: 20\nstorage: study.db", "storage='study.db' must be a URL"),
