@@ -73,14 +73,16 @@ def resolve(device: Device) -> torch.device:
     """
     kind, count = accelerators()
     available = ", ".join([*(str(number) for number in range(count)), "'cpu'"])
+    if device == "disk":
+        raise ValueError(f"'disk' stores weights, but nothing can be computed there. Use one of {available}.")
     try:
         if isinstance(device, int) and not isinstance(device, bool):
             torch_device = torch.device(kind or "cuda", device)
         else:
             torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        hint = nearest(str(device), ["cpu"])
-        raise ValueError(f"{device!r} is not a valid device. Use one of {available}.{hint}") from error
+        hint = nearest(str(device), ["cpu", "disk"])
+        raise ValueError(f"{device!r} is not a valid device. Use one of {available}, 'disk'.{hint}") from error
     if torch_device.type in ("cpu", "meta"):
         return torch_device
     if torch_device.type != kind or (torch_device.index or 0) >= count:

@@ -338,7 +338,9 @@ def test_a_schedule_is_as_long_as_the_run():
     assert rates("constant_with_warmup", warmup=2) == [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]
     assert rates("reduce_lr_on_plateau") == [1.0] * 6
     for schedule, warmup in (("linear", 0), ("cosine", 2), ("constant_with_warmup", 0.5)):
-        with pytest.raises(ValueError, match=r"the training dataloader has no length. Set Trainer\(max_steps=...\)"):
+        with pytest.raises(
+            ValueError, match=r"needs the length of the run, which is unknown. Set Trainer\(max_steps=...\)"
+        ):
             rates(schedule, warmup=warmup)
     with pytest.raises(ValueError, match="Did you mean 'cosine'"):
         rates("cosin")

@@ -59,7 +59,7 @@ FLAGS = [
     ({"accelerator": 3}, ValueError, "accelerator=3"),
     ({"devices": 0}, ValueError, "devices=0", "at least 1"),
     ({"devices": "x"}, ValueError, "devices='x'", "'auto'"),
-    ({"devices": [0, 0]}, ValueError, "devices=[0, 0]", "twice"),
+    ({"devices": [0, 0]}, ValueError, "devices=[0, 0]", "only once"),
     ({"devices": 1.5}, TypeError, "devices=1.5", "float"),
     ({"num_nodes": 2}, ValueError, "num_nodes=2", "treadle launch --nnodes 2"),
     ({"precision": "fp9"}, ValueError, "precision='fp9'", "float8", "Did you mean 'fp8'"),
@@ -155,7 +155,7 @@ def test_a_loader_that_yields_nothing():
         (DataLoader(Dry()), {}, ["yielded no batch"]),
         ([], {}, ["yielded no batch"]),
         (loader(), {"limit_train_batches": 0}, ["limit_*_batches"]),
-        (loader(), {"limit_train_batches": 0.01}, ["limit_train_batches=0.01", "3 batches", "at least"]),
+        (loader(), {"limit_train_batches": 0.01}, ["limit_train_batches=0.01", "3 batches", "less than one", "or 1"]),
         (iter([batch]), {"limit_train_batches": 0.5}, ["limit_train_batches=0.5", "no length"]),
         (None, {}, ["training dataloader", "train_dataloader"]),
     ]:

@@ -833,7 +833,7 @@ def test_names_that_only_one_side_has(plain, tmp_path):
         ),
         ({"embed": "cpu", "head": "cpu", "mask": "cpu"}, r"no device for positions, layers\.0\."),
         ({"": "cpu", "head": "disk"}, r"'embed\.weight' on cpu and 'head\.weight' on disk, but they are one tensor"),
-        ({"": "cpu", "layers": "dsk"}, "'dsk' is not a device.*Did you mean 'disk'"),
+        ({"": "cpu", "layers": "dsk"}, "'dsk' is not a valid device.*Did you mean 'disk'"),
         ({"": 99}, "device 99 is not on this machine"),
         ("balance", "device_map='balance' is not one of auto"),
     ],
@@ -845,5 +845,7 @@ def test_a_map_that_can_not_be_followed(plain, tmp_path, device_map, words):
         load_checkpoint_and_dispatch(empty(), path, device_map)
     with pytest.raises(ValueError, match=r"positions.*on the disk, but offload_dir is not set"):
         dispatch_model(copy.deepcopy(plain), {"": "disk"})
+    with pytest.raises(ValueError, match="'disk' stores weights, but nothing can be computed there"):
+        dispatch_model(copy.deepcopy(plain), {"": "disk"}, main_device="disk", offload_dir=tmp_path)
     with pytest.raises(ValueError, match="are used together by MultiheadAttention"):
         dispatch_model(nn.MultiheadAttention(4, 2), {"": "cpu", "out_proj": "disk"}, offload_dir=tmp_path)

@@ -421,7 +421,7 @@ def refused_hooks(folder):
     assert os.listdir(folder) == []
     accelerator.wait_for_everyone()
     for name, what in (
-        ("manifest.json", "checkpoint's manifest"),
+        ("manifest.json", "reserved for the manifest"),
         ("model.safetensors", "a file of the checkpoint itself"),
     ):
         handle = accelerator.register_save_state_pre_hook(lambda *a, n=name: open(f"{a[2]}/{n}", "w").close())

@@ -205,7 +205,7 @@ def test_rank_one_does_nothing(service, make, tmp_path, monkeypatch):
     ("metrics", "step", "error", "message"),
     [
         ({"loss": "low"}, 0, TypeError, "metric 'loss' is 'low'.*must be one number"),
-        ({"loss": torch.zeros(3)}, 0, ValueError, r"metric 'loss' holds \(3,\) values"),
+        ({"loss": torch.zeros(3)}, 0, ValueError, r"metric 'loss' has shape \(3,\)"),
         ({"loss": 1.0}, -1, ValueError, "step=-1 is negative"),
         ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),
     ],

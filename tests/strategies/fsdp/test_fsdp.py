@@ -880,7 +880,7 @@ class Mixed(Net):
     [
         (Single, "temperature: a 0-d parameter"),
         (Empty, "none: torch 2.13 can't reduce the gradient of a parameter without elements"),
-        (Mixed, r"in Block, blocks.1.norm.weight is torch.float32, blocks.1.up.bias is torch.bfloat16"),
+        (Mixed, r"of Block differ in dtype: blocks.1.norm.weight is torch.float32, blocks.1.up.bias is torch.bfloat16"),
     ],
 )
 def test_parameters_that_cant_be_sharded(build, says):
