@@ -75,7 +75,10 @@ class RemotePath:
         if self.scheme in _READ_ONLY:
             raise ValueError(f"{url}: {self.scheme}:// URLs are read-only. Use a local folder, or s3://bucket/path.")
         if not parts or ".." in parts or any(c in match[2] for c in "?#*[\n\0"):
-            raise ValueError(f"{url!r} must have the form scheme://bucket/path, without '..' or any of ? # * [.")
+            raise ValueError(
+                f"{url!r} must have the form scheme://bucket/path, without '..', line breaks or the characters ?, #, * "
+                "and [."
+            )
         self._parts = tuple(parts)
 
     def __str__(self) -> str:

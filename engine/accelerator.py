@@ -895,8 +895,8 @@ class Accelerator(Process):
         """Add objects with ``state_dict``/``load_state_dict`` to every checkpoint.
 
         Args:
-            objects: Objects that are matched by their order.
-            named: Objects that are matched by name.
+            objects: Objects whose saved states are matched by class name and position.
+            named: Objects whose saved states are matched by these names.
         """
         self.checkpointer.register(objects, named)
 

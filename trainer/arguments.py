@@ -59,7 +59,10 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
         )
     count = int((total or 0) * limit)
     if limit > 0 and total and not count:
-        raise ValueError(f"{name}={limit} of {total} batches is less than one. Pass a larger fraction, or 1.")
+        raise ValueError(
+            f"{name}={limit} of {total} batches is less than one batch. Pass a larger fraction, or the integer 1 for "
+            "one batch."
+        )
     return count
 
 
@@ -163,7 +166,7 @@ def check_epochs(name: str, value: int | None, interval: int | float | None) -> 
     if interval is None or isinstance(interval, int):
         return None
     raise ValueError(
-        f"{name}=None counts batches across epochs, but val_check_interval={interval} is a fraction of one. Set "
+        f"{name}=None counts batches across epochs, but val_check_interval={interval} is a fraction of an epoch. Set "
         "val_check_interval to a whole number of batches."
     )
 

@@ -240,6 +240,8 @@ def _parse_index(value: Value, key: Key, parent: str) -> int:
     if not str(key).isdecimal():
         raise ConfigError(f"{parent!r} is a list ({value.source}): {key!r} must be an index, such as {parent}.0.")
     if int(key) >= size:
-        contents = f"contains {size}, numbered from 0" if size else "is empty"
-        raise ConfigError(f"{parent}.{key}: the list ({value.source}) {contents}; '{parent}+=...' adds one.")
+        contents = f"has length {size}, and its indices start at 0" if size else "is empty"
+        raise ConfigError(
+            f"{parent}.{key}: the list ({value.source}) {contents}. Use '{parent}+=...' to append an item."
+        )
     return int(key)

@@ -87,8 +87,8 @@ class Checkpointer:
         """Add objects to every checkpoint.
 
         Args:
-            objects: Objects that are matched by their order.
-            named: Objects that are matched by name.
+            objects: Objects whose saved states are matched by class name and position.
+            named: Objects whose saved states are matched by these names.
         """
         snapshot.register(self.registered, objects, named, self._accelerator.data_world)
 

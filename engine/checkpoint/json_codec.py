@@ -123,7 +123,7 @@ def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -
     if tensor.layout != torch.strided:
         _refuse(tensor, place, "make it dense first with .to_dense()", f"{tensor.layout} tensor")
     if tensor.device.type == "meta":
-        _refuse(tensor, place, "materialize it first; a meta tensor has no values", "tensor on device meta")
+        _refuse(tensor, place, "materialize it first", "tensor on device meta, which has no values,")
     if not any_dtype and tensor.dtype not in CODES:
         _refuse(tensor, place, "convert it first, or view it as another dtype", f"{tensor.dtype} tensor")
 

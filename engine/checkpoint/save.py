@@ -79,8 +79,8 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
 
     Args:
         registered: The objects so far, by name; it is changed.
-        objects: Objects that are matched by their order.
-        named: Objects that are matched by name.
+        objects: Objects whose saved states are matched by class name and position.
+        named: Objects whose saved states are matched by these names.
         world: The processes.
 
     Raises:

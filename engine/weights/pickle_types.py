@@ -49,7 +49,7 @@ class Reader:
         """Return the items of a dict that are plain data; the names of others are added to `dropped`, by place.
 
         Args:
-            value: The dict, of any class in the file.
+            value: The dict, or a call in the file that builds a dict; see `container`.
             place: Its place, for errors.
 
         Raises:

@@ -155,7 +155,11 @@ def test_a_loader_that_yields_nothing():
         (DataLoader(Dry()), {}, ["yielded no batch"]),
         ([], {}, ["yielded no batch"]),
         (loader(), {"limit_train_batches": 0}, ["limit_*_batches"]),
-        (loader(), {"limit_train_batches": 0.01}, ["limit_train_batches=0.01", "3 batches", "less than one", "or 1"]),
+        (
+            loader(),
+            {"limit_train_batches": 0.01},
+            ["limit_train_batches=0.01", "3 batches", "less than one batch", "integer 1"],
+        ),
         (iter([batch]), {"limit_train_batches": 0.5}, ["limit_train_batches=0.5", "no length"]),
         (None, {}, ["training dataloader", "train_dataloader"]),
     ]:

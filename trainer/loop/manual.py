@@ -20,7 +20,7 @@ _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipp
 class ManualSteps(Steps):
     """Loop body that calls ``training_step``, which steps the optimizers; their counters show whether a step was taken.
 
-    For a task without optimizers, such as one that uses Pyro's, each batch is a step.
+    If ``configure_optimizers`` returns no optimizer, as in a task that steps Pyro's itself, each batch is a step.
 
     Gradients stay on their process until an optimizer's step, or its clipping, needs them: any number of losses,
     optimizers and micro-batches is exact, and gradients are reduced once per step.

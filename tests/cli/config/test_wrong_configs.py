@@ -108,7 +108,7 @@ CASES = {
     "list index": (
         MODEL + "trainer: {callbacks: [Timer]}\n",
         ["trainer.callbacks.1.x=1"],
-        ["contains 1", "run.yaml:2", "+="],
+        ["has length 1", "run.yaml:2", "+="],
     ),
     "list by a word": (
         MODEL + "trainer: {callbacks: [Timer]}\n",
