@@ -460,8 +460,8 @@ def load_state_dict(
 
     Args:
         checkpoint_file: A safetensors file, or a file of ``torch.save`` with a state dict.
-        device_map: Devices by name of module or tensor. Tensors that are not in it, or mapped to ``"disk"``, are loaded to
-            the CPU. Default: None, the CPU for all.
+        device_map: Devices by name of module or tensor. Tensors that are not in it, or mapped to ``"disk"``, are loaded
+            to the CPU. Default: None, the CPU for all.
     """
     tensors: dict[str, Tensor] = {}
     for name, piece in open_weights(checkpoint_file).items():
