@@ -30,7 +30,7 @@ COMMANDS = {
     "test": ("treadle.cli.commands.stages:test", "evaluate with the test steps, configured like fit"),
     "validate": ("treadle.cli.commands.stages:validate", "evaluate with the validation steps, configured like fit"),
 }
-_OTHER_NAMES = {"train": "fit", "evaluate": "validate", "eval": "validate", "run": "launch", "config": "plan"}
+_OTHER_NAMES = {"train": "fit", "evaluate": "validate", "eval": "validate"}
 """Commands of these names in other programs, with their counterparts."""
 
 

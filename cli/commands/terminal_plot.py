@@ -42,7 +42,8 @@ def plot(
     heading = f"{title} (logarithmic)" if chart.logarithmic else title
     if not drawn:
         return f"{heading}: no finite value among {chart.missing:,}" if chart.missing else f"{heading}: nothing"
-    if len(drawn) == 1 and not chart.missing and len(set(values := next(iter(drawn.values()))[1])) == 1 < len(values):
+    values = next(iter(drawn.values()))[1]
+    if len(drawn) == 1 and not chart.missing and len(values) > 1 and len(set(values)) == 1:
         return f"{title}: {format_number(values[0])} throughout"
     labels = _place_labels(chart, height)
     margin = max(map(len, labels.values())) + 2

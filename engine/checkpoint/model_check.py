@@ -248,7 +248,7 @@ def check_weights(
     if not lines:
         return weights
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
-    text = (f"{path} was saved by a different model:\n  ") + "\n  ".join(lines[:30]) + more
+    text = f"{path} was saved by a different model:\n  " + "\n  ".join(lines[:30]) + more
     if strict:
         raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
     warn(f"{text}\nWeights that do not fit are skipped.")
@@ -287,7 +287,7 @@ def _find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict
 
 
 def _describe_form(value: Any) -> str:
-    return str(tuple(value.shape)) if hasattr(value, "shape") else f"{name_type(value)}"
+    return str(tuple(value.shape)) if hasattr(value, "shape") else name_type(value)
 
 
 def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:

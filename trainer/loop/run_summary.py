@@ -40,18 +40,15 @@ class RunSummary:
         Args:
             loader: The prepared training dataloader.
         """
-        self.trainer.decided = self.describe_start(loader)
-        lines = self.trainer.decided.splitlines()
-        if any(isinstance(callback, ModelSummary) and callback.max_depth for callback in self.trainer.callbacks):
-            lines.pop()
-        announce("\n".join(lines))
+        trainer = self.trainer
+        assert trainer.task is not None
+        settings, parameters = self._describe_settings(loader), _describe_parameters(trainer.task)
+        trainer.decided = f"{settings}\n{parameters}"
+        is_counted = any(isinstance(callback, ModelSummary) and callback.max_depth for callback in trainer.callbacks)
+        announce(settings if is_counted else trainer.decided)
 
-    def describe_start(self, loader: Loader) -> str:
-        """Return the text of `announce_start`.
-
-        Args:
-            loader: The prepared training dataloader.
-        """
+    def _describe_settings(self, loader: Loader) -> str:
+        """Return the settings as text, without the parameters."""
         trainer = self.trainer
         accelerator, task = trainer.accelerator, trainer.task
         assert task is not None
@@ -80,7 +77,6 @@ class RunSummary:
             lines.append(f"{' and '.join(fused)} with fused steps, equal up to rounding; fused=False disables them")
         if names := list_compiled_names(task):
             lines.append(f"torch.compile: {', '.join(names)}, each compiled by its first calls, which take longer")
-        lines.append(_describe_parameters(task))
         return "\n".join(lines)
 
     def _describe_batch(self, loader: Loader) -> str:

@@ -369,6 +369,11 @@ def test_several_lines_can_be_told_apart():
     assert "\x1b[33m" in coloured
 
 
+def test_a_misspelled_subcommand_is_answered_with_the_nearest(capsys):
+    assert main(["shw"]) == 2
+    assert "Did you mean 'show'?" in capsys.readouterr().err
+
+
 def test_a_constant_curve_is_a_line():
     assert plot("lr", {"lr": (STEPS, [0.01] * len(STEPS))}, 60, 8) == "lr: 0.01 throughout"
     for lines in ({"lr": ([3], [0.01])}, {"a": (STEPS, [1.0] * len(STEPS)), "b": (STEPS, [2.0] * len(STEPS))}):

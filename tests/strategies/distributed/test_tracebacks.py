@@ -77,6 +77,19 @@ def test_a_script(tmp_path):
     assert counted[1].endswith(" frames of torch") or counted[1].endswith(" frame of torch")
 
 
+def test_an_own_loop(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch, treadle\n"
+        "accelerator = treadle.Accelerator(cpu=True)\n"
+        "accelerator.prepare(torch.nn.Linear(1, 1), device_placement=[])\n"
+    )
+    lines = script(path).stderr.splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith("  File ")] == ["<module>"]
+    assert any("of treadle (TREADLE_FULL_TRACEBACK=1 shows them)" in line for line in lines)
+    assert lines[-1].startswith("ValueError: ")
+
+
 # -- in this process -------------------------------------------------------------------------------------------------
 
 

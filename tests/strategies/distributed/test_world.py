@@ -13,6 +13,8 @@ from treadle.strategies import LaunchEnvironment, Precision, open_world
 from treadle.strategies.distributed import world as world_module
 from treadle.strategies.distributed.process_group import let_segments_grow
 
+import treadle
+
 WHOLE = {
     "RANK": "1",
     "WORLD_SIZE": "4",
@@ -253,6 +255,8 @@ def test_precision_names():
             Precision.parse(bad)
     with pytest.raises(ValueError, match="Did you mean 'bf16-mixed'"):
         Precision.parse("bf16-mxed")
+    with pytest.raises(ValueError, match="mixed_precision='bf15' is not one of"):
+        treadle.Accelerator(cpu=True, mixed_precision="bf15")
 
 
 def test_a_gpu_without_bfloat16(monkeypatch):
