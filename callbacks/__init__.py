@@ -1,4 +1,4 @@
-"""Callbacks, which the loop calls at its hooks."""
+"""Callbacks: objects whose hooks the Trainer calls during a stage."""
 
 from __future__ import annotations
 

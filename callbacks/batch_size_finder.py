@@ -1,4 +1,4 @@
-"""`BatchSizeFinder`: search for the largest batch that fits into memory, before a stage."""
+"""`BatchSizeFinder`: searches for the largest batch size that fits into memory before a stage begins."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MODES = ("power", "binsearch")
 
 
 class BatchSizeFinder(Callback):
-    """Callback that finds the largest batch size that fits into memory, before any stage.
+    """Callback that finds the largest batch size that fits into memory before a stage begins.
 
-    For each size, the attribute is set on a copy of the task, the copy's dataloader is built, and a few steps are run.
-    Then the copy and the dataloader are discarded and the RNG state is restored, so only the result of the search
-    remains. All processes try the same sizes, and a size must fit on all of them. ``batch_size`` is that of one
+    For each size, ``batch_arg_name`` is set on a copy of the task, the copy's dataloader is built, and a few steps are
+    run. Then the copy and its dataloader are discarded and the RNG state is restored, so only the result of the search
+    remains. All processes try the same sizes, and a size must fit on all of them. The size is the number of samples per
     process.
 
     A run that is resumed from a checkpoint keeps its original batch size and does not search again.
@@ -29,15 +29,15 @@ class BatchSizeFinder(Callback):
     Args:
         mode: ``"power"`` doubles the size until memory runs out; ``"binsearch"`` then bisects between the largest size
             that fits and the smallest that does not. Default: ``"power"``.
-        steps_per_trial: Optimizer steps (or evaluation batches) with each size. The first step creates the optimizer
-            state, so only the second one needs the full memory. Default: 3.
+        steps_per_trial: Number of optimizer steps (or evaluation batches) for each size. The first step creates the
+            optimizer state, so only the second one needs the full memory. Default: 3.
         init_val: The first size. If it does not fit, smaller sizes are tried. Default: 2.
         max_trials: Maximum number of sizes to try. Default: 25.
         batch_arg_name: Name of the attribute of the task, its hparams or the data module that contains the batch size.
             Default: ``"batch_size"``.
-        margin: With ``"binsearch"``, the fraction that is subtracted from the result if memory ran out at a larger
-            size. Default: 0.05.
-        max_val: The largest size to try. Sizes above a process's number of samples are never tried. Default: 8192.
+        margin: With ``"binsearch"``, the fraction by which the result is reduced if memory ran out at a larger size.
+            Default: 0.05.
+        max_val: The largest size to try. The result never exceeds the number of samples of a process. Default: 8192.
         keep_global_batch: In ``fit``, increase ``accumulate_grad_batches`` as the batch size decreases, so that the
             number of samples per optimizer step does not change. The result is then the largest divisor of this number
             that fits. Default: False.
@@ -90,7 +90,7 @@ class BatchSizeFinder(Callback):
         self.accumulate: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise an error if another callback also sets the number of micro-batches per step."""
+        """Raise a ValueError if another callback also sets the number of micro-batches per step."""
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if stage == "fit" and self.keep_global_batch and scheduled:
             raise ValueError(
@@ -156,7 +156,7 @@ class BatchSizeFinder(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the result, if the search has run."""
+        """Return the result of the search; empty before the search."""
         if self.optimal_batch_size is None:
             return {}
         return {"batch_size": self.optimal_batch_size, "accumulate": self.accumulate}

@@ -1,4 +1,4 @@
-"""Base class of callbacks that only display or measure, and in which an error never ends a run."""
+"""Base class of callbacks that only display or measure. By default, an error in such a callback never ends a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BestEffortCallback(Callback):
-    """Callback that is not essential for training. After an error, it warns and is disabled for the rest of the stage.
+    """Callback that is not essential for training. An error causes a warning and disables it for the rest of the stage.
 
     Attributes:
         strict: Whether errors in the callback are raised instead of reported as a warning. Default: False.

@@ -1,4 +1,4 @@
-"""Base class of every callback, and the list of hooks."""
+"""Base class of all callbacks, with every hook that a callback can override."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ if TYPE_CHECKING:
 class Callback:
     """Base class of callbacks. Override the hooks that you need; hooks that are not overridden have no overhead.
 
-    ``trainer/loop/fit_loop.py`` begins with the order of the hooks. For each hook, callbacks with ``after_task`` 0 run
-    first, in the order of the list, and then the task's own hook. The other callbacks follow in the order of their
-    ``after_task``, because they use values that the former have logged. The order is the same on every process.
+    The module docstring of ``trainer/loop/fit_loop.py`` lists the order of the hooks. For each hook, callbacks with
+    ``after_task`` 0 run first, in the order of the list, and then the task's own hook. Callbacks with a higher
+    ``after_task`` follow in ascending order, because they use values that the task or earlier callbacks logged. The
+    order is the same on every process.
 
     Attributes:
-        after_task: 0 runs before the task's own hook; 1 after it, to decide (`EarlyStopping`, `Timer`); 2 to save the
-            outcome (`ModelCheckpoint`); 3 to display it (`TQDMProgressBar`). Default: 0.
+        after_task: Position of the callback's hooks. 0 is before the task's own hook. Higher values are after it: 1 for
+            callbacks that decide (`EarlyStopping`, `Timer`), 2 for callbacks that save (`ModelCheckpoint`), 3 for
+            callbacks that display (`TQDMProgressBar`). Default: 0.
         searches: Whether the callback runs trials before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
             Default: False.
-        exchanges: Whether the callback's hooks use collectives, so that every rank must have the callback
-            (`ModelCheckpoint`). This is checked when a stage begins. Other callbacks may exist on some ranks only.
-            Default: False.
+        exchanges: Whether the callback's hooks use collectives (`ModelCheckpoint`). Every rank must have such a
+            callback, which is checked when a stage begins. Other callbacks may exist on only some ranks. Default:
+            False.
 
     Example:
         >>> import treadle as tl
@@ -50,7 +52,7 @@ class Callback:
         """Log one value. The arguments and the permitted hooks are those of `TaskModule.log`.
 
         Args:
-            name: The name to log under.
+            name: Name under which the value is logged.
             value: A number, a tensor with one element, or a ``torchmetrics.Metric``.
             args: Further arguments of `TaskModule.log`.
             kwargs: Further arguments of `TaskModule.log`.
@@ -61,7 +63,7 @@ class Callback:
         self._get_attached_task().log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """Log every item with the same arguments.
+        """Log every value of a dictionary with the same arguments.
 
         Args:
             dictionary: Values by name.
@@ -82,8 +84,9 @@ class Callback:
     def state_key(self) -> str:
         """Name under which the callback's state is saved and restored.
 
-        The default is the name of the class. If two callbacks have a state and the same name, an error is raised,
-        because one state would be lost. Override this property to add a distinguishing value, such as an argument.
+        The default is the name of the class. If two callbacks with a state have the same name, an error is raised,
+        because one of the states would be lost. Override this property to add a distinguishing value, such as an
+        argument.
         """
         return type(self).__qualname__
 
@@ -103,7 +106,7 @@ class Callback:
         return {}
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Undo the changes of ``on_validation_start`` to the model, because a signal ends the run within a validation.
+        """Undo the changes that ``on_validation_start`` made to the model, because a signal ends the run in validation.
 
         ``on_validation_end`` does not run in this case. This hook runs on all ranks.
 
@@ -113,9 +116,9 @@ class Callback:
         """
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Redo the changes that `leave_validation` has undone.
+        """Redo the changes that `leave_validation` undid.
 
-        This hook runs if the run could not be saved within the validation, so that the validation continues.
+        This hook runs if the run could not be saved during validation. The validation then continues.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -230,7 +233,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Run after each micro-batch. After the last micro-batch of a group, the optimizer has already stepped.
+        """Run after each micro-batch. For the last micro-batch of a group, this is after the optimizer step.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -258,7 +261,7 @@ class Callback:
         """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Run once the gradients of a group are complete and unscaled, before they are clipped.
+        """Run once the gradients of a group of micro-batches are complete and unscaled, before they are clipped.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -267,7 +270,7 @@ class Callback:
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Run after the optimizer step, before its gradients are reset.
+        """Run after the optimizer step, before the gradients are reset.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -288,7 +291,7 @@ class Callback:
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run before the validation.
+        """Run before validation begins.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -296,7 +299,7 @@ class Callback:
         """
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after the validation, with its values in ``trainer.callback_metrics``.
+        """Run after validation ends. The logged values are in ``trainer.callback_metrics``.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -314,7 +317,7 @@ class Callback:
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Run after the last batch of the validation dataloaders.
 
-        This is the last place to log a value of this validation.
+        This is the last hook in which a value can be logged for this validation.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -349,7 +352,7 @@ class Callback:
         """
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run before the test.
+        """Run before testing begins.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -357,7 +360,7 @@ class Callback:
         """
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after the test.
+        """Run after testing ends.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -408,7 +411,7 @@ class Callback:
         """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run before the prediction.
+        """Run before prediction begins.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -416,7 +419,7 @@ class Callback:
         """
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after the prediction.
+        """Run after prediction ends.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -424,7 +427,7 @@ class Callback:
         """
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run before the first batch of the predict dataloaders.
+        """Run before the first batch of the prediction dataloaders.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -432,7 +435,7 @@ class Callback:
         """
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after the last batch of the predict dataloaders.
+        """Run after the last batch of the prediction dataloaders.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -442,7 +445,7 @@ class Callback:
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run before each predict batch, once it is on the device.
+        """Run before each prediction batch, once it is on the device.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -455,7 +458,7 @@ class Callback:
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run after each predict batch.
+        """Run after each prediction batch.
 
         Args:
             trainer: The Trainer that runs the stage.

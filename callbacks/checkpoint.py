@@ -6,10 +6,10 @@ from .callback import Callback
 
 
 class Checkpoint(Callback):
-    """Base class of user-defined checkpoint callbacks. If there is one, the Trainer does not add a `ModelCheckpoint`.
+    """Base class of user-defined checkpoint callbacks. A Trainer with such a callback does not add a `ModelCheckpoint`.
 
     Attributes:
-        keeper: Name of the system that stores the checkpoints, unless this is a folder that the Trainer searches
+        keeper: Name of the system that stores the checkpoints. Empty if they are in a folder that the Trainer searches
             automatically. Default: "".
 
     Example:

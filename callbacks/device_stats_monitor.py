@@ -1,4 +1,4 @@
-"""`DeviceStatsMonitor`: logs of device memory and machine load."""
+"""`DeviceStatsMonitor`: logs device memory and CPU utilization."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(BestEffortCallback):
-    """Monitor that logs device statistics every ``log_every_n_steps``, at the start and the end of a step.
+    """Monitor that logs device statistics every ``log_every_n_steps`` steps, at the start and the end of the step.
 
-    On a GPU, these are ``torch.cuda.memory_stats``, which need no synchronization with the device. On a CPU, they are
-    ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. Names consist of
-    ``DeviceStatsMonitor.on_train_batch_end/`` and the statistic. In evaluations, they are logged every
-    ``log_every_n_steps`` batches. The statistics are those of rank zero.
+    On a CUDA GPU, the statistics are those of ``torch.cuda.memory_stats``, which do not require a synchronization with
+    the device. On a CPU, they are ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. Each name consists of
+    the class, the hook and the statistic, such as ``DeviceStatsMonitor.on_train_batch_end/cpu_percent``. During
+    evaluation, the statistics are logged every ``log_every_n_steps`` batches. Only the statistics of rank zero are
+    logged.
 
     Args:
         cpu_stats: Whether CPU statistics are logged. True logs them for any device, None only if the device is the CPU.
@@ -28,8 +29,8 @@ class DeviceStatsMonitor(BestEffortCallback):
 
     Raises:
         TypeError: If ``cpu_stats`` is not a bool or None.
-        ModuleNotFoundError: If CPU statistics are requested and the package ``psutil`` is not installed.
-        ValueError: In ``fit``, if nothing is logged.
+        ModuleNotFoundError: If CPU statistics are to be logged and the package ``psutil`` is not installed.
+        ValueError: In ``fit``, if the Trainer does not have a logger or ``log_every_n_steps`` is 0.
 
     Example:
         >>> import tempfile
@@ -78,7 +79,7 @@ class DeviceStatsMonitor(BestEffortCallback):
             self._safely(read_cpu_stats)  # percentages cover the time since the previous call
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Log at the start of a step, with its first micro-batch."""
+        """Log the statistics at the start of a step, before its first micro-batch."""
         step = trainer.progress.step + 1
         if self._every and step % self._every == 0 and step != self._begun:
             self._begun = step
@@ -87,26 +88,26 @@ class DeviceStatsMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log at the end of a step, after the optimizer has stepped."""
+        """Log the statistics at the end of a step, after the optimizer has stepped."""
         step = trainer.progress.step
         if self._every and step % self._every == 0 and step != self._ended:
             self._ended = step
             self._safely(self._write, trainer, "on_train_batch_end", step)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Log every ``log_every_n_steps`` batches."""
+        """Log the statistics every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_validation_batch_start")
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log every ``log_every_n_steps`` batches."""
+        """Log the statistics every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_validation_batch_end")
 
     def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Log every ``log_every_n_steps`` batches."""
+        """Log the statistics every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_test_batch_start")
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log every ``log_every_n_steps`` batches."""
+        """Log the statistics every ``log_every_n_steps`` batches."""
         self._write_evaluation(trainer, "on_test_batch_end")
 
     def _write_evaluation(self, trainer: Trainer, moment: str) -> None:
@@ -139,7 +140,7 @@ def read_device_stats(device: torch.device) -> dict[str, float]:
 
 
 def read_cpu_stats() -> dict[str, float]:
-    """Return the load of CPU, memory and swap in percent, by name. Requires ``psutil``."""
+    """Return the utilization of CPU, memory and swap in percent, by name. Requires ``psutil``."""
     import psutil
 
     return {

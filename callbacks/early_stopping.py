@@ -42,24 +42,25 @@ class EarlyStopping(Callback):
     Args:
         monitor: Name of the logged value.
         min_delta: Change that an improvement must exceed. Default: 0.0.
-        patience: Number of checks without improvement before the run stops. There is a check per epoch or, if
-            validation does not run exactly once in each epoch, per validation. Default: 3.
+        patience: Number of checks without improvement before the run stops. Checks run after each epoch. If validation
+            does not run exactly once per epoch, they run after each validation instead. Default: 3.
         verbose: Announce improvements. Default: False.
-        mode: ``"min"`` or ``"max"``, whichever is best. Default: ``"min"``.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. Default: ``"min"``.
         strict: Raise an error if the value was never logged. Otherwise, skip the check with a warning. Default: True.
         check_finite: Stop if the value is NaN or infinite. Default: True.
-        stopping_threshold: Stop once the value is better than this. Default: None.
-        divergence_threshold: Stop once the value is worse than this. Default: None.
+        stopping_threshold: Stop once the value is better than this threshold. Default: None.
+        divergence_threshold: Stop once the value is worse than this threshold. Default: None.
         check_on_train_epoch_end: Check at the end of epochs (True) or after each validation (False). Default: as
             described under ``patience``.
         log_rank_zero_only: Accepted for compatibility with Lightning. Only rank zero prints messages in any case.
 
     Attributes:
-        best_score: The best value so far, a 0-d tensor; initially infinitely bad.
-        wait_count: Number of checks since the best value.
+        best_score: Best of the checked values, a 0-d tensor. Before the first check, infinity with mode ``"min"`` and
+            -infinity with mode ``"max"``.
+        wait_count: Number of consecutive checks without improvement.
         stopped_epoch: The epoch in which the callback stopped the run; 0 if it did not stop this run.
-        stopping_reason: The reason, as an enum member.
-        stopping_reason_message: The reason as text; None if the callback did not stop the run.
+        stopping_reason: The reason for the stop, as an `EarlyStoppingReason`.
+        stopping_reason_message: The reason for the stop, as text; None if the callback did not stop the run.
 
     Raises:
         ValueError: If an argument is invalid or, during training, if the value was never logged.
@@ -131,17 +132,17 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`."""
+        """Name that includes ``monitor`` and ``mode``. See `Callback.state_key`."""
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the best value, the wait count and the details of a stop."""
         decided = {"decided_at": self._decided_at, "decided_after": self._decided_after}
         decided["stopping_reason"] = self.stopping_reason.value
         return {name: getattr(self, name) for name in _STATE} | decided
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`. States of earlier versions may lack the names that are read with ``get``."""
+        """Restore the state that `state_dict` returned. Entries that earlier versions did not save get defaults."""
         for name in _STATE:
             setattr(self, name, state_dict[name])
         self._decided_at = state_dict.get("decided_at")
@@ -149,17 +150,17 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the state of an earlier run. A resumed run restores its own state afterwards."""
+        """Reset the stop of an earlier run. A resumed run restores its own state afterwards."""
         if stage == "fit":
             self._forget_stop()
 
     def _forget_stop(self) -> None:
-        """Reset the stop and its reason."""
+        """Clear the stopped epoch and the reason for the stop."""
         self.stopped_epoch = 0
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Stop a resumed run that had been stopped."""
+        """Stop a resumed run if early stopping had already ended it and the current limits still apply."""
         reason = self.stopping_reason_message
         if reason is None:
             return
@@ -171,12 +172,12 @@ class EarlyStopping(Callback):
         trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check after a validation, unless checks run at the end of epochs."""
+        """Check the value after a validation, unless checks run at the end of epochs."""
         if not (self._should_skip_check(trainer) or self._checks_at_epoch_end(trainer)):
             self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check after an epoch, unless checks run after validations."""
+        """Check the value after an epoch, unless checks run after validations."""
         # An epoch cut short by max_steps or a signal does not count: a resumed run checks at its real end.
         if not trainer.progress.epoch_is_over or self._should_skip_check(trainer):
             return
@@ -239,7 +240,7 @@ class EarlyStopping(Callback):
         return self._find_exceeded_limit(None, self.wait_count)
 
     def _find_exceeded_limit(self, value: float | None, waited: int) -> tuple[EarlyStoppingReason, str] | None:
-        """Return the limit that ``value`` or the number of checks without improvement exceeds, or None."""
+        """Return the reason to stop at ``value`` or after ``waited`` checks without improvement, or None."""
         if value is not None:
             if self.check_finite and not math.isfinite(value):
                 return EarlyStoppingReason.NON_FINITE_METRIC, f"{self.monitor} is {value}"

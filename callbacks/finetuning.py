@@ -1,4 +1,4 @@
-"""Callbacks that first train a part of the model and later train more of it."""
+"""Callbacks that freeze parts of the model before training and unfreeze them later."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def multiplicative(epoch: int) -> float:
 
 
 class BaseFinetuning(Callback):
-    """Callback that freezes parts of the model before training and unfreezes them later. Override its two methods.
+    """Base class of callbacks that freeze parts of the model before training and unfreeze them later.
 
-    ``freeze_before_training(pl_module)`` runs in ``setup``, before the optimizer is created. Create the optimizer from
-    ``filter(lambda p: p.requires_grad, self.parameters())``. ``finetune_function(pl_module, epoch, optimizer)`` runs at
-    the start of each epoch and may call `unfreeze_and_add_param_group`.
+    Override two methods. ``freeze_before_training(pl_module)`` runs in ``setup``, before the optimizer is created.
+    Create the optimizer from ``filter(lambda p: p.requires_grad, self.parameters())``.
+    ``finetune_function(pl_module, epoch, optimizer)`` runs at the start of each epoch and may call
+    `unfreeze_and_add_param_group`.
 
-    A resumed run has the same trained parameters, the same parameter groups, and BatchNorm layers in the same mode. The
-    callback runs before the task's own hooks (``after_task`` is 0).
+    A resumed run restores the trained parameters, the parameter groups and the mode of each layer. The callback runs
+    before the task's own hooks (``after_task`` is 0).
 
     Raises:
         ValueError: Before the first step, if the model or the optimizer state (ZeRO) is sharded, because the trained
@@ -94,7 +95,7 @@ class BaseFinetuning(Callback):
         raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(pl_module).")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the modules that are trained from this epoch on. Runs for each optimizer.
+        """Unfreeze the modules that are trained from this epoch on. Runs once per epoch for each optimizer.
 
         Args:
             pl_module: The task.
@@ -143,7 +144,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Unfreeze modules. BatchNorm layers update their statistics again.
+        """Unfreeze modules and put their BatchNorm layers in training mode.
 
         Args:
             modules: A module, or nested lists of modules.
@@ -156,7 +157,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters. A BatchNorm layer keeps its statistics and uses them.
+        """Freeze a module's own parameters. A BatchNorm layer is also put in evaluation mode.
 
         Args:
             module: The module.
@@ -168,7 +169,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze modules.
+        """Freeze the parameters of modules.
 
         Args:
             modules: A module, or nested lists of modules.
@@ -202,7 +203,7 @@ class BaseFinetuning(Callback):
         """Unfreeze modules and add their parameters to the optimizer as a new group.
 
         Args:
-            modules: The modules to train from now on.
+            modules: The modules to unfreeze.
             optimizer: The optimizer.
             lr: Learning rate of the group. Default: that of the first group divided by ``initial_denom_lr``.
             initial_denom_lr: Divisor for the default of ``lr``. Default: 10.0.
@@ -248,7 +249,7 @@ class BaseFinetuning(Callback):
         self._layout = _describe_layout(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Call `finetune_function`, but not a second time in a resumed epoch."""
+        """Call `finetune_function`, except when the run was resumed within the epoch."""
         if trainer.progress.batch:
             return
         for optimizer in trainer.optimizers:
@@ -262,36 +263,33 @@ class BaseFinetuning(Callback):
             self._layout = layout
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the names of the trained parameters, of each group's parameters, and of layers in evaluation mode."""
         return {"made": self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`.
-
-        `on_fit_start` restores the groups, because the optimizer state needs them.
-        """
+        """Do nothing, because `on_fit_start` restores the parameter groups that the optimizer state needs."""
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that trains the task's ``backbone`` from an epoch on, at a rate that rises to that of the first group.
+    """Callback that unfreezes the task's ``backbone`` at a given epoch and then raises its learning rate in each epoch.
 
     Args:
         unfreeze_backbone_at_epoch: Index of the first epoch in which the backbone is trained. Default: 10.
-        lambda_func: Function that takes the index of the next epoch and returns the factor by which the backbone's rate
-            is multiplied in each further epoch. Default: 2.
-        backbone_initial_ratio_lr: Initial rate of the backbone as a fraction of the first group's. Default: 0.1.
+        lambda_func: Function that returns the factor by which the backbone's rate is multiplied in each later epoch.
+            Its argument is the index of the next epoch. Default: `multiplicative`, which returns 2.
+        backbone_initial_ratio_lr: Initial rate of the backbone, as a fraction of the first group's rate. Default: 0.1.
         backbone_initial_lr: Initial rate of the backbone, which overrides the fraction. Default: None.
-        should_align: Limit the backbone's rate to the first group's. Default: True.
+        should_align: Limit the backbone's rate to the first group's rate. Default: True.
         initial_denom_lr: Accepted for compatibility with Lightning, and ignored, because the initial rate is set
             directly.
-        train_bn: Whether the backbone's BatchNorm layers are trained, from the start. If False, they stay frozen in
+        train_bn: Whether the backbone's BatchNorm layers are trained from the start. If False, they stay frozen in
             evaluation mode for the whole run. Default: True.
         verbose: Announce the rates. Default: False.
-        rounding: Digits of the announced rates. Default: 12.
+        rounding: Number of decimal places in the announced rates. Default: 12.
 
     Raises:
-        ValueError: If an argument is invalid or, before the first step, if there is no backbone or the optimizer
-            already has its frozen parameters.
+        ValueError: If an argument is invalid. Before the first step, if the task does not have a backbone, or if the
+            optimizer already contains frozen parameters of the backbone.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -349,15 +347,15 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the base class's state and the backbone's learning rate."""
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`."""
+        """Restore the backbone's learning rate."""
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """See `BaseFinetuning.setup`."""
+        """Check that the task has a backbone, and freeze it before the optimizer is created."""
         if stage == "fit" and not isinstance(getattr(pl_module, "backbone", None), nn.Module):
             raise ValueError(
                 f"{type(pl_module).__name__} has no module named backbone, which BackboneFinetuning freezes. Create it "
@@ -366,7 +364,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """See `BaseFinetuning.on_fit_start`."""
+        """Check that the optimizer contains no frozen parameters, then continue as `BaseFinetuning.on_fit_start`."""
         frozen_ids = {id(p) for p in pl_module.backbone.parameters() if not p.requires_grad}  # type: ignore[union-attr]
         optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         if frozen_ids & optimized_ids:
@@ -421,7 +419,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
-    """Return the names of the trained parameters, of those in each group, and of the layers in evaluation mode."""
+    """Return the names of the trained parameters, of each group's parameters, and of the layers in evaluation mode."""
     names = {id(parameter): strip_compile_prefix(name) for name, parameter in task.named_parameters()}
     return {
         "trained": [
@@ -436,7 +434,7 @@ def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
 
 
 def _apply_layout(layout: dict[str, Any], trainer: Trainer, task: TaskModule) -> None:
-    """Apply the result of `_describe_layout`."""
+    """Restore a layout that `_describe_layout` returned."""
     trained, evaluation = set(layout["trained"]), set(layout["evaluation"])
     parameters = {strip_compile_prefix(name): parameter for name, parameter in task.named_parameters()}
     current_groups = _describe_layout(trainer, task)["groups"]

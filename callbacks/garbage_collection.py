@@ -1,4 +1,4 @@
-"""`GarbageCollection`: Python's garbage collection at the same step on all processes."""
+"""`GarbageCollection`: runs Python's garbage collection at the same step on all processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 class GarbageCollection(Callback):
     """Callback that collects garbage every ``every_n_steps`` optimizer steps, instead of Python's automatic collection.
 
-    Python collects after a number of allocations, at a different step on each process, and all other processes wait for
-    the one that collects. The callback runs after the task's own hooks (``after_task`` is 1), before checkpoints are
-    saved. Objects that exist when training begins, mainly libraries, are excluded, so a collection takes milliseconds.
+    Python's automatic collection depends on the number of allocations, so each process collects at a different step
+    while all other processes wait for it. The callback runs after the task's own hooks (``after_task`` is 1), before
+    checkpoints are saved. Objects that exist when training begins, mainly libraries, are excluded, so a collection
+    takes milliseconds.
 
     A Trainer with several GPUs adds a GarbageCollection that runs every 100 steps, unless ``callbacks`` contains one.
 
     Args:
-        every_n_steps: Optimizer steps between two collections. Default: 1000.
+        every_n_steps: Number of optimizer steps between two collections. Default: 1000.
         generation: The oldest generation to collect. 0 collects only the youngest objects, 2 collects all. Default: 2.
 
     Raises:
@@ -52,7 +53,7 @@ class GarbageCollection(Callback):
         self._was_on = self._has_frozen = False
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Collect everything, then disable Python's automatic collection."""
+        """Collect all garbage, exclude the remaining objects, and disable Python's automatic collection."""
         self._was_on = gc.isenabled()
         gc.collect()
         if not gc.get_freeze_count():  # otherwise other code has frozen objects, and will unfreeze them

@@ -1,4 +1,4 @@
-"""`GradientAccumulationScheduler`: the number of micro-batches per optimizer step, by epoch."""
+"""`GradientAccumulationScheduler`: changes the number of micro-batches per optimizer step between epochs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Callback that changes ``accumulate_grad_batches`` at the start of epochs.
 
-    ``trainer.estimated_stepping_batches`` includes the changes, and a resumed run uses the number of its epoch. The
-    callback runs before the task's own hooks (``after_task`` is 0).
+    ``trainer.estimated_stepping_batches`` includes the changes. A resumed run uses the number that applies to its
+    epoch. The callback runs before the task's own hooks (``after_task`` is 0).
 
     Args:
-        scheduling: Micro-batches per optimizer step, by the index of the epoch from which the number applies. Before
-            the first of these epochs, the number is 1.
+        scheduling: Dict that maps the index of an epoch to the number of micro-batches per optimizer step from that
+            epoch on. Before the first of these epochs, the number is 1.
 
     Raises:
-        ValueError: If epochs or numbers are invalid or missing or, before the first step, if the Trainer sets its own
-            number or the task uses manual optimization.
+        ValueError: If ``scheduling`` is empty or contains an invalid epoch or number. Before the first step, if the
+            Trainer also sets ``accumulate_grad_batches``, or if the task uses manual optimization.
         TypeError: If ``scheduling`` is not a dict.
 
     Example:
@@ -63,7 +63,7 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def steps(self, batches: int, epochs: int) -> int:
-        """Return the number of optimizer steps in the first epochs.
+        """Return the number of optimizer steps in the first ``epochs`` epochs.
 
         Args:
             batches: Micro-batches per epoch.
@@ -87,7 +87,7 @@ class GradientAccumulationScheduler(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the number for the first epoch, or for the epoch in which the checkpoint was saved."""
+        """Set the number of micro-batches for the first epoch, or for the epoch in which the checkpoint was saved."""
         opened = trainer.opened_checkpoint
         epoch = 0 if opened is None else opened.manifest.epoch
         trainer.accelerator.gradient_accumulation_steps = self.get_accumulate_grad_batches(epoch)
@@ -95,7 +95,7 @@ class GradientAccumulationScheduler(Callback):
         announce(f"micro-batches per optimizer step: {words}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Set the number for the epoch."""
+        """Set the number of micro-batches for the epoch."""
         number = self.get_accumulate_grad_batches(trainer.progress.epoch)
         trainer.accelerator.gradient_accumulation_steps = number
 

@@ -1,4 +1,4 @@
-"""`LambdaCallback`: a callback made of functions."""
+"""`LambdaCallback`: a callback whose hooks are functions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .callback import HOOKS, Callback
 
 
 class LambdaCallback(Callback):
-    """Callback made of functions: ``LambdaCallback(on_train_end=lambda trainer, pl_module: print("done"))``.
+    """Callback whose hooks are functions: ``LambdaCallback(on_train_end=lambda trainer, pl_module: print("done"))``.
 
     Args:
-        hooks: Functions by the name of the hook. Each takes the arguments of the method of `Callback` with this name,
-            except ``self``. None is ignored.
+        hooks: Functions by hook name. Each takes the arguments of the hook in `Callback`, except ``self``. A hook that
+            is None is ignored.
 
     Raises:
         TypeError: If a hook does not exist (the error names the closest one), or a value is not callable.

@@ -1,4 +1,4 @@
-"""`LearningRateFinder`: search for an initial learning rate by a short run with a rising rate."""
+"""`LearningRateFinder`: searches for an initial learning rate with a short run in which the rate rises."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class _LRFinder:
         num_training: Number of rates.
 
     Attributes:
-        results: ``"lr"``, the rates that were tried, and ``"loss"``, the smoothed loss at each: the running mean ``m[k]
-            = 0.98 * m[k-1] + 0.02 * loss[k]`` divided by ``1 - 0.98 ** (k + 1)``, so that the first is the loss itself.
-            Each loss is that of the whole step, over all micro-batches and processes, before the step is taken. A loss
-            that is not finite becomes NaN and is excluded from the mean.
+        results: ``"lr"`` holds the rates that were tried, and ``"loss"`` the smoothed loss at each rate. The smoothed
+            loss is the running mean ``m[k] = 0.98 * m[k-1] + 0.02 * loss[k]``, divided by ``1 - 0.98 ** (k + 1)``, so
+            the first smoothed loss equals the first loss. Each loss covers all micro-batches and processes of a step
+            and is measured before the optimizer step. A loss that is not finite becomes NaN and is excluded from the
+            mean.
 
     Example:
         >>> from treadle.callbacks import _LRFinder
@@ -59,7 +60,7 @@ class _LRFinder:
     def rate(self, step: int) -> float:
         """Return the learning rate for a step.
 
-        Rates, or their logarithms, are evenly spaced from the first to the last one.
+        With mode ``"linear"``, the rates are evenly spaced. With mode ``"exponential"``, their logarithms are.
 
         Args:
             step: Index of the step.
@@ -73,8 +74,8 @@ class _LRFinder:
         """Record a step.
 
         Args:
-            lr: Its learning rate.
-            loss: Its loss.
+            lr: Learning rate of the step.
+            loss: Loss of the step, not smoothed.
         """
         smoothed = math.nan
         if math.isfinite(loss):
@@ -86,12 +87,12 @@ class _LRFinder:
         self.results["loss"].append(smoothed)
 
     def diverges(self, threshold: float) -> bool:
-        """Return whether the last loss is not finite, or exceeds ``threshold`` times the best one.
+        """Return whether the last smoothed loss is not finite, or exceeds ``threshold`` times the best one.
 
         For a negative best loss, the permitted increase is the same as for a positive loss of the same magnitude.
 
         Args:
-            threshold: The factor.
+            threshold: Factor by which the last loss may exceed the best one.
         """
         last = self.results["loss"][-1]
         return not math.isfinite(last) or last > self._best + (threshold - 1) * abs(self._best)
@@ -133,10 +134,10 @@ class _LRFinder:
         return lrs[self._optimal_idx]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
-        """Draw the loss over the rate with matplotlib and return the figure.
+        """Plot the smoothed loss against the learning rate with matplotlib and return the figure.
 
         Args:
-            suggest: Mark the suggestion. Default: False.
+            suggest: Mark the suggested rate. Default: False.
             show: Open a window. Default: False.
             ax: The axes to draw on. Default: those of a new figure.
 
@@ -169,9 +170,9 @@ class LearningRateFinder(Callback):
     """Callback that searches for an initial learning rate before the first step of ``fit``, and sets it.
 
     A copy of the task takes ``num_training_steps`` optimizer steps while the rate rises. Then the copy is discarded and
-    the RNG state is restored, so only the result of the search remains. ``configure_optimizers`` runs after the
-    attribute is set, so optimizers and schedulers start from it. With several parameter groups, all rates rise in
-    proportion, and the highest rate is reported. Requires automatic optimization.
+    the RNG state is restored, so only the result of the search remains. The suggested rate is assigned to the task's
+    attribute before ``configure_optimizers`` runs, so optimizers and schedulers start from it. With several parameter
+    groups, all rates rise in proportion, and the highest rate is reported. Requires automatic optimization.
 
     A run that is resumed from a checkpoint keeps its rate and does not search again.
 
@@ -182,7 +183,7 @@ class LearningRateFinder(Callback):
         mode: How the rate rises: ``"exponential"`` or ``"linear"``. Default: ``"exponential"``.
         early_stop_threshold: End the search when the smoothed loss exceeds the best one by this factor, or is not
             finite; None disables this. Default: 4.0.
-        update_attr: Set the task's attribute to the suggestion. Default: True.
+        update_attr: Assign the suggested rate to the attribute. Default: True.
         attr_name: Name of the attribute. Default: ``lr`` or ``learning_rate``, of the task, its hparams or the data
             module.
 
@@ -252,7 +253,7 @@ class LearningRateFinder(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the result, if the search has run."""
+        """Return the result of the search; empty before the search."""
         finder = self.optimal_lr
         if finder is None:
             return {}
@@ -271,10 +272,10 @@ class LearningRateFinder(Callback):
         self.optimal_lr.results = results
 
     def say(self, rate: float | None, name: str | None) -> None:
-        """Announce the result.
+        """Announce the result of the search.
 
         Args:
-            rate: The suggestion, or None.
+            rate: The suggested rate, or None.
             name: Name of the attribute that was set, or None.
         """
         assert self.optimal_lr is not None

@@ -1,4 +1,4 @@
-"""`LearningRateMonitor`: learning rates in the loggers."""
+"""`LearningRateMonitor`: logs the learning rates of the optimizers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(BestEffortCallback):
-    """Monitor that logs the learning rates with which each optimizer took a step or starts an epoch.
+    """Monitor that logs the learning rates of each optimizer, per step or per epoch.
 
+    The rate of a step is the one with which the optimizer took the step; the rate of an epoch is the one at its start.
     Each rate is logged under the name in the scheduler's configuration or, by default, ``lr-`` and the optimizer's
-    class, such as ``lr-Adam``. Optimizers without a scheduler are named in the same way. A second optimizer of the same
-    class is ``lr-Adam-1``. If there are several parameter groups, each has its own name: ``lr-Adam/pg1``,
+    class, such as ``lr-Adam``. Optimizers without a scheduler also get this default name. A second optimizer of the
+    same class is named ``lr-Adam-1``. If there are several parameter groups, each has its own name: ``lr-Adam/pg1``,
     ``lr-Adam/pg2``, or the group's ``"name"`` instead of ``pg1``.
 
     Args:
-        logging_interval: ``"step"`` (every ``log_every_n_steps``), ``"epoch"``, or None for each scheduler's own
+        logging_interval: ``"step"`` (every ``log_every_n_steps`` steps), ``"epoch"``, or None for each scheduler's own
             interval, which is ``"step"`` for optimizers without a scheduler. Default: None.
         log_momentum: Also log the momentum (or beta1), as ``...-momentum``. Default: False.
         log_weight_decay: Also log the weight decay, as ``...-weight_decay``. Default: False.
@@ -78,7 +79,7 @@ class LearningRateMonitor(BestEffortCallback):
         self._others: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Reset the logged rates and check that they can be logged."""
+        """Clear the rates of an earlier run and check that rates can be logged."""
         if not trainer.loggers:
             raise ValueError("LearningRateMonitor needs a logger. Remove the monitor, or remove Trainer(logger=False).")
         no_step = self.logging_interval != "epoch" and not trainer.log_every_n_steps
@@ -153,7 +154,7 @@ class LearningRateMonitor(BestEffortCallback):
             self._rates, self._others = rates, others
 
     def _write(self, trainer: Trainer) -> None:
-        """Write the values that were read to the loggers."""
+        """Write the current values to the loggers."""
         if not self._rates:
             return
         for name, value in self._rates.items():
@@ -180,7 +181,7 @@ def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
         trainer: The running Trainer.
 
     Yields:
-        The optimizer, a unique name, and the interval of the schedule.
+        The optimizer, a unique name, and the interval of its scheduler (``"step"`` without a scheduler).
     """
     optimizers = trainer.optimizers
     name_counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`: checkpoints during training, ranked by a logged value or saved at regular intervals."""
+"""`ModelCheckpoint`: saves checkpoints during training, ranked by a logged value or at regular intervals."""
 
 from __future__ import annotations
 
@@ -42,63 +42,65 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
-    A checkpoint is a directory that is renamed into place once it is complete. An older one is removed only after that.
-    Several ModelCheckpoints may be used at the same time, for example one for the best checkpoint and one for regular
-    intervals.
+    A checkpoint is a directory that is renamed into place once it is complete. An older checkpoint is removed only
+    afterwards. Several ModelCheckpoints may be used at the same time, for example one for the best checkpoint and one
+    for regular intervals.
 
-    A checkpoint is saved when everything that belongs to its step is done, that is, after the step's validation and the
-    schedulers and, for the last step of an epoch, after the end of the epoch. It is ranked by a value that was measured
-    on its own weights. If ``monitor`` is a value of a validation or of a whole epoch, and a save by steps or by time is
-    due in between, the ranked save waits for the next such value. ``last.ckpt`` does not wait. If ``monitor`` is a
-    value of training steps, its latest value is used, which may be some steps old if it is not logged in every step.
+    A checkpoint is saved after its step's validation and scheduler updates. For the last step of an epoch, it is saved
+    after the end of the epoch. It is ranked by a value that was measured on the saved weights. If ``monitor`` is logged
+    once per validation or per epoch, and a save by steps or by time is due in between, the ranked save waits for the
+    next value, but ``last.ckpt`` is saved without waiting. If ``monitor`` is logged by training steps, its latest value
+    is used, which may be several steps old if it is not logged in every step.
 
     Args:
         dirpath: Directory of the checkpoints, or a URL such as ``s3://bucket/run``. Default: ``checkpoints`` in the
             run's folder. The run's folder is that of the first logger that has one. If no logger has one, it is a
-            folder in ``default_root_dir`` named after experiment and run; without loggers, it is ``default_root_dir``
-            itself.
+            folder in ``default_root_dir`` named after the experiment and the run. Without loggers, it is
+            ``default_root_dir`` itself.
         filename: Template of file names, such as ``"{epoch}-{val_loss:.2f}"``. Default: ``"{epoch}-{step}"``.
         monitor: Name of the logged value by which checkpoints are ranked. With None, the latest checkpoint is the best.
             ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
         verbose: Announce each save. Default: False.
-        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` has the same effect and creates no link,
-            so that checkpoints do not depend on each other. ``save_on_exception`` then also saves under this name.
-            Default: only in a run folder in which no other ``ModelCheckpoint`` keeps the latest checkpoint.
+        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` has the same effect: no link is created,
+            so checkpoints do not depend on each other. With ``save_last``, ``save_on_exception`` also saves under this
+            name. Default: True for the first ``ModelCheckpoint`` in a run folder if none of them keeps the latest
+            checkpoint, otherwise False.
         save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. Default: 1.
         save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. A run that resumes from this checkpoint
-            equals an uninterrupted one. Ctrl-C ends the run after the current step, and all ranks save. After an error,
-            rank zero saves the run as of the last completed step. With several processes, the state of the other ranks
-            is missing, so their RNG state is initialized again. No checkpoint is saved if the other ranks hold shards
-            of the model, or if the error occurs in the optimizer's step or in ``on_step_end``. With several processes,
-            this also applies to errors between the two, except in a validation, which is then repeated. The overhead is
-            0.1 ms per step, a copy of the model's buffers and of the callbacks' states, and, on a GPU, a
-            synchronization if the mean of an epoch is logged. Default: False.
+            gives the same results as an uninterrupted one. Ctrl-C ends the run after the current step, and all ranks
+            save. After an error, rank zero saves the run as of the last completed step. With several processes, the
+            state of the other ranks is missing, so their RNG state is reinitialized on resume. No checkpoint is saved
+            if the other ranks hold shards of the model, or if the error occurs in the optimizer's step or in
+            ``on_step_end``. With several processes, this also applies to errors that occur after the optimizer's step
+            and before ``on_step_end``, except in a validation, which is repeated on resume. The overhead is 0.1 ms per
+            step, a copy of the model's buffers and of the callbacks' states, and, on a GPU, a synchronization if the
+            mean of an epoch is logged. Default: False.
         save_weights_only: Omit everything that is only needed to resume. Default: False.
-        save_trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model
-            with adapters. To load such a checkpoint, build the task with the same frozen weights, whose digests are
-            compared. Weights that were trained at any time of the run are saved. Default: False.
-        mode: ``"min"`` or ``"max"``, whichever is best. NaN is worse than any number. Default: ``"min"``.
+        save_trainable_only: Omit frozen weights (``requires_grad=False``), such as those of a pretrained model with
+            adapters. To load such a checkpoint, build the task with the same frozen weights, whose digests are
+            compared. Weights that were trained at any time during the run are saved. Default: False.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. NaN is worse than any number.
+            Default: ``"min"``.
         auto_insert_metric_name: Write ``name=value`` into file names, with ``_`` instead of ``/``. Default: True.
-        every_n_train_steps: Optimizer steps between saves.
+        every_n_train_steps: Number of optimizer steps between saves.
         train_time_interval: Time between saves (``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments), by rank
             zero's clock.
-        every_n_epochs: Epochs between saves. Default: 1 if none of the three triggers is set.
+        every_n_epochs: Number of epochs between saves. Default: 1 if none of the three triggers is set.
         save_on_train_epoch_end: Whether ``every_n_epochs`` saves at the end of the epoch (True) or after its validation
-            (False). Default: at the end of the epoch if validation runs exactly once in each epoch, otherwise after
-            validations.
+            (False). Default: True if validation runs exactly once per epoch or not at all, otherwise False.
         enable_version_counter: Append ``-v1`` if a checkpoint of another run has the same name. If False, replace that
             checkpoint. A checkpoint that another ModelCheckpoint of this run keeps is never replaced. Default: True.
-        async_save: Continue training once the state is copied to host memory, which must have room for one copy. The
-            rest of the save runs in the background. A failed save ends ``fit`` at a later step or at its end, and
-            replaced checkpoints are removed only after their successor is in place. Until then, ``best_model_path`` may
-            not exist yet. Default: False.
+        async_save: Continue training as soon as the state is copied to host memory, which must have room for one copy.
+            The rest of the save runs in the background. If it fails, the error is raised at a later step or at the end
+            of ``fit``. Replaced checkpoints are removed only after their successor is in place. Until then,
+            ``best_model_path`` may not exist. Default: False.
 
     Attributes:
         best_model_path: Path of the best checkpoint, or "".
         best_model_score: Value of the best checkpoint, a 0-d tensor; None without a monitor.
-        best_k_models: Values by path of the kept checkpoints; empty without a monitor.
+        best_k_models: Values of the kept checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Value at the latest save, or None.
+        current_score: Value of the monitored metric at the latest save, or None.
 
     Raises:
         ValueError: If triggers exclude each other, or an argument is invalid.
@@ -203,7 +205,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`."""
+        """Name that includes the monitor, the mode and the triggers. See `Callback.state_key`."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
@@ -211,7 +213,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the paths and values of the kept checkpoints, and the pending saves."""
         return {
             "dirpath": self.dirpath,
             "triggered_step": self._triggered_step,
@@ -222,7 +224,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`.
+        """Restore the state that `state_dict` returned.
 
         If the state belongs to another directory, only the best checkpoint is restored, because this run must not
         remove checkpoints from that directory.
@@ -268,7 +270,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check before the first step that saving will work, and remove the checkpoints that a killed run left.
+        """Check before the first step that saving will work, and remove leftover checkpoints of a killed run.
 
         Raises:
             OSError: If the directory cannot be created or written to, or does not have enough space for a checkpoint.
@@ -346,7 +348,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._save_last(trainer, exception)
 
     def save_now(self, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if that is kept, else as ``preempted.ckpt``. Must be called on all ranks.
+        """Save the run as ``last.ckpt`` if one is kept, otherwise as ``preempted.ckpt``. Must be called on all ranks.
 
         Args:
             trainer: The running Trainer.
@@ -379,7 +381,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._save_as(None, trainer)
 
     def _save_as(self, path: str | None, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if that is kept, otherwise as ``path`` or under the template's name."""
+        """Save the run as ``last.ckpt`` if one is kept, otherwise as ``path`` or under the template's name."""
         progress = trainer.progress
         if self.save_last or path is None:
             values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
@@ -432,7 +434,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._triggered_step, self._save_requested = step, True
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
-        """Perform the triggered saves for which the monitored value is available."""
+        """Perform the triggered saves. A ranked save waits until the monitored value is available."""
         measured = epoch_is_over or trainer.logbook.watch.step == trainer.progress.step
         if not self._save_requested and not (self._waiting and measured):
             return
@@ -517,7 +519,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._finish_save(trainer)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Save one checkpoint, on all ranks. A subclass may write something else. The method name is Lightning's."""
+        """Save one checkpoint on all ranks. Like Lightning's method of the same name, it may be overridden."""
         trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
 
     def _settle(self, trainer: Trainer, wait: bool = False) -> None:
@@ -554,7 +556,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the worst ranked checkpoint, which the next better checkpoint replaces; "" if none is replaced."""
+        """Path of the worst ranked checkpoint; "" if there is none or fewer than ``save_top_k`` are kept."""
         return self._top_k.kth_best_model_path
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
@@ -582,7 +584,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def _filenames(self) -> CheckpointFilenames:
-        """File names of the checkpoints, according to the current class attributes."""
+        """Templates of the checkpoints' file names, built from the current attributes."""
         return CheckpointFilenames(
             template=self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}",
             template_of_last=self.CHECKPOINT_NAME_LAST,
@@ -599,7 +601,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def format_checkpoint_name(
         self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """Return the path for these values.
+        """Return the path of a checkpoint with these values, or only its name before ``dirpath`` is known.
 
         Args:
             metrics: Values by name. A missing value that the template uses counts as 0.
@@ -621,7 +623,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def _choose_path(
         self, trainer: Trainer, values: dict[str, Any], step: int, replaced: str = "", last: bool = False
     ) -> str:
-        """Return a path that no other checkpoint has.
+        """Return a path that no other checkpoint uses.
 
         Args:
             trainer: The running Trainer.

@@ -1,4 +1,4 @@
-"""`ModelSummary`: a table of the model's modules, printed when training begins."""
+"""`ModelSummary`: prints a table of the model's modules when training begins."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ModelSummary(BestEffortCallback):
         self.max_depth = check_int("max_depth", max_depth, -1, "shows all")
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Print the table. Running a sharded model on its example input requires all processes."""
+        """Print the table. With an example input, all ranks run the model, because it may be sharded."""
         if self.max_depth and (trainer.is_global_zero or pl_module.example_input_array is not None):
             self._safely(self._look, trainer, pl_module)
 
@@ -70,6 +70,6 @@ class ModelSummary(BestEffortCallback):
         """Print the table. Runs on rank zero.
 
         Args:
-            summary: The table.
+            summary: The summary to print.
         """
         announce(str(summary))

@@ -15,14 +15,14 @@ MODES = ("min", "max")
 
 
 class LatestValidation:
-    """Names that the latest validation logged, and the optimizer step of that validation.
+    """Record of the names that the latest validation logged, and of the optimizer step of that validation.
 
     A value of a validation belongs to the weights that it was measured on. A checkpoint of later weights must not be
     ranked by this value.
 
     Attributes:
-        step: Optimizer steps taken before the latest validation; None before the first.
-        names: The names that it logged.
+        step: Number of optimizer steps taken before the latest validation; None before the first validation.
+        names: Names that the latest validation logged.
 
     Example:
         >>> from treadle.callbacks import LatestValidation
@@ -77,8 +77,8 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
 
     Args:
         trainer: The running Trainer.
-        keep: Names whose values of training steps are ignored, because a validation has logged them since. Default:
-            none.
+        keep: Names for which the value of a training step is ignored, because a validation logged a later value.
+            Default: none.
 
     Returns:
         Values by name.
@@ -98,12 +98,12 @@ def read_monitored_metric(
     Args:
         trainer: The running Trainer.
         name: The logged name.
-        consumer: The object that needs the value, for messages, such as ``"the scheduler's monitor"``.
+        consumer: Description of the object that needs the value, for messages, such as ``"the scheduler's monitor"``.
         strict: Raise an error if the name was never logged. Otherwise, return None. Default: True.
         keep: See `read_logged_metrics`.
 
     Raises:
-        ValueError: If the name was never logged; the message lists those that were.
+        ValueError: If the name was never logged and ``strict`` is set. The message lists the logged names.
     """
     values = read_logged_metrics(trainer, keep)
     if name not in values and strict:
@@ -114,7 +114,7 @@ def read_monitored_metric(
 def checks_at_epoch_end(trainer: Trainer) -> bool:
     """Return whether a monitored value is checked at the end of epochs rather than after each validation.
 
-    At the end of an epoch, the training values are available as well as those of the epoch's only validation.
+    At the end of an epoch, both the training values and the values of the epoch's only validation are available.
 
     Args:
         trainer: The running Trainer.
@@ -136,7 +136,7 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
         The value; None if no new value is available.
 
     Raises:
-        ValueError: If the name was never logged; the message lists those that were.
+        ValueError: If the name was never logged and ``strict`` is set. The message lists the logged names.
     """
     watch = trainer.logbook.watch
     if name in watch.stale(trainer):
@@ -151,12 +151,12 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
 
 
 def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: Iterable[str]) -> ValueError:
-    """Return the error for a name that was not logged, which lists the logged names.
+    """Return the error for a name that was never logged. Its message lists the logged names.
 
     Args:
         trainer: The running Trainer.
         name: The name.
-        consumer: The object that needs the value.
+        consumer: Description of the object that needs the value.
         logged: The logged names.
     """
     names = sorted(logged)
@@ -182,7 +182,7 @@ def is_better(value: float, than: float, mode: str, margin: float = 0.0) -> bool
     Args:
         value: The new value.
         than: The value to compare with.
-        mode: ``"min"`` or ``"max"``, whichever is best.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
         margin: Difference that an improvement must exceed. Default: 0.0.
     """
     if math.isnan(value):

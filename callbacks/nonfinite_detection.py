@@ -1,4 +1,4 @@
-"""`NonFiniteWatch`: detection of the first module that computes a value that is not finite."""
+"""`NonFiniteWatch`: finds the first module that computes a value that is not finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteWatch(Callback):
-    """Callback that reports the rank and module that first compute NaN or infinity in the forward or backward pass.
+    """Callback that reports the first rank and module to compute NaN or infinity in the forward or backward pass.
 
     The callback is for debugging only, because it checks the output of every module and the gradients of all outputs
     and parameters, and synchronizes with the device and with all ranks after each backward pass. It runs before the
@@ -69,7 +69,7 @@ class NonFiniteWatch(Callback):
                 self._handles.append(part.register_forward_hook(partial(self._look, label)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Discard the flags of a validation."""
+        """Discard flags that were set before this micro-batch."""
         self._forget()
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -114,7 +114,7 @@ class NonFiniteWatch(Callback):
         self._output_flags, self._gradient_flags = [], []
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Record for each output of a module whether it is finite."""
+        """Record whether each output of a module is finite, and watch the gradient of the output."""
         if not torch.is_grad_enabled():
             return
         for tensor in _iterate_tensors(output):
@@ -129,7 +129,7 @@ class NonFiniteWatch(Callback):
 
 
 def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str]:
-    """Return the names whose tensors are not finite."""
+    """Return the names of the tensors that are not finite."""
     if not flags:
         return []
     finite = torch.stack([flag.to(device) for _, flag in flags]).tolist()
@@ -137,7 +137,7 @@ def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in nested containers."""
+    """Yield the floating-point and complex tensors in nested containers."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
             yield value

@@ -1,4 +1,4 @@
-"""`OnExceptionCheckpoint`: a checkpoint that is saved when an error ends the run."""
+"""`OnExceptionCheckpoint`: saves a checkpoint when an error ends the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .model_checkpoint import ModelCheckpoint
 
 
 class OnExceptionCheckpoint(ModelCheckpoint):
-    """Callback that saves the run as of the last completed step when an error or Ctrl-C ends ``fit``, and only then.
+    """Callback that saves the run as of the last completed step, but only when an error or Ctrl-C ends ``fit``.
 
     It works like ``ModelCheckpoint(save_on_exception=True)`` with a constant name, so an older checkpoint is replaced.
     Other checkpoints of the Trainer are saved as usual. To resume from this checkpoint, or from another one if that is
@@ -37,7 +37,7 @@ class OnExceptionCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`."""
+        """Name that includes ``filename``. See `Callback.state_key`."""
         return f"OnExceptionCheckpoint({self.filename!r})"
 
     @property

@@ -1,4 +1,4 @@
-"""Predictions in files, which all ranks write while they predict, and which are read in the dataset's order."""
+"""Prediction files. All ranks write them during prediction; `read_predictions` reads them in the dataset's order."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class PredictionWriter(BasePredictionWriter):
     """Callback that writes predictions to disk; `read_predictions` reads them in the dataset's order.
 
     Each rank writes its own batches to safetensors files, so the memory use does not grow with the data. Pass
-    ``return_predictions=False`` to ``Trainer.predict``, which otherwise also keeps all results. Tensors, numpy arrays,
-    numbers, text, and dicts, lists, tuples and dataclasses of these can be written; dataclasses are read back as dicts.
+    ``return_predictions=False`` to ``Trainer.predict``, which otherwise also keeps all predictions in memory. Tensors,
+    numpy arrays, numbers, text, and dicts, lists, tuples and dataclasses of these can be written; dataclasses are read
+    back as dicts.
 
     Args:
         dirpath: The folder, or its URL. If it exists and is not empty, ``-v1``, ``-v2``, ... is appended to its name.
@@ -43,7 +44,8 @@ class PredictionWriter(BasePredictionWriter):
         shard_mib: Size of the collected tensors in MiB at which a file is written. Default: 64.
 
     Attributes:
-        folder: Folder of the latest predictions; None before the first, and if ``predict_step`` returned only None.
+        folder: Folder of the latest predictions; None before the first prediction, or if ``predict_step`` returned only
+            None.
 
     Raises:
         TypeError: In ``predict``, if a prediction has an unsupported type. The error states its position in the
@@ -88,13 +90,13 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Add one batch, and write a file if enough are collected. See `BasePredictionWriter.write_on_batch_end`.
+        """Add one batch. Write a file once enough batches are collected. See `BasePredictionWriter.write_on_batch_end`.
 
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
             prediction: The result of ``predict_step``.
-            batch_indices: Indices of the batch's samples in the dataset; None for a stream.
+            batch_indices: Indices of the batch's samples in the dataset; None for a streamed dataset.
             batch: The batch.
             batch_idx: Index of the batch on this process.
             dataloader_idx: Index of the dataloader.
@@ -110,7 +112,7 @@ class PredictionWriter(BasePredictionWriter):
         shards.add(batch_idx * trainer.world_size + trainer.global_rank, batch_indices, prediction)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Write the remaining batches and, once all ranks are done, the index."""
+        """Write the remaining batches and, once all ranks are done, the index of all files."""
         written = {}
         for loader, shards in self._shards.items():
             shards.flush()
@@ -145,7 +147,7 @@ class _Shards:
         self._bytes = 0
 
     def add(self, number: int, indices: Sequence[Any] | None, prediction: Any) -> None:
-        """Add a batch, and write a file if enough are collected."""
+        """Add a batch. Write a file once enough batches are collected."""
         batch = {"prediction": _to_plain(move_data_to_device(prediction, "cpu")), "indices": _to_plain(indices)}
         document, tensors = encode(batch, str(number))
         self._documents.append([number, document])
@@ -167,7 +169,7 @@ class _Shards:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a prediction with mappings as dicts and dataclasses as dicts."""
+    """Return a value with nested mappings and dataclasses converted to dicts."""
     if isinstance(value, Mapping):  # any mapping, such as the outputs of transformers' models
         return {key: _to_plain(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -221,11 +223,11 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
     Args:
         path: The folder, or its URL.
         dataloader_idx: Index of the dataloader, if there were several. Default: 0.
-        indices: Yield pairs of the indices of the batch's samples in the dataset (None for a stream) and the
+        indices: Yield pairs of the indices of the batch's samples in the dataset (None for a streamed dataset) and the
             predictions. Default: False.
 
     Yields:
-        The prediction of a batch, or the pair.
+        The predictions of a batch, or a pair of indices and predictions.
 
     Raises:
         ValueError: If the folder has no predictions, is incomplete or damaged, or does not have this dataloader.
@@ -294,7 +296,7 @@ def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """Tensors of a file, read on access."""
+    """Mapping of a file's tensors by name. Each tensor is read on access."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         self._pieces = pieces

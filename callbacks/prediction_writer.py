@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(StrEnum):
-    """Time at which a `BasePredictionWriter` writes."""
+    """Interval at which a `BasePredictionWriter` writes."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -36,10 +36,10 @@ class WriteInterval(StrEnum):
 class BasePredictionWriter(Callback):
     """Base class of callbacks that write predictions. Override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    Each process writes its own predictions, so include ``trainer.global_rank`` in the names of files. The indices
-    locate each sample in the dataset, for any sampler and any world size. Over all processes, each index occurs once if
-    the sampler yields it once. With ``trainer.predict(..., return_predictions=False)`` and ``"batch"``, no prediction
-    is kept in memory. An error in writing ends the stage, because the predictions would otherwise be lost.
+    Each process writes its own predictions, so include ``trainer.global_rank`` in file names. The indices locate each
+    sample in the dataset, for any sampler and any world size. Over all processes, each index occurs once if the sampler
+    yields it once. With ``trainer.predict(..., return_predictions=False)`` and ``"batch"``, no prediction is kept in
+    memory. An error while writing ends the stage, because the predictions would otherwise be lost.
 
     Args:
         write_interval: ``"batch"``, ``"epoch"`` (which keeps all predictions of a process in host memory until the end)
@@ -85,14 +85,14 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write one batch.
+        """Write the predictions of one batch.
 
         Args:
             trainer: The Trainer that runs the stage.
             pl_module: The task.
             prediction: The result of ``predict_step``.
             batch_indices: Indices of the batch's samples in the dataset, as the sampler yielded them; None for a
-                stream.
+                streamed dataset.
             batch: The batch.
             batch_idx: Index of the batch on this process.
             dataloader_idx: Index of the dataloader.
@@ -101,7 +101,7 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: TaskModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write all batches of this process.
+        """Write the predictions of all batches of this process.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -143,6 +143,6 @@ class BasePredictionWriter(Callback):
 
 
 def _get_loaders(trainer: Trainer) -> Any:
-    """Return the predict dataloaders."""
+    """Return the prediction dataloaders."""
     assert trainer.sources is not None
     return trainer.sources.evaluation("predict")

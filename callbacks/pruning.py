@@ -1,4 +1,4 @@
-"""`ModelPruning`: pruning of weights during training with ``torch.nn.utils.prune``."""
+"""`ModelPruning`: prunes weights during training with ``torch.nn.utils.prune``."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], type[prune.BasePruningMethod]]] 
 
 
 class ModelPruning(Callback):
-    """Callback that prunes parameters at the end of epochs with permanent masks.
+    """Callback that prunes parameters at the end of epochs and keeps the pruned weights at zero.
 
     The model in a checkpoint has the pruned weights under their own names, so it can be loaded into an unpruned model.
-    The checkpoint also contains the masks and the unmasked values, so a resumed run equals an uninterrupted one. All
-    processes use rank zero's masks.
+    The checkpoint also contains the masks and the unmasked values, so a resumed run gives the same results as an
+    uninterrupted one. All processes use rank zero's masks.
 
     The callback runs before the task's own hooks (``after_task`` is 0), so a checkpoint at the end of an epoch is
     pruned.
@@ -49,22 +49,23 @@ class ModelPruning(Callback):
         parameter_names: Names to prune by default: ``"weight"``, ``"bias"`` or both. Default: both.
         use_global_unstructured: Compare the weights of all layers with each other, not only within each layer. Default:
             True.
-        amount: Fraction (float) or number (int) of the remaining weights to prune each time, or a function of the
-            epoch. Default: 0.5.
-        apply_pruning: Whether to prune, or a function of the epoch. Default: True.
+        amount: Fraction (float) or number (int) of the remaining weights to prune each time, or a function that returns
+            it for an epoch. Default: 0.5.
+        apply_pruning: Whether to prune, or a function that decides for an epoch. Default: True.
         make_pruning_permanent: Replace weights and masks with the pruned weights after training. Default: True.
         use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values each time. May be a function
             of the epoch. Default: True.
         resample_parameters: Reset the weights to new values from the layer's ``reset_parameters`` instead. Default:
             False.
         pruning_dim: Dimension along which structured pruning removes slices.
-        pruning_norm: The norm of ``"ln_structured"``.
+        pruning_norm: Order of the norm that ``"ln_structured"`` uses.
         verbose: 1 announces the number of pruned weights, 2 also announces it for each layer. Default: 0.
         prune_on_train_epoch_end: Prune at the end of epochs (True) or after each validation (False). Default: True.
 
     Raises:
-        ValueError: If arguments contradict each other or, before the first step, if a parameter is not in the model,
-            the model is sharded, or an averaging callback would still have its averages in the model when it is pruned.
+        ValueError: If arguments are invalid or contradict each other. Before the first step, if a parameter is not in
+            the model, if the model is sharded, or if the model would be pruned while it contains the averages of an
+            averaging callback.
         TypeError: If an argument has the wrong type.
 
     References:
@@ -226,7 +227,7 @@ class ModelPruning(Callback):
             self.make_pruning_permanent(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Make the pruning permanent after an error. By then, other callbacks have saved the run."""
+        """Make the pruning permanent after an error. At this point, other callbacks have already saved the run."""
         if stage == "fit" and self._permanent:
             self.make_pruning_permanent(pl_module)
 
@@ -248,10 +249,10 @@ class ModelPruning(Callback):
             pruned.make_permanent()
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune a share of the remaining weights.
+        """Prune some of the remaining weights.
 
         Args:
-            amount: Fraction (float) or number (int) of weights.
+            amount: Fraction (float) or number (int) of the remaining weights.
         """
         for pruned in self._pruned:
             pruned.refresh()

@@ -1,4 +1,4 @@
-"""`RichModelSummary`: the table of `ModelSummary`, drawn by the package ``rich``."""
+"""`RichModelSummary`: prints the table of `ModelSummary` with the package ``rich``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RichModelSummary(ModelSummary):
 
     Args:
         max_depth: See `ModelSummary`. Default: 1.
-        header_style: Rich's style of the header. Default: ``"bold magenta"``.
+        header_style: Rich style of the header. Default: ``"bold magenta"``.
 
     Raises:
         ModuleNotFoundError: If the package is not installed.
@@ -34,7 +34,7 @@ class RichModelSummary(ModelSummary):
         """Print the table on standard error.
 
         Args:
-            summary: The table.
+            summary: The summary to print.
         """
         from rich.console import Console
         from rich.table import Table

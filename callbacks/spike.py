@@ -1,4 +1,4 @@
-"""`SpikeWatch`: sudden increases of the loss or of the gradients' norm."""
+"""`SpikeWatch`: detects sudden increases of the loss or of the gradient norm."""
 
 from __future__ import annotations
 
@@ -25,34 +25,35 @@ _DEVIATION = 1.4826  # standard deviation of a normal distribution in median abs
 
 
 class SpikeWatch(Callback):
-    """Callback that detects a sudden increase of the loss or of the gradients' norm over the last steps.
+    """Callback that detects a sudden increase of the loss or of the gradient norm compared with the preceding steps.
 
-    A step is a spike if its value is not finite, or exceeds the median of the ``window`` steps before by more than
+    A step is a spike if its value is not finite, or exceeds the median of the ``window`` preceding steps by more than
     ``threshold`` robust standard deviations (1.4826 times the median absolute deviation) and by more than ``rise``
     times the median. Spikes are not added to the window.
 
-    Values stay on the device and are checked together every ``every_n_steps``, as the mean over the processes (for the
-    norm: that of all gradients). So all processes react after the same step, and no step waits for the device. The
-    callback runs after the task's own hooks (``after_task`` is 1). A resumed run restores the window; values of rank
-    zero since the last check then count for all processes.
+    Values stay on the device and are checked together every ``every_n_steps`` steps. A loss is averaged over the
+    processes, and a gradient norm covers all gradients. All processes therefore react after the same step, and no step
+    waits for the device. The callback runs after the task's own hooks (``after_task`` is 1). A resumed run restores the
+    window. For the steps since the last check, it restores rank zero's values on all processes.
 
     Args:
         monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, before clipping. Default:
             ``"loss"``.
-        action: ``"warn"``; ``"stop"`` the run; ``"save"`` it (with the steps after the spike) and continue; or
-            ``"raise"`` an error. Default: ``"warn"``.
+        action: ``"warn"`` only warns. ``"stop"`` also stops the run. ``"save"`` also saves a checkpoint, which includes
+            the steps after the spike, and continues. ``"raise"`` raises an error. Default: ``"warn"``.
         window: Number of steps to compare with. Default: 100.
-        warmup: Number of steps before the first spike is reported. Default: 20.
-        threshold: Robust standard deviations above the median. Default: 8.0.
+        warmup: Number of steps before the first spike is reported. A value that is not finite is reported in any step.
+            Default: 20.
+        threshold: Minimum number of robust standard deviations above the median. Default: 8.0.
         rise: Minimum increase as a fraction of the median. Default: 0.1.
-        every_n_steps: Optimizer steps between checks. Default: 50.
-        dirpath: Directory of the checkpoints of ``"save"``. Default: ``spikes`` in the run's folder.
+        every_n_steps: Number of optimizer steps between checks. Default: 50.
+        dirpath: Directory of the checkpoints that ``"save"`` writes. Default: ``spikes`` in the run's folder.
 
     Attributes:
         spikes: The optimizer step and the value of each spike.
 
     Raises:
-        ValueError: If an argument is invalid; in training, with ``action="raise"``.
+        ValueError: If an argument is invalid or, with ``action="raise"``, if a spike is detected during training.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -101,20 +102,20 @@ class SpikeWatch(Callback):
 
     @property
     def state_key(self) -> str:
-        """See `Callback.state_key`."""
+        """Name that includes ``monitor`` and ``action``. See `Callback.state_key`."""
         return f"SpikeWatch({self.monitor!r}, {self.action!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the window, the values since the last check, and the spikes."""
         return {"known": self._window_values, "new": list(self._new), "spikes": self.spikes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`."""
+        """Restore the state that `state_dict` returned."""
         self._window_values, self._new = list(state_dict["known"]), list(state_dict["new"])
         self.spikes = [tuple(spike) for spike in state_dict["spikes"]]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the state of an earlier run; a resumed run restores its own afterwards."""
+        """Reset the state of an earlier run. A resumed run restores its own state afterwards."""
         if stage == "fit":
             self._window_values, self._new, self.spikes = [], [], []
             self._forget()
@@ -129,7 +130,7 @@ class SpikeWatch(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: TaskModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Measure the gradients of this process."""
+        """Add the squared norm of this process's gradients to the step's value."""
         if self.monitor == "grad_norm":
             trainer.accelerator.unscale_gradients()
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -138,7 +139,7 @@ class SpikeWatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add a micro-batch's loss; keep the step's value if the step has ended."""
+        """Add a micro-batch's loss to the step's value. Store the value once the step has ended."""
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
             self._add(loss.detach().clone())  # a CUDA graph's next replay would overwrite it
@@ -194,7 +195,7 @@ class SpikeWatch(Callback):
             self._act(trainer, new_spikes)
 
     def _find_usual(self, value: float) -> float | None:
-        """Return the median if ``value`` is a spike; else None."""
+        """Return the window's median if ``value`` is a spike, otherwise None."""
         if len(self._window_values) < self.warmup:
             return None if math.isfinite(value) else math.nan
         middle = median(self._window_values)

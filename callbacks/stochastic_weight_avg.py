@@ -1,4 +1,4 @@
-"""`StochasticWeightAveraging`: a constant learning rate at the end, and the mean of the weights it reaches."""
+"""`StochasticWeightAveraging`: averages the weights of the last epochs, which use their own learning rates."""
 
 from __future__ import annotations
 
@@ -23,27 +23,30 @@ _STRATEGIES: dict[str, Callable[[float], float]] = {
 
 
 class StochasticWeightAveraging(Averaging):
-    """Callback that anneals the learning rates to ``swa_lrs`` and averages the weights of each epoch, from an epoch on.
+    """Callback that, from ``swa_epoch_start`` on, anneals the learning rates and averages the weights of each epoch.
 
-    The task's own schedulers stop at that epoch. After training, the model gets the averages, and BatchNorm's
-    statistics are recomputed for them in one more pass over the training data. Validations, and a checkpoint's model,
-    have the trained weights; the averages are also in the checkpoint, for a resumed run and for `averaged_weights`. A
-    run that is stopped early also ends with the averages, if there are any.
+    In that epoch, the task's own schedulers are stopped, and the learning rates start to approach ``swa_lrs``. After
+    training, the averages are put into the model, and BatchNorm's statistics are recomputed in one more pass over the
+    training data. Validations use the trained weights, and the model in a checkpoint has them, too. A checkpoint also
+    contains the averages, for a resumed run and for `averaged_weights`. A run that is stopped early also ends with the
+    averages, if there are any.
 
     The callback runs before the task's own hooks (``after_task`` is 0).
 
     Args:
-        swa_lrs: The learning rate, or one for each of the optimizer's groups.
-        swa_epoch_start: The first epoch, counted from 1, or a fraction of ``max_epochs``. Default: 0.8.
-        annealing_epochs: Epochs until the rates are reached; 0 sets them immediately. Default: 10.
-        annealing_strategy: ``"cos"`` or ``"linear"``. Default: ``"cos"``.
-        avg_fn: ``avg_fn(averaged, current, num_averaged)``. Default: all weights count the same.
-        device: Device of the averages; None uses the device of the weights, which a sharded model always does. Default:
-            ``"cpu"``.
+        swa_lrs: The learning rate to anneal to, or a list with one rate for each parameter group.
+        swa_epoch_start: The first epoch to average, counted from 1 (int), or a fraction of ``max_epochs`` (float).
+            Default: 0.8.
+        annealing_epochs: Number of epochs until ``swa_lrs`` is reached; 0 sets the rates immediately. Default: 10.
+        annealing_strategy: Shape of the annealing: ``"cos"`` or ``"linear"``. Default: ``"cos"``.
+        avg_fn: Function that returns the new average: ``avg_fn(averaged, current, num_averaged)``. Default: the mean of
+            all averaged weights.
+        device: Device of the averages; None uses the device of the weights. A sharded model always uses the device of
+            its weights. Default: ``"cpu"``.
 
     Raises:
-        ValueError: If an argument is invalid; before the first step, if the Trainer does not step exactly one
-            optimizer.
+        ValueError: If an argument is invalid. Before the first step, if the task does not have exactly one optimizer or
+            uses manual optimization.
         TypeError: If an argument has the wrong type.
 
     References:
@@ -109,7 +112,7 @@ class StochasticWeightAveraging(Averaging):
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that the run can be averaged, and create the averages."""
+        """Check that the run supports averaging, and create the averages."""
         if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
             raise ValueError(
                 f"StochasticWeightAveraging needs one optimizer and automatic_optimization=True, but the task has "

@@ -1,4 +1,4 @@
-"""`ThroughputMonitor`: batches, samples, items and operations per second in the loggers."""
+"""`ThroughputMonitor`: logs batches, samples, items and operations per second."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ if TYPE_CHECKING:
 class ThroughputMonitor(BestEffortCallback):
     """Monitor that logs the throughput of a run under names such as ``train/device/samples_per_sec``; see `Throughput`.
 
-    In training, rank zero measures every ``log_every_n_steps``: it synchronizes with the device once and reads the
-    clock; steps in between have no overhead. Time in validations is excluded. A rate covers the latest measurements
-    that span ``window_size`` batches. Each evaluation is logged once, at its end, as a whole.
+    In training, rank zero measures every ``log_every_n_steps`` steps. For a measurement, it synchronizes with the
+    device once and reads the clock. Other steps have no overhead, apart from calls of ``batch_size_fn`` and
+    ``length_fn``. Time in validations is excluded. A rate covers the latest measurements that span ``window_size``
+    batches. Each evaluation is logged as a whole when it ends.
 
-    Samples are those that the dataloaders actually returned, over all processes. Operations are counted if the task has
-    an attribute ``flops_per_batch`` (`measure_flops` computes it), with ``device/mfu``, the fraction of the device's
-    peak, if that is known.
+    The samples that the dataloaders of all processes returned are counted. Operations are counted if the task has an
+    attribute ``flops_per_batch``, which `measure_flops` computes. If the device's peak performance is known, the
+    achieved fraction of the peak is logged, too, as ``device/mfu``.
 
     Args:
-        batch_size_fn: Function that returns the samples in a batch, used instead of the dataloaders' count.
-        length_fn: Function that returns the items in a batch, such as its tokens.
+        batch_size_fn: Function that returns the number of samples in a batch. Default: the dataloaders' count.
+        length_fn: Function that returns the number of items in a batch, such as its tokens.
         window_size: Minimum number of batches that a rate covers. Default: 100.
         separator: Text between the components of a name. Default: ``"/"``.
         available_flops: Peak operations per second of one device. Default: the result of `get_available_flops`.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid; in ``fit``, if ``log_every_n_steps`` is 0.
+        ValueError, TypeError: If an argument is invalid. When a stage begins, if ``available_flops`` is set but the
+            task lacks ``flops_per_batch``. In ``fit``, if ``log_every_n_steps`` is 0.
 
     Example:
         >>> import tempfile
@@ -101,18 +103,18 @@ class ThroughputMonitor(BestEffortCallback):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the duration of training and the counts."""
         return {"time": self._compute_elapsed(), "lengths": self._lengths, "samples": self._counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`."""
+        """Restore the state that `state_dict` returned."""
         self._before = state_dict["time"]
         self._lengths, self._counted = state_dict["lengths"], state_dict["samples"]
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Check what there is to count."""
+        """Determine which quantities to count, and check the settings."""
         super().setup(trainer, pl_module, stage)
         self._reset()
         if stage == "fit" and not trainer.log_every_n_steps:
@@ -137,7 +139,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._safely(self._measure, trainer)
 
     def _make_throughput(self, trainer: Trainer, window: int) -> Throughput:
-        """Return the converter of measurements to rates."""
+        """Return the `Throughput` that converts measurements to rates."""
         precision, device = trainer.accelerator.precision, trainer.accelerator.device
         peak = self.available_flops
         if peak is None and self._has_flops:
@@ -151,7 +153,7 @@ class ThroughputMonitor(BestEffortCallback):
         return Throughput(peak, trainer.world_size, window, self.separator)
 
     def _compute_elapsed(self) -> float:
-        """Return the seconds of training so far."""
+        """Return the seconds of training, over all resumed runs, without evaluations."""
         if self._throughput is None or not self._began:
             return self._before
         return self._before + time.perf_counter() - self._began - self._paused
@@ -159,12 +161,12 @@ class ThroughputMonitor(BestEffortCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count what the dataloaders do not count."""
+        """Count the quantities that the dataloaders do not count."""
         if self._must_count:
             self._count(trainer, pl_module, batch, self._local_counts)
 
     def _count(self, trainer: Trainer, task: TaskModule, batch: Any, counts: list[Any]) -> None:
-        """Add a batch to the counts; count no more after an error."""
+        """Add a batch to the counts. Counting ends after an error."""
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a placeholder batch, which keeps the ranks in step
         if self._failed:
@@ -180,7 +182,7 @@ class ThroughputMonitor(BestEffortCallback):
             warn(f"ThroughputMonitor could not count a batch and is disabled: {type(error).__name__}: {error}")
 
     def _average_counts(self, trainer: Trainer, numbers: list[Any]) -> list[float] | None:
-        """Return the counts per device over all processes, in one small exchange; None if a process could not count."""
+        """Return the mean counts per device, after one small collective; None if a process could not count."""
         world = trainer.accelerator.data_world
         counts: list[float] = read_numbers(numbers)
         if world.size > 1:
@@ -264,7 +266,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._write(trainer, stage, throughput)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the clock of the evaluation and pause that of training."""
+        """Start the clock of the evaluation and pause the clock of training."""
         self._begin(trainer)
 
     def on_validation_batch_end(
@@ -303,14 +305,14 @@ class ThroughputMonitor(BestEffortCallback):
 
 
 def _as_number(value: Any) -> Any:
-    """Return a number; one that a GPU is still computing stays there and is read with the others."""
+    """Return a value as a number. A tensor that is not on the CPU stays on its device and is read later."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value.detach().reshape(()).clone()
     return float(value)
 
 
 def _wait_for(trainer: Trainer) -> None:
-    """Synchronize with the device, so that the clock measures work and not only its launch."""
+    """Synchronize with the device, because otherwise only the launch of its work would be measured."""
     device = trainer.accelerator.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)

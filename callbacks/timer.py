@@ -1,4 +1,4 @@
-"""`Timer`: measure the duration of training, and stop it after a given time."""
+"""`Timer`: measures the duration of training and stops it after a given time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STAGES = ("train", "validate", "test")
 
 
 class Interval(StrEnum):
-    """Time at which a `Timer` checks the clock."""
+    """Interval at which a `Timer` checks the clock."""
 
     step = "step"
     epoch = "epoch"
@@ -29,16 +29,16 @@ class Interval(StrEnum):
 class Timer(Callback):
     """Callback that measures the duration of training, over all resumed runs, and stops it after ``duration``.
 
-    It also measures the latest validation and test: pass their name, ``"validate"`` or ``"test"``, to its methods.
+    It also measures the latest validation and test. To query them, pass ``"validate"`` or ``"test"`` to its methods.
 
-    All processes stop after the same step, even if their clocks differ. ``Trainer(max_time=...)`` stops the run too; a
-    Timer can also be queried. A run that is resumed after its time is up takes no step.
+    All processes stop after the same step, even if their clocks differ. ``Trainer(max_time=...)`` also stops the run,
+    but a Timer can be queried, too. A run that is resumed after its time is up does not take any steps.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments; None only measures. Default: None.
         interval: Check the clock after each optimizer ``"step"`` or at the end of each ``"epoch"``. Default:
             ``"step"``.
-        verbose: Announce when it stops the run. Default: True.
+        verbose: Announce that the time is up. Default: True.
 
     Raises:
         ValueError: If the duration is not positive or has an invalid form, or the interval is unknown.
@@ -68,7 +68,7 @@ class Timer(Callback):
         self._ended: dict[str, float] = {}
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return the time at which a stage last began, by ``time.monotonic()``; None if it never did.
+        """Return the value of ``time.monotonic()`` when a stage last began; None if it never began.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
@@ -76,7 +76,7 @@ class Timer(Callback):
         return self._began.get(choose("stage", stage, _STAGES))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return the time at which a stage last ended, by ``time.monotonic()``; None if it has not, or runs again.
+        """Return the value of ``time.monotonic()`` when a stage last ended; None if it never ended or is running again.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
@@ -84,7 +84,7 @@ class Timer(Callback):
         return self._ended.get(choose("stage", stage, _STAGES))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds of training so far, or those of the latest validation or test.
+        """Return the seconds spent in training, over all resumed runs, or in the latest validation or test.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
@@ -95,7 +95,7 @@ class Timer(Callback):
         return before + self._ended.get(stage, time.monotonic()) - began
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds until the run is stopped, 0 after that; None without a duration.
+        """Return the seconds that are left of ``duration``, at least 0; None without a duration.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``. Default: ``"train"``.
@@ -108,11 +108,11 @@ class Timer(Callback):
         self._began[stage] = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the seconds spent in training."""
         return {"seconds": self.time_elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`."""
+        """Restore the seconds spent in training."""
         self._before = state_dict["seconds"]
         self._began.pop("train", None)
         self._ended.pop("train", None)
@@ -139,7 +139,7 @@ class Timer(Callback):
         self._ended["train"] = time.monotonic()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Stop the clocks of stages that an error has ended."""
+        """Stop the clocks of stages that an error ended."""
         for name in self._began:
             self._ended.setdefault(name, time.monotonic())
 

@@ -1,4 +1,4 @@
-"""Averages of the weights during training, used in validation and for the final model."""
+"""Callbacks that average the weights during training, for validation and for the final model."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 class WeightAveraging(Averaging):
     """Callback that averages the weights, validates with the averages, and leaves them in the model after training.
 
-    Each process averages the tensors it holds after optimizer steps, without communication, even if the model is
-    sharded. Before the first update there are no averages, and validation uses the trained weights.
+    After optimizer steps, each process averages the tensors that it holds, without communication, even if the model is
+    sharded. Before the first update, there are no averages, and validation uses the trained weights.
 
-    A checkpoint's model has the trained weights. The averages are also in the checkpoint: a resumed run restores them,
-    with any world size; ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use them if the Trainer has this
-    callback; and `averaged_weights` reads them for other uses.
+    The model in a checkpoint has the trained weights. The checkpoint also contains the averages. A resumed run restores
+    them with any world size. ``validate``, ``test`` and ``predict`` with a ``ckpt_path`` use them if the Trainer has
+    this callback. `averaged_weights` reads them for other uses.
 
     The callback runs before the task's own hooks (``after_task`` is 0), so the whole validation uses the averages.
 
     Args:
-        device: Device of the averages. On a device other than the weights', each update synchronizes. Default: the
+        device: Device of the averages. If it differs from the weights' device, each update synchronizes. Default: the
             weights' device.
-        use_buffers: Also average the persistent buffers; otherwise the model's own are used. Default: True.
-        kwargs: ``avg_fn(averaged, current, num_averaged)``, or ``multi_avg_fn`` with lists of these, as in torch's
-            ``AveragedModel``. Default: all averaged values count the same.
+        use_buffers: Also average the persistent buffers. Otherwise, the model's own buffers are used. Default: True.
+        kwargs: The averaging function, as in torch's ``AveragedModel``: ``avg_fn(averaged, current, num_averaged)`` for
+            single tensors, or ``multi_avg_fn`` for lists of tensors. Default: all averaged values have the same weight.
 
     Raises:
         TypeError: If an argument does not exist, or a function is not callable.
-        ValueError: Before the first step, if the run cannot be averaged.
+        ValueError: If both functions are passed. Before the first step, if the run does not support averaging.
 
     References:
         Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", SIAM Journal on Control and
@@ -76,11 +76,11 @@ class WeightAveraging(Averaging):
         self._latest_step = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to average now. Override it to choose other times.
+        """Return whether to update the averages. Override this method to choose other times.
 
         Args:
-            step_idx: After an optimizer step, its index; else None.
-            epoch_idx: After an epoch, its index; else None.
+            step_idx: Index of the optimizer step that was just taken; None after an epoch. Default: None.
+            epoch_idx: Index of the epoch that just ended; None after a step. Default: None.
         """
         return step_idx is not None
 
@@ -94,11 +94,11 @@ class WeightAveraging(Averaging):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Update the averages after an optimizer step, before its validation."""
+        """Update the averages after an optimizer step, before a validation."""
         self._follow(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Update the averages for a step after which an error occurred before the callback could run."""
+        """Update the averages if an error ended the earlier run between its last step and this callback."""
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
@@ -133,7 +133,7 @@ class WeightAveraging(Averaging):
         self._end()
 
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages into the model. See `Callback.return_to_validation`."""
+        """Put the averages back into the model. See `Callback.return_to_validation`."""
         self._begin(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -141,7 +141,7 @@ class WeightAveraging(Averaging):
         self._begin(trainer, pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the weights back."""
+        """Put the model's own weights back."""
         self._end()
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -149,7 +149,7 @@ class WeightAveraging(Averaging):
         self._begin(trainer, pl_module)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the weights back."""
+        """Put the model's own weights back."""
         self._end()
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -187,7 +187,7 @@ class WeightAveraging(Averaging):
         """Add the averages to the checkpoint.
 
         Raises:
-            ValueError: In a validation, while the averages are in the model.
+            ValueError: During a validation, because the averages are in the model.
         """
         if self._averages is not None and self._averages.is_applied and not self._ended:
             raise ValueError(
@@ -199,7 +199,7 @@ class WeightAveraging(Averaging):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Exponential moving average of the weights: each update sets it to ``decay * average + (1 - decay) * weights``.
+    """Callback that averages the weights exponentially: ``average = decay * average + (1 - decay) * weights``.
 
     The first update copies the weights.
 
@@ -207,10 +207,11 @@ class EMAWeightAveraging(WeightAveraging):
         device: See `WeightAveraging`.
         use_buffers: See `WeightAveraging`.
         decay: Fraction of the average that is kept, from 0 to 1. Default: 0.999.
-        update_every_n_steps: Optimizer steps between updates; 0 updates only at the end of epochs. Default: 1.
-        update_starting_at_step: Index of the first step to average after. Default: 0.
-        update_starting_at_epoch: Index of the first epoch to average in. Default: 0.
-        kwargs: Unknown arguments, for the error that names the closest one.
+        update_every_n_steps: Number of optimizer steps between updates; 0 updates only at the end of epochs. Default:
+            1.
+        update_starting_at_step: Index of the first step after which the averages are updated. Default: 0.
+        update_starting_at_epoch: Index of the first epoch in which the averages are updated. Default: 0.
+        kwargs: Unknown arguments, which raise an error that names the closest argument.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -256,7 +257,7 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = None if epoch is None else check_int("update_starting_at_epoch", epoch, 0)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """See `WeightAveraging.should_update`."""
+        """Return whether an update is due according to the constructor's arguments."""
         if step_idx is None:
             return not self.update_every_n_steps and (epoch_idx or 0) >= (self.update_starting_at_epoch or 0)
         return (
@@ -277,7 +278,7 @@ def _apply_averages(trainer: Trainer, averages: Averages) -> None:
 
 
 def _choose_average(name: str, kwargs: dict[str, Any]) -> Average:
-    """Return the averaging function of the arguments, or raise an error."""
+    """Return the averaging function that the keyword arguments select, or raise an error."""
     for key, value in kwargs.items():
         if key not in _FUNCTIONS:
             raise TypeError(f"{name} has no argument {key!r}.{nearest(key, _FUNCTIONS)}")

@@ -1,4 +1,4 @@
-"""The command line: configurations, commands, and `run` and `LightningCLI`, which turn a script into one."""
+"""Command line: configurations, commands, and `run` and `LightningCLI`, which give a script a command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`treadle completion bash|zsh|fish`: completion of commands and configuration keys, without importing torch."""
+"""`treadle completion bash|zsh|fish`: shell completion of commands and configuration keys, without importing torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Args:
-        arguments: The words after `treadle completion`.
+        arguments: The command-line arguments after `treadle completion`.
     """
     if len(arguments) == 3 and arguments[0] == "words":
         print("\n".join(list_candidates(arguments[2], in_parts=arguments[1] == "bash")))
@@ -74,7 +74,7 @@ def list_candidates(line: str, in_parts: bool = False) -> list[str]:
 
     Args:
         line: The command line up to the cursor.
-        in_parts: Whether the shell breaks words at ``=``, as bash does, and expects the part after it.
+        in_parts: Whether the shell splits words at ``=``, as bash does, and expects only the text after ``=``.
     """
     try:
         words = shlex.split(line)[1:]
@@ -108,7 +108,7 @@ def _list_words(before: list[str], last: str) -> Iterable[str]:
 
 
 def _list_sweep_words(before: list[str], last: str) -> Iterable[str]:
-    """Return the options and keys of a sweep, and the keys of the configuration."""
+    """Return completions for `treadle sweep`: its options, its keys and the configuration's keys."""
     from .sweep import KEYS
 
     if before[-1] in ("-c", "--config"):
@@ -136,7 +136,7 @@ def _list_values(key: str) -> Iterable[str]:
 
 
 def _list_keys(before: list[str], last: str) -> Iterable[str]:
-    """Return sections, flags and the keys of the files named so far, one level at a time."""
+    """Return sections, flags and keys of the configuration files, no deeper than the level of the last word."""
     from .config import SECTIONS, ConfigError, format_path, iterate_values, normalize
 
     keys = {f"trainer.{name}=" for name in _list_flags()} | {"seed=", "ckpt_path=", "run.name=", "run.dir="}
@@ -170,7 +170,7 @@ def _list_classes(room: str) -> list[str]:
 
 
 def _read_dict_keys(room: str, file: str, name: str) -> list[str]:
-    """Return the keys of a dict literal in a file, which is parsed and not imported."""
+    """Return the keys of a dict literal in a file, which is parsed but not imported."""
     spec = importlib.util.find_spec(room)
     if spec is None or spec.origin is None:
         return []

@@ -1,4 +1,4 @@
-"""Flags of the Trainer that accept several forms: checked and converted to one."""
+"""Validation and conversion of Trainer flags that accept several forms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_limit(name: str, value: Limit) -> int | float:
         value: Value of the flag; None stands for 1.0.
 
     Raises:
-        ValueError, TypeError: If the value is invalid; the message states flag, value and rule.
+        ValueError, TypeError: If the value is invalid; the message states the flag, its value and the rule.
     """
     rule = "it must be a whole number of batches of at least 0, or a fraction of the epoch from 0.0 to 1.0"
     if value is None:
@@ -39,7 +39,7 @@ def check_limit(name: str, value: Limit) -> int | float:
 
 
 def limited(name: str, limit: int | float, total: int | None) -> int | None:
-    """Return the number of batches of ``total`` that a checked limit allows; None for all of them.
+    """Return the number of batches that a checked limit allows, or None if it allows all ``total`` batches.
 
     Args:
         name: Name of the flag, for messages.
@@ -47,7 +47,8 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
         total: Number of batches, or None if the dataloader has no length.
 
     Raises:
-        ValueError: If the limit is a fraction of a dataloader without a length, or of less than one batch.
+        ValueError: If the limit is a fraction and the dataloader has no length, or if the fraction amounts to less than
+            one batch.
     """
     if isinstance(limit, int):
         return limit if total is None or limit < total else None
@@ -67,11 +68,11 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
 
 
 def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> float | None:
-    """Return a duration in seconds; None is returned unchanged.
+    """Convert a duration to seconds; None is returned unchanged.
 
     Args:
         name: Name of the flag, for messages.
-        value: Value of the flag.
+        value: Duration in a form that `parse_duration` accepts, or None.
 
     Raises:
         TypeError, ValueError: See `parse_duration`.
@@ -84,8 +85,8 @@ def check_bounds(unit: str, low: int, high: int) -> None:
 
     Args:
         unit: ``"epochs"`` or ``"steps"``.
-        low: The minimum.
-        high: The maximum.
+        low: Value of ``min_<unit>``.
+        high: Value of ``max_<unit>``.
 
     Raises:
         ValueError: If the minimum exceeds the maximum; the message states both.
@@ -95,7 +96,7 @@ def check_bounds(unit: str, low: int, high: int) -> None:
 
 
 def check_directory(name: str, value: Any) -> str:
-    """Return a path as a string, and the working directory for None.
+    """Return a directory as a string; None stands for the current working directory.
 
     Args:
         name: Name of the flag, for messages.
@@ -108,7 +109,7 @@ def check_directory(name: str, value: Any) -> str:
 
 
 def check_clipping(name: str, value: float | None) -> float | None:
-    """Return a positive number; None for None and 0, which disable clipping.
+    """Return a positive clipping threshold. None and 0 disable clipping and are both returned as None.
 
     Args:
         name: Name of the flag, for messages.
@@ -123,7 +124,7 @@ def check_clipping(name: str, value: float | None) -> float | None:
 
 
 def check_batches(name: str, value: int | bool) -> int:
-    """Return a number of batches; True stands for one, False for none.
+    """Return a number of batches; True stands for 1 and False for 0.
 
     Args:
         name: Name of the flag, for messages.
@@ -136,14 +137,14 @@ def check_batches(name: str, value: int | bool) -> int:
 
 
 def check_interval(name: str, value: int | float | None) -> int | float:
-    """Return a limit in the form of `check_limit`; it must be positive.
+    """Return a positive limit in the form that `check_limit` returns.
 
     Args:
         name: Name of the flag, for messages.
         value: Value of the flag.
 
     Raises:
-        ValueError: If the value is invalid; the message states flag, value and rule.
+        ValueError, TypeError: If the value is invalid; the message states the flag, its value and the rule.
     """
     if value is not None and not value:
         raise ValueError(f"{name}={value!r} must be more than 0. limit_val_batches=0 disables validation.")
@@ -151,7 +152,7 @@ def check_interval(name: str, value: int | float | None) -> int | float:
 
 
 def check_epochs(name: str, value: int | None, interval: int | float | None) -> int | None:
-    """Return a number of epochs; None counts batches across epochs, and needs an interval in batches or in time.
+    """Return a number of epochs. None counts batches across epochs, which needs an interval in batches or in time.
 
     Args:
         name: Name of the flag, for messages.
@@ -159,7 +160,7 @@ def check_epochs(name: str, value: int | None, interval: int | float | None) -> 
         interval: ``val_check_interval``; None if it is a duration.
 
     Raises:
-        ValueError: If the value is invalid; the message states flag, value and rule.
+        ValueError: If the value is invalid; the message states the flag, its value and the rule.
     """
     if value is not None:
         return check_int(name, value, 1)
@@ -172,11 +173,13 @@ def check_epochs(name: str, value: int | None, interval: int | float | None) -> 
 
 
 def set_determinism(deterministic: bool | str | None, benchmark: bool | None) -> None:
-    """Set torch's determinism for the whole process; None changes nothing.
+    """Configure torch's deterministic algorithms and cuDNN's benchmark mode for the whole process.
 
     Args:
-        deterministic: The flag ``deterministic``.
-        benchmark: The flag ``benchmark``.
+        deterministic: True requires deterministic algorithms, and ``"warn"`` only warns about operations without one.
+            None leaves torch's setting unchanged.
+        benchmark: Whether cuDNN benchmarks its algorithms. None disables this if ``deterministic`` is True or
+            ``"warn"``, and otherwise leaves torch's setting unchanged.
 
     Raises:
         ValueError: If ``deterministic`` is neither a bool nor ``"warn"``.
@@ -194,13 +197,13 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
 
 
 def set_matmul_precision(precision: str | None) -> None:
-    """Set torch's precision of float32 matrix products for the whole process; None changes nothing.
+    """Set torch's float32 matmul precision for the whole process; None leaves it unchanged.
 
     Args:
-        precision: The flag ``float32_matmul_precision``.
+        precision: ``"highest"``, ``"high"``, ``"medium"`` or None.
 
     Raises:
-        ValueError: If torch does not have this precision.
+        ValueError: If the precision is not one of these.
     """
     if precision is not None:
         torch.set_float32_matmul_precision(choose("float32_matmul_precision", precision, MATMUL_PRECISIONS))
@@ -237,7 +240,7 @@ _ABSENT = {
 
 
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
-    """Raise a TypeError that names all arguments that the Trainer does not have.
+    """Raise a TypeError that names all arguments that the Trainer does not accept.
 
     Args:
         arguments: The unknown arguments by name.
@@ -255,11 +258,12 @@ def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, An
     """Return the flags that differ from their defaults, by name.
 
     Args:
-        arguments: All arguments of the Trainer's constructor.
-        defaults: Its defaults.
+        arguments: All arguments of the Trainer's constructor by name, and those that it does not have under
+            ``"unknown"``.
+        defaults: Default of each constructor argument, by name.
 
     Raises:
-        TypeError: If the Trainer does not have an argument.
+        TypeError: If ``"unknown"`` holds an argument.
     """
     defaults = defaults or {}
     refuse_unknown(arguments["unknown"], defaults)
@@ -271,10 +275,10 @@ def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, An
 
 
 def refuse_with_barebones(**flags: Any) -> None:
-    """Raise a ValueError for a flag that requests a feature that ``barebones`` disables.
+    """Raise a ValueError if a flag requests a feature that ``barebones`` disables.
 
     Args:
-        flags: Flags by name.
+        flags: Values of the flags, by name.
     """
     for name, value in flags.items():
         if value:
@@ -284,7 +288,7 @@ def refuse_with_barebones(**flags: Any) -> None:
 
 
 def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[Any, bool]:
-    """Return the precision and ``sync_batchnorm`` set by ``plugins`` or by the flags of these names.
+    """Return the precision and ``sync_batchnorm`` that ``plugins`` or the flags of the same names set.
 
     Args:
         plugins: The flag ``plugins``.
@@ -321,7 +325,7 @@ def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
     """Enable ``sync_batchnorm`` in a strategy that supports it.
 
     Args:
-        strategy: The strategy.
+        strategy: Strategy of the run.
         enabled: The flag ``sync_batchnorm``.
 
     Raises:
@@ -343,7 +347,8 @@ def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
         setting: A bool, or a dict of ``torch.compile``'s arguments.
 
     Raises:
-        TypeError: If the flag has another type, or an argument does not exist.
+        TypeError: If the setting is neither a bool nor a dict, or names an argument that ``torch.compile`` does not
+            have.
     """
     if isinstance(setting, Mapping):
         valid_names = [field.name for field in fields(TorchDynamoPlugin)]

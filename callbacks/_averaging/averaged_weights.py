@@ -1,4 +1,4 @@
-"""Averaged weights. Each process averages the tensors that it holds, and swaps them into and out of the model."""
+"""Averages of a model's weights. Each process averages its own tensors and swaps them with the model's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lerp(share: float) -> Average:
     """Return an averaging function that moves the average toward the current value.
 
     Args:
-        share: Fraction of the distance to the current value to move in each update, from 0 to 1.
+        share: Fraction of the distance to the current value that the average moves in each update, from 0 to 1.
     """
     return lambda averages, current, count: torch._foreach_lerp_(averages, current, share)
 
@@ -61,9 +61,9 @@ def wrap_avg_fn(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average
 class Averages:
     """Averages of a model's parameters and persistent buffers.
 
-    Averages of half-precision values are float32, because in bfloat16 a step of a thousandth of the distance would be
-    lost in rounding. Tensors that are not floating-point are not averaged; their latest values are kept. If the model
-    is pruned, the averages that are applied to the model or saved are pruned, too.
+    Half-precision values are averaged in float32, because in bfloat16 a step of a thousandth of the distance would be
+    lost in rounding. Integer and boolean tensors are not averaged; their latest values are kept. If the model is
+    pruned, the averages that are applied to the model or saved are pruned, too.
 
     Args:
         module: The model, as prepared by the strategy.
@@ -72,8 +72,8 @@ class Averages:
 
     Attributes:
         count: Number of updates.
-        values: Averages by name. A tied parameter is listed under each of its names. For a sharded parameter, the value
-            is this process's shard.
+        values: Averages by name. A tied parameter is listed under each of its names. The average of a sharded parameter
+            is sharded in the same way.
     """
 
     def __init__(self, module: nn.Module, buffers: bool, device: torch.device | None = None) -> None:
@@ -99,7 +99,7 @@ class Averages:
         self._others = [n for n, is_float in enumerate(continuous) if not is_float]
 
     def _hold_buffers(self, without: set[str], device: torch.device | None) -> None:
-        """Add averages of the persistent buffers, except for some names."""
+        """Add averages of the persistent buffers, except those named in ``without``."""
         names: dict[tuple[int, str], list[str]] = {}
         for path, part in self._module.named_modules(remove_duplicate=False):
             for name, buffer in part._buffers.items():
@@ -230,7 +230,7 @@ class Averages:
 
 
 def _apply_masks(value: Tensor, masks: list[Tensor | None]) -> Tensor:
-    """Return a value with zeros at the positions where every mask is zero. None is a mask without zeros."""
+    """Return a value with zeros at the positions where every mask is zero. None counts as a mask of ones."""
     mask: Tensor | None = None
     for other in masks:
         if other is None:
@@ -257,7 +257,8 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
         The device; None means the device of the values.
 
     Raises:
-        ValueError: If the run cannot be averaged this way.
+        ValueError: If the run uses DDP with ``local_sgd_steps``, or if ``strict`` is set and the averages of a sharded
+            model cannot be on the device.
     """
     strategy = trainer.accelerator.strategy
     if getattr(strategy, "local_steps", None) is not None:
@@ -277,7 +278,7 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
 
 
 def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
-    """Return the entry of an averaging callback in a checkpoint, with lazily read tensors; None if there is none.
+    """Return the entry that an averaging callback added to a checkpoint, with lazily read tensors, or None.
 
     Args:
         opened: The checkpoint.
@@ -289,7 +290,7 @@ def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
 def averaged_weights(path: Path | str) -> dict[str, Tensor]:
     """Return the averaged weights in a checkpoint, in a form that ``load_state_dict`` accepts.
 
-    Tensors that were not averaged have their trained values.
+    Tensors that were not averaged are returned with their trained values.
 
     Args:
         path: A checkpoint that was saved in a run with an averaging callback.

@@ -1,4 +1,4 @@
-"""Base class of the callbacks that average weights. It puts the averages into the model and saves them."""
+"""Base class of the callbacks that average weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Averaging(Callback):
     """Callback that leaves the averages in the model after training. Subclasses decide when to average.
 
-    If an error occurs before that, the model's own weights are restored.
+    If training fails, the model's own weights are restored.
     """
 
     exchanges = True
@@ -56,7 +56,7 @@ class Averaging(Callback):
         self._end()
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Keep the averages in the model after successful training; otherwise restore its own weights."""
+        """Keep the averages in the model after successful training. Otherwise, restore the model's own weights."""
         if self._ended and self._averages is not None:
             self._averages.keep_in_model()
         self._end()
@@ -70,7 +70,7 @@ class Averaging(Callback):
             checkpoint[self._key] = {**self._averages.state_dict(), "ended": self._ended, **position}
 
     def added_layout(self) -> dict[str, Any]:
-        """See `Callback.added_layout`."""
+        """Return tensors with the names and sharding of the averages that `on_save_checkpoint` adds."""
         return {} if self._averages is None else {self._key: {"weights": self._averages.values}}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
     """Run ``training_step`` over the training data once, without gradients, to recompute BatchNorm's statistics.
 
     Must be called on all ranks. The statistics are the mean over the batches of all processes, weighted by the number
-    of samples. The RNG state and the logged values are restored afterwards.
+    of samples. The RNG state is restored and the values that the steps log are discarded.
 
     Args:
         trainer: The Trainer, after training.
@@ -69,7 +69,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
 
 
 def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) -> float:
-    """Run the steps, and return the number of samples on this process."""
+    """Run ``training_step`` on every batch and return the number of samples on this process."""
     steps, accelerator = trainer.steps, trainer.accelerator
     assert steps is not None
     step = accelerator.local_method(task, "training_step")

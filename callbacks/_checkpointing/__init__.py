@@ -1,4 +1,4 @@
-"""Helpers for `ModelCheckpoint`: triggers, names, and the selection of checkpoints to keep and remove."""
+"""Helpers for `ModelCheckpoint`: when to save, how to name checkpoints, and which checkpoints to keep or remove."""
 
 from __future__ import annotations
 

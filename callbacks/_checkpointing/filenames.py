@@ -20,10 +20,10 @@ def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str
     """Replace the fields of a template with values.
 
     Args:
-        template: Fields are names in braces, optionally with a format after a colon.
+        template: Text with fields. A field is a name in braces, optionally with a format after a colon.
         values: Values by name. A missing value counts as 0, with a warning.
         equals: Text between a field's name and its value; None omits the name. A ``/`` in the name becomes ``_``,
-            because a folder would hide the checkpoint.
+            because otherwise the checkpoint would end up in a subfolder.
 
     Returns:
         The name.
@@ -54,7 +54,8 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the name leads out of the directory, begins with a dot, or has an invalid field.
+        ValueError: If the name leaves the directory, ends in a slash, has a part that begins with a dot, or has an
+            invalid field.
     """
     if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
         raise TypeError(f"dirpath={dirpath!r} must be the path of a directory, not {name_type(dirpath)}.")
@@ -102,12 +103,12 @@ class CheckpointFilenames:
         return max(0, *(len(Path(template).parts) - 1 for template in (self.template, self.template_of_last)))
 
     def fill_in(self, values: Mapping[str, Any], template: str | None = None, version: int | None = None) -> str:
-        """Return the name for these values.
+        """Return the file name of a checkpoint with these values.
 
         Args:
             values: Values by name.
             template: The template. Default: ``template``.
-            version: Number of a suffix such as ``-v1``, or None.
+            version: Number in a suffix such as ``-v1``; None adds no suffix. Default: None.
         """
         name = fill_in(template or self.template, values, self.equals)
         suffix = "" if version is None else f"{self.separator}v{version}"

@@ -1,4 +1,4 @@
-"""Triggers of a save: a number of steps, a number of epochs, or a duration."""
+"""Checks of the triggers of a save, and a timer on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class AgreedInterval:
-    """Timer on which all ranks agree without communicating in every step. It follows rank zero's clock.
+    """Timer on which all ranks agree without communicating at every step. It follows rank zero's clock.
 
-    An exchange between processes takes as long as a small step. Rank zero therefore estimates the number of steps in
-    half of the remaining time, and all processes take these steps before they check again. This results in about ten
-    checks per interval, however long the interval is.
+    A broadcast can take as long as a short training step. Rank zero therefore estimates how many steps fit into half of
+    the remaining time, and all processes take these steps before they check again. This results in about ten checks per
+    interval, however long the interval is.
 
     Args:
         interval: Duration of the interval.
@@ -70,7 +70,7 @@ class AgreedInterval:
 
 
 def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | None) -> None:
-    """Raise a ValueError if triggers exclude each other or are not whole numbers.
+    """Raise a ValueError if triggers exclude each other, or if a number of steps or epochs is invalid.
 
     Args:
         steps: ``every_n_train_steps``.

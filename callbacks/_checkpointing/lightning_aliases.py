@@ -45,7 +45,7 @@ class CheckpointAliases:
         raise NotImplementedError
 
     def _warn_of_never_called(self, base: type) -> None:
-        """Warn about methods that a subclass of ``base`` overrides but that are never called."""
+        """Warn about each overridden method of ``base`` that Treadle never calls."""
         for name, instead in _NEVER_CALLED.items():
             if getattr(type(self), name, None) is not getattr(base, name, None):
                 warn(f"{type(self).__name__} overrides {name}, which is never called: {instead}.")

@@ -46,7 +46,7 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: An
     """Delete checkpoints that a killed run had replaced but not deleted, and return their paths.
 
     Args:
-        paths: Checkpoints that the killed run was about to delete, according to its latest checkpoint.
+        paths: Checkpoints that the killed run was about to delete, as recorded in its latest checkpoint.
         directory: The directory of the run's checkpoints.
         step: Optimizer step of the latest checkpoint. A later checkpoint with the same name is a different one and is
             kept.

@@ -22,16 +22,16 @@ STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_pat
 class TopKCheckpoints:
     """Record of the checkpoints that one `ModelCheckpoint` keeps.
 
-    The record is updated before a checkpoint is written, because the checkpoint contains the record, which must be
-    correct once the checkpoint is in place. `snapshot` and `restore` undo the update if a save fails.
+    The record is saved in each checkpoint and must be correct once that checkpoint is in place. It is therefore updated
+    before the checkpoint is written. `snapshot` and `restore` undo the update if a save fails.
 
     Attributes:
-        monitor: Name of the value by which checkpoints are ranked; None keeps the latest.
-        mode: ``"min"`` or ``"max"``, whichever is best.
-        save_top_k: Number of ranked checkpoints to keep; -1 keeps all.
+        monitor: Name of the value by which checkpoints are ranked. With None, the latest checkpoint is the best.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
+        save_top_k: Maximum number of ranked checkpoints to keep; -1 keeps all.
         best_model_path: Path of the best checkpoint, or "".
         best_model_score: Value of the best checkpoint.
-        best_k_models: Values by path; empty without a monitor.
+        best_k_models: Values of the ranked checkpoints by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
         current_score: Value at the latest save.
         replaced: Checkpoints to remove once the checkpoint that is being saved is in place.
@@ -53,12 +53,12 @@ class TopKCheckpoints:
 
     @property
     def ranked_paths(self) -> set[str]:
-        """Paths of the kept checkpoints without ``last.ckpt``."""
+        """Paths of the kept checkpoints, excluding ``last.ckpt``."""
         return {self.best_model_path, *self.best_k_models} - {""}
 
     @property
     def paths(self) -> set[str]:
-        """Paths of the kept checkpoints."""
+        """Paths of the kept checkpoints, including ``last.ckpt``."""
         return self.ranked_paths | {self.last_model_path} - {""}
 
     @property
@@ -68,7 +68,7 @@ class TopKCheckpoints:
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the worst ranked checkpoint, which the next better checkpoint replaces; "" if none is replaced."""
+        """Path of the worst ranked checkpoint; "" if there is none or fewer than ``save_top_k`` are kept."""
         if not self.best_k_models or (self.save_top_k != -1 and len(self.best_k_models) < self.save_top_k):
             return ""
         return find_best_path(self.best_k_models, self.mode, worst=True)
@@ -95,8 +95,8 @@ class TopKCheckpoints:
         """Rank a checkpoint that is about to be saved.
 
         Args:
-            path: Its path.
-            score: Its value, or None without a monitor.
+            path: Path of the checkpoint.
+            score: Value of the checkpoint, or None without a monitor.
             replaced: Path of the checkpoint that it replaces, or "".
         """
         if score is None:
@@ -111,7 +111,7 @@ class TopKCheckpoints:
             self.best_model_path, self.best_model_score = best, self.best_k_models[best]
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Drop checkpoints that have been deleted from disk.
+        """Remove checkpoints from the record that have been deleted from disk.
 
         Args:
             paths: The paths of these checkpoints.
@@ -123,7 +123,7 @@ class TopKCheckpoints:
             self.best_model_score = self.best_k_models.get(self.best_model_path)
 
     def replace_since(self, before: Mapping[str, Any], reserved: set[str]) -> None:
-        """Set ``replaced`` to the checkpoints that were kept before but are not kept anymore.
+        """Set ``replaced`` to the checkpoints that were kept before but no longer are.
 
         Args:
             before: The `snapshot` to compare with.
@@ -149,10 +149,10 @@ class TopKCheckpoints:
 
 
 class Recorded(Generic[Value]):
-    """Descriptor for a public attribute of a callback that the callback's `TopKCheckpoints` stores.
+    """Descriptor that forwards a callback's attribute to the callback's `TopKCheckpoints`.
 
     Args:
-        owner: Name of the callback's attribute that contains the record.
+        owner: Name of the callback's attribute that holds the `TopKCheckpoints`.
     """
 
     def __init__(self, owner: str) -> None:
@@ -173,11 +173,11 @@ class Recorded(Generic[Value]):
 
 
 def find_best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False) -> str:
-    """Return the path with the best score, or with the worst score. NaN is worse than any number.
+    """Return the path with the best or the worst score. NaN is worse than any number.
 
     Args:
         scores: Values by path.
-        mode: ``"min"`` or ``"max"``, whichever is best.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
         worst: Return the worst path instead. Default: False.
     """
 
@@ -189,7 +189,7 @@ def find_best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False)
 
 
 def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
-    """Return a callback's saved state with updated paths if its folder has been moved to ``directory`` since the save.
+    """Return a callback's saved state, with updated paths if its folder was moved to ``directory`` after the save.
 
     Args:
         state: The saved state.

@@ -1,4 +1,4 @@
-"""State of pruned parameters."""
+"""Helpers for the pruning callbacks: pruned parameters and their masks."""
 
 from __future__ import annotations
 

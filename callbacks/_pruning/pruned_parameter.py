@@ -16,9 +16,10 @@ from ...engine import strip_compile_prefix
 class PrunedParameter:
     """Parameter that is or will be pruned.
 
-    torch stores the trained values as ``weight_orig`` and the mask as a buffer ``weight_mask``, and sets ``weight``
-    before each forward pass. As long as the parameter is in this form, the module's state dict contains only the pruned
-    ``weight``, even after a fit. A mask left by an earlier fit is adopted.
+    For a parameter ``weight``, torch stores the trained values as ``weight_orig`` and the mask as a buffer
+    ``weight_mask``, and sets ``weight`` to their product before each forward pass. As long as the parameter is in this
+    form, the module's state dict contains only the pruned ``weight``, even after a fit. If an earlier fit left a mask,
+    pruning continues from that mask.
 
     Args:
         module: The module of the parameter.
@@ -61,7 +62,7 @@ class PrunedParameter:
         return int((self.mask == 0).sum()) if self.is_pruned else 0
 
     def refresh(self) -> None:
-        """Update ``weight``, which torch compares, because it still has the value of the last forward pass."""
+        """Recompute ``weight``, which torch ranks to select weights and which is outdated after an optimizer step."""
         if self.is_pruned:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
@@ -134,7 +135,7 @@ class PrunedParameter:
 
 
 def _find_pruned(module: nn.Module, name: str) -> PrunedParameter | None:
-    """Return the `PrunedParameter` with hooks on a parameter, found through the module, which may be a copy."""
+    """Return the `PrunedParameter` whose hooks are registered on the module, which may be a copy, or None."""
     owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in module._state_dict_hooks.values())
     return next((owner for owner in owners if isinstance(owner, PrunedParameter) and owner.name == name), None)
 

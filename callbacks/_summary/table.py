@@ -27,13 +27,13 @@ class Part:
         name: Path of the module in the model; ``(own)`` for parameters that belong to the model itself.
         type: Class name of the module.
         parameters: Number of parameters, over all processes.
-        lazy: Whether there are further parameters without a shape.
+        lazy: Whether the module also has lazy parameters, which do not have a shape yet.
         local: Number of parameters that this process holds.
         training: Whether the module is in training mode.
         frozen: Whether all parameters of the module are frozen.
-        flops: Floating-point operations in the run with the example input; None if there is none.
-        in_size: Shapes of the inputs in the first call, or ``"?"``.
-        out_size: Shapes of the outputs in the first call, or ``"?"``.
+        flops: Floating-point operations in the run with the example input; None if they were not counted.
+        in_size: Shapes of the inputs in the first call; ``"?"`` if unknown.
+        out_size: Shapes of the outputs in the first call; ``"?"`` if unknown.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Part:
 
 
 class Summary:
-    """Result of `summarize`, whose ``str`` is the table.
+    """Summary of a model's modules, returned by `summarize`. Converting it to ``str`` renders the table.
 
     Attributes:
         layers: The rows.
         total_parameters, trainable_parameters: Number of parameters over all processes; a shared parameter counts once.
         model_size: Size of all parameters in MB.
-        total_training_modes: Number of modules in ``"train"`` and in ``"eval"`` mode, without the model itself.
+        total_training_modes: Number of modules in ``"train"`` and in ``"eval"`` mode, not counting the model itself.
         total_flops: Floating-point operations in the run with the example input; 0 without an example input.
 
     Example:
@@ -96,12 +96,12 @@ class Summary:
 
     @property
     def param_nums(self) -> list[int]:
-        """Numbers of parameters of the modules."""
+        """Number of parameters of each module."""
         return [part.parameters for part in self.layers]
 
     @property
     def training_modes(self) -> list[bool]:
-        """Modes of the modules: True for training mode."""
+        """Mode of each module: True for training mode, False for evaluation mode."""
         return [part.training for part in self.layers]
 
     @property
@@ -116,11 +116,11 @@ class Summary:
 
     @property
     def flop_counts(self) -> dict[str, int]:
-        """Floating-point operations of the modules, by path."""
+        """Number of floating-point operations of each module, by path."""
         return {part.name: part.flops or 0 for part in self.layers}
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the columns of the table, each as its header and its cells."""
+        """Return the columns of the table as pairs of a header and its cells."""
         rows = self.layers
         columns = [
             ("name", [row.name for row in rows]),
@@ -174,7 +174,8 @@ def summarize(
 
     If the model has an ``example_input_array`` (a tensor, a list or tuple of arguments, or a dict of arguments by
     name), the model is run on it once, in evaluation mode and without gradients, to record shapes and count operations.
-    The RNG state and the modes are unchanged afterwards. A model with parameters that have no shape yet is not run.
+    The RNG state and the modules' modes are restored afterwards. A model with parameters that have no shape yet is not
+    run.
 
     Args:
         module: The model.

@@ -12,13 +12,13 @@ from ...common.validation import check_int, check_number
 
 
 class Throughput:
-    """Converter of cumulative measurements to rates: batches, samples, items and operations per second.
+    """Throughput meter that converts cumulative totals to batches, samples, items and operations per second.
 
-    Measure when the device has finished its work, that is, after a ``torch.cuda.synchronize()`` or after a value was
-    read from the device. All devices are assumed to be of the same kind.
+    Call `update` when the device has finished its work, for example after ``torch.cuda.synchronize()`` or after a value
+    has been read from the device. All devices are assumed to be of the same kind.
 
     Args:
-        available_flops: Peak operations per second of one device, with which ``device/mfu`` is computed. Default: None.
+        available_flops: Peak operations per second of one device. If set, ``device/mfu`` is computed. Default: None.
         world_size: Number of devices. With several devices, rates are returned per device (``device/...``) and for all
             devices. Default: 1.
         window_size: Number of measurements that a rate covers. Default: 100.
@@ -64,15 +64,15 @@ class Throughput:
         """Add a measurement. All values except ``flops`` are totals of one device since the start.
 
         Args:
-            time: Seconds.
+            time: Elapsed time in seconds.
             batches: Number of batches.
             samples: Number of samples; the mean if devices get different numbers.
             lengths: Number of items, such as tokens.
             flops: Operations since the last measurement, as `measure_flops` counts them.
 
         Raises:
-            ValueError: If a total has not grown, so that there is no rate to compute, or a measurement has other values
-                than the previous one.
+            ValueError: If a total has not grown since the previous call, or if a call does not pass the same arguments
+                as the previous one.
         """
         row: dict[str, float] = {"time": time, "batches": batches, "samples": samples}
         if lengths is not None:
@@ -132,7 +132,7 @@ class Throughput:
 def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Any] | None = None) -> int:
     """Return the number of floating-point operations of one run of a model.
 
-    On the meta device, this takes almost no time and no memory:
+    On the meta device, this takes almost no time or memory:
 
     .. code-block:: python
 
@@ -141,7 +141,7 @@ def measure_flops(model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Call
         flops = measure_flops(model, lambda: model(batch), lambda output: output.sum())
 
     Args:
-        model: The model, whose gradients are restored afterwards.
+        model: The model. Its gradients are restored afterwards.
         forward_fn: Function that runs the model.
         loss_fn: Function that computes a loss from the result of ``forward_fn``. If it is passed, the backward pass is
             counted, too.

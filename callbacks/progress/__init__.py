@@ -1,4 +1,4 @@
-"""Progress bars, and the schedule by which they are redrawn."""
+"""Progress bars, and the timing of their redraws."""
 
 from __future__ import annotations
 

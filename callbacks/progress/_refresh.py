@@ -21,15 +21,15 @@ _REDRAW_EVERY = 0.1  # seconds; faster updates are unreadable
 
 
 class DrawnBar(ProgressBar):
-    """Progress bars for the epoch and the running evaluation, on rank zero; lines are printed without a terminal.
+    """Progress bars for the epoch and the running evaluation on rank zero, or printed lines if there is no terminal.
 
-    An error in drawing never ends a run. If the terminal is closed or an override fails, the bar is disabled with a
+    An error while drawing never ends a run. If the terminal is closed or an override fails, the bar is disabled with a
     warning. Values are read from the device only for a redraw.
 
     Args:
         refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws nothing.
         leave: Leave the bar of each epoch on the screen, not only the last one.
-        line_every: Seconds between plain lines.
+        line_every: Seconds between the lines that are printed if there is no terminal.
     """
 
     _calls_itself = "the progress bar"
@@ -190,7 +190,7 @@ class DrawnBar(ProgressBar):
             self._show_epoch(done, self._format_values(self.get_metrics(trainer, task)))
 
     def _format_values(self, values: dict[str, Any]) -> dict[str, str]:
-        """Return values as text."""
+        """Return the values as text, by name."""
         return {name: self._format(value) for name, value in values.items()}
 
     def _format(self, value: Any) -> str:
@@ -258,7 +258,7 @@ class DrawnBar(ProgressBar):
             self._pace.restart(self._shown)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start a bar below that of the epoch."""
+        """Start a bar below the epoch's bar."""
         if trainer.sanity_checking:
             self._begin(trainer, "sanity", self.sanity_check_description)
         else:
@@ -273,7 +273,7 @@ class DrawnBar(ProgressBar):
         self._end(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start a bar."""
+        """Start the bar of the test."""
         self._begin(trainer, "test", self.test_description)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -285,7 +285,7 @@ class DrawnBar(ProgressBar):
         self._end(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start a bar."""
+        """Start the bar of the prediction."""
         self._begin(trainer, "predict", self.predict_description)
 
     def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -298,13 +298,13 @@ class DrawnBar(ProgressBar):
 
 
 class _Pace:
-    """Speed since the previous line."""
+    """Measurement of the speed since the previous line."""
 
     def __init__(self) -> None:
         self.restart(0)
 
     def restart(self, done: int) -> None:
-        """Start the measurement at a number of batches."""
+        """Restart the measurement after ``done`` batches."""
         self.since, self.done = time.monotonic(), done
 
     def describe(self, done: int, total: int | None, left: str) -> list[str]:

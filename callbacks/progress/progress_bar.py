@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class ProgressBar(BestEffortCallback):
     """Base class of user-defined progress bars. Override the hooks that you need, and `disable` and `enable`.
 
-    It provides the numbers of batches, the names of stages and the values to show. A subclass must call
-    ``super().__init__()``, and ``super().setup(...)`` if it overrides ``setup``. If there is such a bar, the Trainer
-    does not add another one.
+    This class provides the numbers of batches, the names of stages and the values to show. A subclass must call
+    ``super().__init__()``, and ``super().setup(...)`` if it overrides ``setup``. If ``callbacks`` contains such a bar,
+    the Trainer does not add another one.
 
     Example:
         >>> import treadle as tl
@@ -82,7 +82,7 @@ class ProgressBar(BestEffortCallback):
         raise NotImplementedError(f"{type(self).__name__} must define enable(), which starts drawing again.")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print without breaking the bar. `Trainer.print` calls it.
+        """Print without disrupting the bar. `Trainer.print` calls this method.
 
         Args:
             args: Positional arguments of ``print``.
@@ -106,12 +106,12 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def sanity_check_description(self) -> str:
-        """Name of the validation before training."""
+        """Name of the sanity check, the validation batches that precede training."""
         return "sanity check"
 
     @property
     def train_description(self) -> str:
-        """Name of an epoch, which its number follows."""
+        """Name of an epoch. The bar shows it in front of the epoch's number."""
         return "epoch"
 
     @property
@@ -163,7 +163,7 @@ class ProgressBar(BestEffortCallback):
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """Number of batches of the current predict dataloader."""
+        """Number of batches of the current prediction dataloader."""
         return self._get_current_length("predict")
 
     def _get_current_length(self, kind: str) -> int | float:

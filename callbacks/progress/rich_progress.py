@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of the columns of a `RichProgressBar`, as names or objects of rich's styles.
+    """Styles of a `RichProgressBar`'s columns, as style names or ``rich.style.Style`` objects.
 
     Args:
         description: Style of the stage's name.
@@ -56,12 +56,12 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(DrawnBar):
-    """Progress bar like `TQDMProgressBar`, drawn by the package ``rich`` without a thread.
+    """Progress bar like `TQDMProgressBar`, but drawn by the package ``rich``, without a background thread.
 
     Override `configure_columns` to choose its columns, and `get_metrics` to choose the values next to them.
 
     Args:
-        refresh_rate: Redraws per second, at most ten; 0 draws nothing. Default: 100.
+        refresh_rate: Maximum number of redraws per second, limited to ten; 0 draws nothing. Default: 100.
         leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
         theme: Styles of the columns.
         console_kwargs: Arguments of ``rich.console.Console``. Default: a console on standard error.
@@ -129,7 +129,7 @@ class RichProgressBar(DrawnBar):
         return console.is_terminal or console.is_jupyter
 
     def _start_progress(self) -> Progress:
-        """Return the started display. It is created on first use, and again after it was left on the screen."""
+        """Return the started display. Create it on first use and after the previous one was left on the screen."""
         if self.progress is None:
             from rich.progress import Progress
 

@@ -14,7 +14,7 @@ _SHORTEST = 4  # minimum characters of the bar, below which values next to it ar
 
 
 def __getattr__(name: str) -> Any:
-    """Return tqdm's class for Lightning's name ``Tqdm``. It is imported on first use."""
+    """Return tqdm's class under Lightning's name, ``Tqdm``. The package is imported on first use."""
     if name != "Tqdm":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tqdm.auto import tqdm
@@ -23,23 +23,24 @@ def __getattr__(name: str) -> Any:
 
 
 class TQDMProgressBar(DrawnBar):
-    """Progress bar for the epoch, and another one below it for validation, on rank zero.
+    """Progress bar for the epoch and, below it, another bar for validation. Only rank zero draws them.
 
-    It redraws at most ten times a second, and reads values from the device only then. An error in drawing never ends a
-    run: a closed terminal, or an error in an override, disables the bar with a warning. Override `get_metrics` to
-    choose the values next to the bar, and ``init_train_tqdm`` and similar methods to choose its appearance.
+    The bars are redrawn at most ten times a second, and values are read from the device only for a redraw. An error
+    while drawing never ends a run: if the terminal is closed or an override fails, the bar is disabled with a warning.
+    Override `get_metrics` to choose the values next to the bar, and ``init_train_tqdm`` and similar methods to choose
+    its appearance.
 
     Args:
         refresh_rate: Minimum number of batches between redraws, which the environment variable ``TQDM_MINITERS`` can
             increase; 0 draws nothing. Redraws are also limited by time. Default: 1.
-        process_position: Rows to leave free above the bar. Default: 0.
+        process_position: Number of rows to leave free above the bar. Default: 0.
         leave: Leave the bar of each epoch on the screen, not only the last one. Default: False.
         line_every: Seconds between the lines that are printed if there is no terminal. Default: 10.0.
 
     Attributes:
         train_progress_bar: The epoch's bar, or None.
-        val_progress_bar: The bar of the running validation, test or prediction, or None; also ``test_progress_bar`` and
-            ``predict_progress_bar``.
+        val_progress_bar: The bar of the running validation, test or prediction, or None. ``test_progress_bar`` and
+            ``predict_progress_bar`` are the same bar.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -66,7 +67,7 @@ class TQDMProgressBar(DrawnBar):
 
     @property
     def process_position(self) -> int:
-        """Rows left free above the bar."""
+        """Number of rows left free above the bar."""
         return self._process_position
 
     @property
@@ -86,7 +87,7 @@ class TQDMProgressBar(DrawnBar):
         return self._make_tqdm(self.train_description, leave=True)
 
     def init_sanity_tqdm(self) -> Any:
-        """Return the bar of the validation before training."""
+        """Return the bar of the sanity check, the validation batches that precede training."""
         return self._make_tqdm(self.sanity_check_description, leave=False)
 
     def init_validation_tqdm(self) -> Any:
@@ -176,7 +177,7 @@ class TQDMProgressBar(DrawnBar):
 
 
 def _fit_postfix(bar: Any) -> None:
-    """Omit values next to a bar that do not fit into the terminal. Otherwise, tqdm would cut a number in the middle."""
+    """Omit the values that do not fit next to a bar. Otherwise, tqdm would cut a number in the middle."""
     facts = bar.format_dict
     if not facts["ncols"] or not bar.postfix:  # a notebook
         return

@@ -1,4 +1,4 @@
-"""Page about a run as one self-contained HTML file: curves, bars and tables."""
+"""Report page of a run: one self-contained HTML file with curves, bars and tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Failure:
     Attributes:
         stage: Name of the stage.
         message: The error's class and message.
-        frames: Its place in the user's own code, as in a traceback; empty if that is not involved.
+        frames: Part of the traceback in the user's own code; empty if the user's code is not involved.
         trace: The whole traceback.
     """
 
@@ -49,14 +49,14 @@ class Page:
 
     Attributes:
         title: Name of the run.
-        state: How it ended, in a word or two.
-        ended_well: Whether it succeeded; None if that is not known yet.
+        state: Outcome of the run, in one or two words.
+        ended_well: Whether the run succeeded; None if this is not known yet.
         notes: The announced settings, line by line.
-        tiles: A few numbers as text.
-        charts: Curves by chart: steps and values of each line, by name.
-        times: Seconds by activity, and how many of those were spent waiting for batches.
-        tables: Rows by table: a name and its value.
-        folded: Further rows of these tables, by table, with the label that unfolds them.
+        tiles: Key figures as text, by name.
+        charts: Lines of each chart, by title. A line consists of steps and values.
+        times: For each activity, its duration in seconds and the seconds spent waiting for batches.
+        tables: Rows of each table, by heading. A row consists of a name and a value.
+        folded: Additional rows of the tables, by heading, with the label that unfolds them.
         texts: Preformatted texts by heading.
         failures: Errors that ended the run.
     """
@@ -134,17 +134,18 @@ class Page:
 
 
 class Chart:
-    """Lines over the optimizer steps.
+    """Line chart over the optimizer steps.
 
     Args:
         title: Title of the chart.
         lines: Steps and values of each line, by name.
-        styles: How to draw the lines, SVG attributes by name. Default: those of `choose_styles`.
+        styles: SVG attributes of each line, by name. Default: those of `choose_styles`.
 
     Attributes:
-        lines: The drawn lines; identical ones are merged under both names.
+        lines: The drawn lines, by name. Identical lines are merged, and their names are joined.
         missing: Number of values that cannot be drawn, because they are not finite or exceed `LARGEST`.
-        logarithmic: Whether the axis is logarithmic, which it is for positive values that span two orders of magnitude.
+        logarithmic: Whether the vertical axis is logarithmic. This requires positive values that span two orders of
+            magnitude.
     """
 
     def __init__(self, title: str, lines: Mapping[str, Points], styles: Mapping[str, str] | None = None) -> None:
@@ -207,12 +208,12 @@ class Chart:
         return math.log10(value) if self.logarithmic else value
 
     def data(self) -> dict[str, object]:
-        """Return the numbers that the page's script shows under the pointer."""
+        """Return the data from which the page's script shows the values at the pointer."""
         lines = [{"name": name, "steps": steps, "values": values} for name, (steps, values) in self.lines.items()]
         return {"first": self.first, "last": self.last, "lines": lines}
 
     def draw(self, number: int) -> str:
-        """Return the chart as a figure.
+        """Return the chart as an HTML figure.
 
         Args:
             number: Index of the chart on the page.
@@ -249,28 +250,28 @@ class Chart:
 
 
 def render_charts(charts: Sequence[Chart]) -> Iterator[str]:
-    """Yield the section with a page's charts, or nothing if there are none."""
+    """Yield the section with a page's charts; nothing if there are no charts."""
     if charts:
         drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
         yield render_section("Curves", f'<div class="charts">{drawn}</div>')
 
 
 def make_chart_script(charts: Sequence[Chart]) -> str:
-    """Return the elements that show the numbers of a page's charts under the pointer."""
+    """Return the HTML elements that show a chart's values at the pointer."""
     data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
     return f'<script type="application/json" id="data">{data}</script><script>{_SCRIPT}</script>'
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Return the names of identical lines as one."""
+    """Return the joined name of identical lines."""
     return " = ".join(names) if len(names) <= 3 else f"{names[0]} = ... = {names[-1]} ({len(names)} are the same)"
 
 
 def choose_styles(names: Collection[str]) -> list[str]:
-    """Return the attributes of the lines of one chart. Lines of a stage have the same colour on the whole page.
+    """Return the SVG attributes of a chart's lines. Lines of the same stage have the same color on the whole page.
 
-    Values of single steps are drawn pale if the means of their epochs are drawn too. Further lines of a stage, such as
-    those of several dataloaders, and the seventh and later lines are dashed.
+    Values of single steps are drawn pale if the means of their epochs are drawn, too. Additional lines of a stage, such
+    as those of several dataloaders, and lines for which no unused color is left are dashed.
 
     Args:
         names: Names of the lines.
@@ -291,11 +292,11 @@ def choose_styles(names: Collection[str]) -> list[str]:
 
 
 def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
-    """Return at most twice ``most`` points: the lowest and the highest of each section, so that no peak is lost.
+    """Return the lowest and the highest point of each section and the end points, so that no peak is lost.
 
     Args:
         points: Steps and values.
-        most: Number of sections.
+        most: Maximum number of sections. All points are returned if there are at most twice as many.
     """
     if len(points) > 2 * most:
         width = -(-len(points) // most)
@@ -308,7 +309,7 @@ def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[in
 
 
 def pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
-    """Return the ends of the axis: slightly beyond the lowest and the highest value.
+    """Return the ends of an axis, slightly beyond the lowest and the highest value.
 
     Args:
         low: The lowest value.
@@ -342,7 +343,7 @@ def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Return a number as text with four digits.
+    """Return a number as text: from 10,000 on without decimals, otherwise with four significant digits.
 
     Args:
         value: The number.
@@ -366,7 +367,7 @@ def format_duration(seconds: float) -> str:
 
 
 def group_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return names of the same quantity in other stages or intervals by quantity: ``val_loss`` and ``train_loss_step``.
+    """Return names grouped by quantity: ``val_loss`` and ``train_loss_step`` are both in the group ``loss``.
 
     Args:
         names: The names.
@@ -378,7 +379,7 @@ def group_names(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def split_stage(name: str) -> tuple[str, str]:
-    """Return the stage that a name begins with, "" if none, and the rest.
+    """Return the stage with which a name begins, or "", and the name without stage, interval and dataloader index.
 
     Args:
         name: The name.
@@ -397,13 +398,13 @@ def _render_table(rows: Mapping[str, str]) -> str:
 
 
 def render_document(title: str, body: Iterable[str], script: str = "", style: str = "") -> str:
-    """Return a self-contained page for light and dark screens.
+    """Return a self-contained HTML page that supports light and dark color schemes.
 
     Args:
         title: Title of the window.
         body: Content as HTML.
-        script: Elements after the content.
-        style: CSS in addition to that of every page.
+        script: HTML elements to add after the content. Default: none.
+        style: CSS to add to the common style sheet. Default: none.
     """
     return "\n".join(
         [
@@ -418,27 +419,27 @@ def render_document(title: str, body: Iterable[str], script: str = "", style: st
 
 
 def render_fold(words: str, content: str) -> str:
-    """Return content that a click on the label unfolds.
+    """Return HTML with content that unfolds when the label is clicked.
 
     Args:
-        words: The label, as HTML.
+        words: The label, as plain text.
         content: The content, as HTML.
     """
     return f"<details><summary>{escape(words)}</summary>{content}</details>"
 
 
 def render_section(name: str, content: str) -> str:
-    """Return a section under a heading.
+    """Return an HTML section with a heading.
 
     Args:
-        name: The heading.
+        name: The heading, as plain text.
         content: The content, as HTML.
     """
     return f"<section><h2>{escape(name)}</h2>{content}</section>"
 
 
 def escape(text: str) -> str:
-    """Return a text escaped for HTML.
+    """Return text that is escaped for HTML.
 
     Args:
         text: The text.

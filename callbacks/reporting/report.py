@@ -1,4 +1,4 @@
-"""`RunReport`: a page about the run, in its folder."""
+"""`RunReport`: writes an HTML page about the run into the run's folder."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 
 class RunReport(BestEffortCallback):
-    """Callback that writes ``report.html`` into the run's folder: one file for any browser, without server or network.
+    """Callback that writes ``report.html``, a self-contained page about the run, into the run's folder.
 
-    The page shows the error that ended the run, if any, the curves of `trainer.history`, learning rates, throughput,
-    the time spent by activity, the announced settings, checkpoints, the hyperparameters of the trained task and data
-    module, the flags that were set and the defaults of the others, the environment, and the profile if there is one.
-    Rank zero writes it once training has begun: at the end of each stage, failed ones included, and at the end of
-    epochs and validations, so the page also exists for a run that is running or was killed.
+    The page opens in any browser, without a server or a network. It shows the error that ended the run, if any, the
+    curves of `trainer.history`, learning rates, throughput, the time spent by activity, the announced settings,
+    checkpoints, the hyperparameters of the trained task and data module, the flags that were set and the defaults of
+    the others, the environment, and the profile if there is one. Once training has begun, rank zero writes the page at
+    the end of each stage, even if the stage failed, and at the end of epochs and validations. The page therefore also
+    exists for a run that is still running or was killed.
 
     Args:
         dirpath: The folder, or its URL. Default: the run's folder, as for `ModelCheckpoint`.
@@ -35,7 +36,7 @@ class RunReport(BestEffortCallback):
         every_seconds: Minimum number of seconds between two writes during a run. Default: 60.0.
 
     Attributes:
-        path: The file that was written last; None before the first.
+        path: Path of the page; None before it is first written.
 
     Raises:
         ValueError: If the interval is negative.
@@ -80,7 +81,7 @@ class RunReport(BestEffortCallback):
         self._hyperparameters: dict[str, dict[str, str]] = {}
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Reset the page for a new fit; another stage adds to it."""
+        """Reset the page for a new ``fit``. Other stages add to the existing page."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._begun = False
@@ -106,7 +107,7 @@ class RunReport(BestEffortCallback):
         self._write_if_due(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Keep the error for the page."""
+        """Record the error for the page."""
         from ...engine.preemption import Preempted
 
         interrupted = trainer.interrupted or isinstance(exception, Preempted)
@@ -132,7 +133,7 @@ class RunReport(BestEffortCallback):
             self._safely(self._write, trainer, "under way", None)
 
     def _write(self, trainer: Trainer, state: str, ended_well: bool | None) -> None:
-        """Write the page, in one rename."""
+        """Write the page to a temporary file and rename it, so a reader never sees a partial page."""
         place = as_path(self.dirpath or trainer.logbook.directory(trainer.default_root_dir))
         folder = local_folder(place)
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +149,7 @@ class RunReport(BestEffortCallback):
         self.path, self._written = place / self.filename, time.monotonic()
 
     def page(self, trainer: Trainer, state: str, ended_well: bool | None) -> Page:
-        """Return the content of the page. Override it to add content.
+        """Return the content of the page. Override this method to add content.
 
         Args:
             trainer: The Trainer that runs the stage.
@@ -200,7 +201,7 @@ def describe_ending(trainer: Trainer, stage: str) -> str:
 
 
 def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
-    """Return a few numbers by name. The rate covers this process's training after the given samples and seconds."""
+    """Return key figures by name. The rate excludes the given samples and seconds, which preceded this ``fit``."""
     from .html import format_duration, format_number
 
     progress, history = trainer.progress, trainer.history
@@ -226,7 +227,7 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
         trainer: The Trainer.
 
     Returns:
-        Steps and values by chart and by name.
+        Steps and values of each curve, by chart and by name.
     """
     from .html import group_names
 
@@ -245,7 +246,7 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def find_best(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the best value of a monitoring callback, `ModelCheckpoint` before `EarlyStopping`; None if there is none.
+    """Return the best value of a `ModelCheckpoint` or, if there is none, of an `EarlyStopping`; None without either.
 
     Args:
         trainer: The Trainer.
@@ -261,7 +262,7 @@ def find_best(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def format_user_frames(error: BaseException) -> str:
-    """Return the traceback of an error in the user's own code, without Treadle's and torch's frames; "" if empty.
+    """Return the traceback of an error without Treadle's and torch's frames; "" if no frames are left.
 
     Args:
         error: The error.
@@ -292,7 +293,7 @@ def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
 
 
 def collect_hyperparameters(owner: Any) -> dict[str, str]:
-    """Return the hyperparameters for files, without those of ``save_hyperparameters(logger=False)``."""
+    """Return the hyperparameters as texts by name; empty if they were saved with ``logger=False``."""
     if owner is None or not owner.log_hyperparameters:
         return {}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}
@@ -300,14 +301,14 @@ def collect_hyperparameters(owner: Any) -> dict[str, str]:
 
 
 def split_settings(trainer: Trainer) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the Trainer's flags that were set, and those that have their default, a text for each."""
+    """Return the Trainer's flags that were set and those that have their default, each as texts by name."""
     settings = flatten_settings(trainer.settings)
     changed = {name: text for name, text in settings.items() if name in trainer.changed_settings}
     return changed, {name: text for name, text in settings.items() if name not in changed}
 
 
 def flatten_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Return nested settings with one line for each, truncated if long."""
+    """Return nested settings as texts by dotted name. Long texts are truncated."""
     lines: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""`RunRecord`: the state of a run, kept current for observers outside of the process."""
+"""`RunRecord`: reports the current state of a run to observers outside of the process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LONGEST = 2000  # characters of an error
 
 
 class RunRecord(BestEffortCallback):
-    """Callback that reports the state of the run: when a stage begins and ends, failed ones included, and at intervals.
+    """Callback that reports the state of the run when a stage begins, when it ends or fails, and at intervals.
 
-    Rank zero reports; an error is reported by each process. Reported values are already on the host, so nothing waits
-    for a device or for other processes.
+    Only rank zero reports, except that every process reports an error. The reported values are already on the host, so
+    reporting does not wait for a device or for other processes.
 
     Args:
-        write: Function that receives the changed entries by name, and charts of curves, or None if they have not
+        write: Function that receives the changed entries, by name, and the charts, or None if the charts have not
             changed.
-        every_seconds: Minimum number of seconds between two calls during a stage; also at least a hundred times the
-            duration of a call. Default: 3.0.
+        every_seconds: Minimum number of seconds between two calls during a stage. The interval is also at least a
+            hundred times as long as a call. Default: 3.0.
 
     Attributes:
         began: Whether training or another stage has begun.
@@ -46,7 +46,7 @@ class RunRecord(BestEffortCallback):
         self._end: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Report that a stage runs."""
+        """Report that a stage is running."""
         super().setup(trainer, pl_module, stage)
         self._due, self._end = math.inf, {}
         self.began |= stage != "fit"
@@ -69,7 +69,7 @@ class RunRecord(BestEffortCallback):
             self._safely(self._tell, trainer, {"hyperparameters": hyperparameters, "flags": changed})
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Record that there is an epoch to train."""
+        """Record that training has begun."""
         self.began = True
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -88,7 +88,7 @@ class RunRecord(BestEffortCallback):
             self._safely(self._tell, trainer, {})
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
-        """Report the error immediately, from every process: rank zero's may only be a consequence of another's."""
+        """Report the error immediately on every rank. Rank zero's error may only result from another rank's error."""
         self._end = describe_error(exception)
         self._safely(self._write, self._end, None)
 
@@ -118,7 +118,7 @@ class RunRecord(BestEffortCallback):
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return the entries for a run that ``error`` ended.
+    """Return the entries to report for a run that ended with ``error``.
 
     Args:
         error: The error.

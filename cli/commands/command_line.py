@@ -43,7 +43,7 @@ def format_usage(stage: str, program: str) -> str:
 
     Args:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        program: The name of the command in the text.
+        program: The command's name, as shown in the help.
     """
     lines = [
         f"usage: {program} [--config FILE ...] [KEY=VALUE ...]",
@@ -74,10 +74,10 @@ class Options:
     """Parsed command line.
 
     Attributes:
-        files: Configuration files, in order.
-        overrides: Overrides, in order.
-        from_run: Folder or checkpoint of a run whose configuration comes first.
-        show: Whether to print the configuration and run nothing.
+        files: Configuration files, in order. A later file takes precedence.
+        overrides: Arguments such as ``KEY=VALUE``, ``KEY+=VALUE`` and ``~KEY``, in order.
+        from_run: Folder or checkpoint of a run whose configuration is loaded before ``files``.
+        show: Whether to print the configuration instead of running it.
         help: Topic of the requested help; empty for the command itself, None if help is not requested.
     """
 
@@ -89,16 +89,17 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Parse a command line. LightningCLI's ``--key.path=value`` and ``--key.path value`` are overrides, too.
+    """Parse a command line. LightningCLI's ``--key.path=value`` and ``--key.path value`` are accepted as overrides.
 
     Args:
-        arguments: The words after the stage.
+        arguments: The command-line arguments after the stage.
 
     Returns:
-        The options.
+        The parsed options, in which ``from_run`` is a path.
 
     Raises:
-        ConfigError: If an option is unknown (the error names the closest one), or lacks its value.
+        ConfigError: If an option is unknown (the error names the closest one) or has no value, another argument is not
+            an override, or the run of ``--from-run`` does not exist.
     """
     options, rest = Options(), list(arguments)
     while rest:
@@ -138,7 +139,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def _locate_run(run: str, overrides: Sequence[str]) -> str:
-    """Return the path of a run, which may be specified as in `treadle runs show`."""
+    """Return the path of a run that is specified by its number, name and number, or path."""
     from ...trainer.runs import locate
 
     directory = next(
@@ -163,7 +164,7 @@ def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> 
 
     Args:
         options: The parsed command line.
-        defaults: A configuration that files and overrides take precedence over.
+        defaults: Default configuration, which files and overrides override.
 
     Raises:
         ConfigError: If the configuration cannot be read, merged or resolved.
@@ -212,24 +213,25 @@ def _read_checkpoint_config(folder: AnyPath) -> str:
 
 
 def say(text: str) -> None:
-    """Print a text on rank zero only.
+    """Print text on rank zero only.
 
     Args:
-        text: The text.
+        text: The text to print.
     """
     if not any(_read_nonzero_ranks()):
         print(text)
 
 
 def report_error(program: str, error: ConfigError) -> int:
-    """Print an error once per job and return the exit status.
+    """Print an error once per job and return the exit status, 2.
 
-    Ranks other than zero wait, so that rank zero can print the error and the launcher can end them. A rank that is
-    still running after that, because it is on another machine or because rank zero has no error, prints its own.
+    Other ranks wait a few seconds, so that rank zero can print the error and the launcher can terminate them. A rank
+    that is still running afterwards prints its own error. This happens if the rank is on another machine, or if rank
+    zero has no error.
 
     Args:
-        program: The name of the command, which begins the message.
-        error: The error.
+        program: The command's name, with which the message begins.
+        error: The error, whose problems are printed.
     """
     time.sleep(GRACE * sum(_read_nonzero_ranks()))
     problems = ["\n".join(map(make_printable, problem.splitlines())) for problem in error.problems]

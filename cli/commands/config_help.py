@@ -22,7 +22,7 @@ def describe_target(target: Any, title: str = "") -> str:
 
     Args:
         target: The class or function.
-        title: The name in the first line. Default: the target's own.
+        title: The name to show in the first line. Default: the name of ``target``.
     """
     takes, words = signature(target), described(target)
     summary = (inspect.getdoc(target) or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
@@ -49,15 +49,15 @@ def describe_target(target: Any, title: str = "") -> str:
 
 
 def find_target(name: str, config: dict[str, Any], default_classes: dict[str, type | None]) -> Any:
-    """Return the class that `--help NAME` is about.
+    """Return the class that `--help NAME` describes.
 
     Args:
         name: A section, a short name, or an import path.
-        config: The configuration so far, which may name classes.
-        default_classes: Default classes by section.
+        config: The configuration from the rest of the command line, which may name classes.
+        default_classes: Default class of each section, for sections that name none.
 
     Raises:
-        ConfigError: If no class has this name.
+        ConfigError: If no section or class has this name, or if the section names no class.
     """
     if name == "trainer":
         return Trainer

@@ -1,4 +1,4 @@
-"""`treadle doctor`: checks of the machines, libraries and connections of a run."""
+"""`treadle doctor`: checks of a run's machines, libraries and network connections."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
     """Return the parser of the command's options.
 
     Args:
-        program: The name of the command in the help.
+        program: The command's name, as shown in the help.
     """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -57,10 +57,10 @@ def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 after a fault, 2 for a wrong command line.
+    """Run the command and return its exit status: 1 if a fault is found, 2 if the command line is invalid.
 
     Args:
-        arguments: The words after `treadle doctor`.
+        arguments: The command-line arguments after `treadle doctor`.
     """
     try:
         options = _parse(arguments)
@@ -102,7 +102,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options.
 
     Raises:
-        ValueError: If an option is unknown (the error names the closest one), or has an unusable value.
+        ValueError: If an option is unknown (the error names the closest one) or has an invalid value.
     """
     parser = build_parser()
     names = [name for name in parser._option_string_actions if name not in ("--report", "-h")]
@@ -120,10 +120,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def format_report(report: Report) -> str:
-    """Return a report as lines of at most 80 columns.
+    """Format a report as text with lines of at most 80 columns.
 
     Args:
-        report: The report of `examine`.
+        report: The report that `examine` returned.
     """
     lines = []
     for finding in report["findings"]:

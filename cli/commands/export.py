@@ -1,4 +1,4 @@
-"""`treadle export`: conversion of a checkpoint's model into files that other programs load."""
+"""`treadle export`: conversion of a checkpoint's model to safetensors files that other programs can load."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
     """Return the parser of the command's options.
 
     Args:
-        program: The name of the command in the help.
+        program: The command's name, as shown in the help.
     """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Args:
-        arguments: The words after `treadle export`.
+        arguments: The command-line arguments after `treadle export`.
     """
     try:
         options = build_parser().parse_args(arguments)
@@ -78,19 +78,20 @@ def export(
 
     Args:
         checkpoint: A committed checkpoint, of any strategy and world size; a folder or a URL.
-        output: A file whose name ends in ``.safetensors``, or a folder; a path or a URL. A name is a folder if the
-            folder exists, the name ends with a slash, or it does not have the suffix of a file of weights. Existing
-            files are replaced once the new ones are complete.
+        output: A file whose name ends in ``.safetensors``, or a folder; a path or a URL. The output is a folder if that
+            folder exists, the name ends with a slash, or the name does not end in ``.safetensors``. Existing files are
+            replaced once the new ones are complete.
         dtype: The dtype to convert floating-point weights to. Default: None, no conversion.
-        max_shard_size: The maximum size of a file in a folder, in bytes or as ``"500MB"``, ``"2GiB"``.
-        model: The index of the model, if the run prepared several.
+        max_shard_size: Maximum size of each file in a folder, in bytes or with a unit, such as ``"500MB"`` or
+            ``"2GiB"``.
+        model: Index of the model, if the run prepared several. Default: 0.
 
     Returns:
-        A sentence about what was written and what was omitted.
+        A summary: the output, the number of tensors and bytes, and the names of omitted values that are not tensors.
 
     Raises:
-        ValueError: If the checkpoint is damaged or is not a checkpoint, an argument is invalid, or the output is in the
-            folder of a checkpoint, which it would destroy.
+        ValueError: If ``checkpoint`` is damaged or is not a checkpoint, if an argument is invalid, or if the output is
+            in a checkpoint's folder, where it would destroy the checkpoint.
         OSError: If the files cannot be written.
     """
     # They import torch, which --help should not wait for.
@@ -127,7 +128,7 @@ def export(
 
 
 def _is_folder(output: str | Path) -> bool:
-    """Return whether an output names a folder. Names of models contain dots, too (Qwen2.5-7B)."""
+    """Return whether an output names a folder. A dot does not make it a file, as in Qwen2.5-7B."""
     target = as_path(output)
     if target.is_dir() or str(output).endswith(("/", os.sep)):
         return True
@@ -153,7 +154,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 class _Converted:
-    """Stored tensor that is converted to another dtype when it is read."""
+    """Tensor in a checkpoint that is converted to another dtype when it is read."""
 
     def __init__(self, stored: Any, dtype: torch.dtype | None) -> None:
         self._stored = stored

@@ -1,4 +1,4 @@
-"""`treadle migrate`: rewriting of the imports of a project that uses Lightning, Fabric or Accelerate."""
+"""`treadle migrate`: migration of the imports of a project that uses Lightning, Fabric or Accelerate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
     """Return the parser of the command's options.
 
     Args:
-        program: The name of the command in the help.
+        program: The command's name, as shown in the help.
     """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -49,10 +49,10 @@ def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 if something needs a change by hand, 2 for a wrong command line.
+    """Run the command and return its exit status: 1 if manual changes are required, 2 if the command line is invalid.
 
     Args:
-        arguments: The words after `treadle migrate`.
+        arguments: The command-line arguments after `treadle migrate`.
     """
     try:
         options = build_parser().parse_args(arguments)
@@ -77,10 +77,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def format_summary(migration: Migration, is_written: bool) -> str:
-    """Return the lists of findings and a last line with the counts.
+    """Format the findings as text whose last line counts the changed files.
 
     Args:
-        migration: The migration.
+        migration: The migration to summarize.
         is_written: Whether the files have been changed.
     """
     by_hand = [finding for finding in migration.findings if finding.by_hand]
@@ -105,7 +105,7 @@ def _print(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
 
 
 def _print_bytes(raw: bytes) -> None:
-    """Print a diff with the bytes of the files, so that it can be applied to them."""
+    """Print a diff as raw bytes, so that it can be applied to files in any encoding."""
     sys.stdout.flush()
     if hasattr(sys.stdout, "buffer"):
         sys.stdout.buffer.write(raw)

@@ -1,4 +1,4 @@
-"""`treadle plan`: the steps, memory, traffic and time of a run, computed before it starts and without its machines."""
+"""`treadle plan`: estimates of a run's steps, memory, traffic and time, computed without the run's hardware."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
     """Return the parser of the command's options.
 
     Args:
-        program: The name of the command in the help.
+        program: The command's name, as shown in the help.
     """
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 1 if the run would not fit, 2 if it cannot be planned.
 
     Args:
-        arguments: The words after `treadle plan`. Default: those of the command line.
+        arguments: The command-line arguments after `treadle plan`. Default: ``sys.argv[1:]``.
     """
     try:
         options = _parse_options(sys.argv[1:] if arguments is None else arguments)
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_treadle_error(error: Exception) -> bool:
-    """Return whether the error was raised by Treadle, not by the code of a task, its data or torch."""
+    """Return whether Treadle itself raised the error, rather than a task, its data or torch."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -169,7 +169,7 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
         options: The parsed command line.
 
     Returns:
-        The plan as text, and whether the run would fit.
+        The plan as text, and whether the run would fit in GPU memory.
     """
     from ...engine.planning import Plan, advise, screen, simulate
     from ...strategies import simulation
@@ -196,7 +196,7 @@ def _choose_width() -> int:
 
 
 def _choose_gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[GPU, str]:
-    """Return the GPU of each process, and the origin of that choice if no option made it."""
+    """Return the GPU of each process and a note on its origin, which is empty if ``--gpu`` is set."""
     from ...engine.planning import detect_gpu, find_gpu
 
     local_gpu = detect_gpu() if options.gpu is None else None
@@ -220,7 +220,7 @@ def _build_subject(options: argparse.Namespace) -> Subject:
 
 
 def _merge_settings(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    """Return the arguments of `simulate` beyond the subject's functions. Options override the subject."""
+    """Return the settings for `simulate`: those of the subject, overridden by those of the options."""
     requested = {
         "world_size": options.world_size,
         "micro_batch": options.micro_batch,

@@ -74,7 +74,7 @@ class PlannedTrainer(Trainer):
 
     Args:
         processes: World size of the run.
-        flags: Flags of `Trainer`.
+        flags: Further flags of `Trainer`.
     """
 
     def __init__(self, processes: int, **flags: Any) -> None:
@@ -101,7 +101,7 @@ class _SilentMetrics:
     """Metrics that discard all values that a step logs."""
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Do nothing: there are no values."""
+        """Discard the arguments, because a plan computes no values."""
 
 
 class _PlannedRun:
@@ -144,7 +144,7 @@ class _PlannedRun:
         self._strategy = self.options.strategy or flags.get("strategy", "auto")
 
     def _read_data(self) -> None:
-        """Set up the dataloader and load its first batch, as rank zero of a run with one process would."""
+        """Set up the dataloader and load its first batch, as in a run with one process."""
         trainer, data = self.trainer, self.checked.build_datamodule()
         task = self._make_task()
         if not task.automatic_optimization:
@@ -166,7 +166,7 @@ class _PlannedRun:
         self.size = _count_samples(self.source, self.batch)
 
     def _count_batches(self) -> int | None:
-        """Return the micro-batches per epoch and rank, counted by the Trainer's own code."""
+        """Return the number of micro-batches per epoch and rank; None if unknown."""
         micro, processes = self.settings["micro_batch"], self._count_data_processes()
         if self.options.samples is not None:
             return -(-self.options.samples // (micro * processes))
@@ -187,7 +187,7 @@ class _PlannedRun:
     # -- inputs of simulate --------------------------------------------------------------------------------------
 
     def make_strategy(self, world_size: int) -> Any:
-        """Return the configuration's strategy, or the one that the options name.
+        """Return the strategy that the options name, otherwise the configuration's.
 
         Args:
             world_size: World size of the plan.
@@ -201,10 +201,10 @@ class _PlannedRun:
         return task
 
     def make_batch(self, samples: int) -> Any:
-        """Return a batch like the first one, with another size.
+        """Return a batch of zeros in the structure of the first batch, with another size.
 
         Args:
-            samples: Samples in the batch.
+            samples: Number of samples in the batch.
         """
         return _make_like(self.batch, self.size, samples)
 
@@ -212,11 +212,11 @@ class _PlannedRun:
         """Run ``training_step`` and return its loss.
 
         Args:
-            step: The step, which runs through the strategy.
-            batch: The batch.
+            step: Callable that runs ``training_step`` through the strategy.
+            batch: A batch from `make_batch`.
 
         Raises:
-            ValueError: If ``training_step`` returned no loss that requires gradients.
+            ValueError: If ``training_step`` does not return a loss that requires gradients.
         """
         assert self.trainer.task is not None
         indexed = count_positional(self.trainer.task.training_step) > 1
@@ -255,7 +255,7 @@ class _PlannedRun:
         return task
 
     def _configure_task(self, task: TaskModule) -> TaskModule:
-        """Run the task's ``setup`` and ``configure_model``, and move it to the meta device."""
+        """Run the task's ``setup`` and ``configure_model``, and move the task to the meta device."""
         with torch.device("cpu"):
             task.setup("fit")  # it may read data, so values are needed
         with torch.device("meta"):
@@ -267,7 +267,7 @@ class _PlannedRun:
     # -- the schedule --------------------------------------------------------------------------------------------
 
     def make_schedule(self, plan: Plan) -> Schedule:
-        """Return the number of steps and the learning rates of the run.
+        """Return the run's number of steps and its learning rates.
 
         Args:
             plan: The plan of one optimizer step.
@@ -303,7 +303,7 @@ class _PlannedRun:
 
 
 class _SimulatedAccelerator:
-    """Accelerator that prepares loaders for rank zero of ``processes``."""
+    """Minimal accelerator that prepares dataloaders for rank zero of ``processes`` ranks."""
 
     def __init__(self, processes: int) -> None:
         self.world: Any = SimpleNamespace(rank=0, size=processes)  # all attributes of a `World` that a loader uses
@@ -318,7 +318,7 @@ class _SimulatedAccelerator:
 
 
 def drop_values(module: nn.Module) -> None:
-    """Move a module to the meta device and keep tied parameters tied.
+    """Move a module to the meta device, and keep tied parameters tied.
 
     Args:
         module: The module, which is changed in place.
@@ -357,12 +357,12 @@ def _read_leading_size(batch: Any) -> int:
 
 
 def _is_plain_loader(source: Any) -> bool:
-    """Return whether batches are cut from a sampler by torch's own batch sampler."""
+    """Return whether a dataloader uses torch's own ``BatchSampler``."""
     return isinstance(source, DataLoader) and type(source.batch_sampler) is BatchSampler
 
 
 def _resize_batches(source: Any, micro: int) -> Any:
-    """Return the dataloader with batches of another size; unchanged if it makes its own batches."""
+    """Return a copy of the dataloader with another batch size; the original if it makes its own batches."""
     if not _is_plain_loader(source):
         return source
     resized, batch_sampler = copy.copy(source), source.batch_sampler
@@ -373,7 +373,7 @@ def _resize_batches(source: Any, micro: int) -> Any:
 
 
 def _make_like(batch: Any, size: int, samples: int) -> Any:
-    """Return a batch of zeros with the same structure, its leading sizes scaled from ``size`` to ``samples``."""
+    """Return zeros in the structure of ``batch``, with first dimensions scaled from ``size`` to ``samples``."""
     if isinstance(batch, Tensor):
         shape = list(batch.shape)
         if shape:
@@ -392,7 +392,7 @@ def _make_like(batch: Any, size: int, samples: int) -> Any:
 def _simulate_rates(
     optimizer: Optimizer, schedulers: list[SchedulerConfig], steps: int, per_epoch: int | None
 ) -> list[float]:
-    """Return learning rates of the first parameter group, spaced evenly over a number of steps."""
+    """Return learning rates of the first parameter group at evenly spaced steps."""
     interval = max(1, steps // _POINTS)
     rates = []
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Subject of a plan: the run of a configuration, or a model by its name."""
+"""Subject of a plan: a run that a configuration describes, or a model that is selected by name."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Subject:
     Attributes:
         name: Name of the model.
         build_model: Builds the model with parameters on the meta device.
-        make_batch: Makes a batch with a number of samples.
-        loss: Computes the loss.
-        optimizer: Makes the optimizer.
+        make_batch: Makes a batch with a requested number of samples.
+        loss: Computes the loss from the step and a batch.
+        optimizer: Makes the optimizer of the parameters.
         strategy: Makes the strategy for a world size.
-        schedule: Returns the number of steps of a plan's run, with its learning rates.
+        schedule: Returns the number of steps and the learning rates of a planned run.
         step: The method of the model that returns the loss, if it is not ``forward``.
         settings: Further arguments of `simulate`, and ``per_machine`` if the run sets it.
     """
@@ -48,7 +48,7 @@ class Subject:
 
 
 def build_model_subject(options: argparse.Namespace) -> Subject:
-    """Build the plan subject of a standard transformer that is trained with AdamW.
+    """Build the plan subject of a standard transformer trained with AdamW.
 
     Args:
         options: The parsed command line of `treadle plan`.
@@ -81,13 +81,13 @@ def _build_schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
 
 
 def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> list[float]:
-    """Return learning rates of a linear warm-up and half a cosine down to a tenth, spaced evenly over a run.
+    """Return evenly spaced learning rates of a linear warmup and a cosine decay to a tenth of the peak.
 
     Args:
-        peak: The highest rate.
-        warmup: Steps of the warm-up.
-        steps: Steps of the run.
-        points: Number of rates.
+        peak: Highest learning rate.
+        warmup: Number of warmup steps.
+        steps: Number of steps in the run.
+        points: Number of learning rates to return.
     """
 
     def compute_rate(step: float) -> float:
@@ -100,7 +100,7 @@ def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> lis
 
 
 def vary_strategy(options: argparse.Namespace, name: str | Strategy, world_size: int) -> Strategy:
-    """Return the requested strategy with the changes that the options request.
+    """Return a strategy with the options ``--replicate`` and ``--checkpoint-activations`` applied.
 
     Args:
         options: The parsed command line of `treadle plan`.

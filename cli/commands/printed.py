@@ -1,4 +1,4 @@
-"""Configuration as YAML, each value with its source."""
+"""Output of a configuration as YAML, each value with its source."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def dump_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str =
 
     Args:
         root: A mapping.
-        secrets: References by the secret text that they replace.
-        head: Comment lines to begin with.
+        secrets: Mapping from each secret to the reference that replaces it.
+        head: Text to print as comment lines at the top.
     """
     lines = list(_format_mapping(root, "", secrets or {}))
     width = min(_WIDEST, max((len(text) for text, source in lines if source), default=0))
@@ -45,7 +45,7 @@ def _format_mapping(value: Value, indent: str, secrets: Mapping[str, str]) -> It
 
 
 def _format_entry(begin: str, value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
-    """Yield the lines of a value after ``key:`` or ``-``; a short value stays on the same line."""
+    """Yield the lines of a value after ``key:`` or ``-``. A scalar or a list of scalars stays on the same line."""
     data = value.data
     if isinstance(data, dict):
         if all(isinstance(item.data, Opaque) for item in data.values()):
@@ -64,7 +64,7 @@ def _format_entry(begin: str, value: Value, indent: str, secrets: Mapping[str, s
 
 
 def _format_item(value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
-    """Yield the lines of a list item; the first line of a mapping follows the dash."""
+    """Yield the lines of a list item. A mapping starts on the line of the dash."""
     if not isinstance(value.data, dict) or not value.data:
         yield from _format_entry(f"{indent}-", value, indent + "  ", secrets)
         return
@@ -87,11 +87,11 @@ def _format_value(value: Value, secrets: Mapping[str, str], within: bool = False
 
 
 def format_word(data: Any, secrets: Mapping[str, str] | None = None, within: bool = False) -> str:
-    """Return a single value as YAML.
+    """Return a scalar as YAML.
 
     Args:
         data: None, a bool, a number or text.
-        secrets: References by the secret text that they replace.
+        secrets: Mapping from each secret to the reference that replaces it.
         within: Whether the value is inside brackets.
     """
     if data is None:
@@ -106,7 +106,7 @@ def format_word(data: Any, secrets: Mapping[str, str] | None = None, within: boo
 
 
 def _escape(text: str, reference: str) -> str:
-    """Return a literal text with its references escaped, up to the reference that follows it."""
+    """Escape ``${`` in literal text, and trailing backslashes if a reference follows the text."""
     text = _REFERENCE_START.sub(r"\1\1\\${", text)
     return text + text[len(text.rstrip("\\")) :] if reference else text
 

@@ -1,4 +1,4 @@
-"""`treadle runs`: list runs, open one of them, compare several."""
+"""`treadle runs`: list runs, show a run, or compare several."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
     """Return the parser of `treadle runs`.
 
     Args:
-        program: The name of the command in the help.
+        program: The command's name, as shown in the help.
     """
     parser = _make_parser(program, DESCRIPTION)
     parser.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
@@ -66,7 +66,7 @@ def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentPa
     """Return the parser of `treadle runs show`.
 
     Args:
-        program: The name of the command in the help.
+        program: The command's name, as shown in the help.
     """
     parser = _make_parser(program, "Show one run: metadata, configuration, environment, last values, curves.")
     parser.add_argument(
@@ -86,7 +86,7 @@ def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentPa
 
 
 def build_compare_parser(program: str = "treadle runs compare") -> argparse.ArgumentParser:
-    """Return the parser of a comparison's options."""
+    """Return the parser of `treadle runs compare`."""
     parser = _make_parser(
         program,
         "Compare runs: state, last values, and the configuration keys, hyperparameters and versions that differ.\n"
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Args:
-        arguments: The words after `treadle runs`.
+        arguments: The command-line arguments after `treadle runs`.
     """
     try:
         if arguments and arguments[0] == "show":
@@ -153,10 +153,10 @@ def _list(options: argparse.Namespace) -> str:
 
 
 def _format_columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
-    """Return a table.
+    """Format rows as a table with aligned columns.
 
     Args:
-        rows: The cells of each row. A row of fewer cells than the first is a line of text.
+        rows: The cells of each row. A row with fewer cells than the first one does not affect the column widths.
         right: The columns that are aligned to the right.
     """
     rows = [tuple(map(make_printable, row)) for row in rows]
@@ -240,7 +240,7 @@ def _show(options: argparse.Namespace) -> str:
 
 
 def _drop_defaults(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a configuration that do not come from defaults, with the sections that contain them."""
+    """Yield the lines of a configuration that are not defaults, with the sections that contain them."""
     written = [line for line in lines if f"  # {DEFAULT}" not in line and not line.startswith("#")]
     for line, after in pairwise([*written, ""]):
         if not line.endswith(":") or _count_indent(after) > _count_indent(line):
@@ -340,7 +340,7 @@ def _compare(options: argparse.Namespace) -> str:
 
 
 def _tabulate_comparison(comparison: Comparison) -> Iterator[list[str]]:
-    """Yield the rows of a comparison, below the runs' labels."""
+    """Yield the rows of a comparison, starting with the runs' labels."""
     empty = [""] * (1 + len(comparison.labels))
     yield ["run", *comparison.labels]
     yield from ([name, *cells] for name, cells in comparison.facts.items())
@@ -381,7 +381,7 @@ def _format_time(moment: float) -> str:
 
 
 def _format_age(moment: float) -> str:
-    """Return the time since a moment as text, in the largest unit of which at least one has passed."""
+    """Return the time since a moment as text in one unit: days, hours, minutes or seconds."""
     seconds = max(0.0, time.time() - moment)
     for unit, length in (("day", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

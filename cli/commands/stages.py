@@ -1,4 +1,4 @@
-"""`treadle fit`, `validate`, `test` and `predict`: a configuration, validated and then run."""
+"""`treadle fit`, `validate`, `test` and `predict`: commands that validate a configuration and run it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """Objects and result of a command line that was run.
+    """Objects and result of a stage that was run from a command line.
 
     Attributes:
         trainer: The Trainer.
@@ -59,18 +59,19 @@ def run(
 
     Args:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        arguments: The words after the stage.
-        program: The name of the command, for help.
-        model: The task's class, if the configuration need not name one.
-        data: The data module's class, if the configuration need not name one.
-        defaults: A configuration that files and overrides take precedence over.
-        keep: Whether the predictions of ``predict`` are returned.
+        arguments: The command-line arguments after the stage.
+        program: The command's name, as shown in the help and in suggested commands.
+        model: The task's class, unless the configuration names a subclass of it. Default: None.
+        data: The data module's class, unless the configuration names a subclass of it. Default: None.
+        defaults: Default configuration, which files and overrides override.
+        keep: Whether ``predict`` returns the predictions. Otherwise, they are written to files, unless a callback may
+            use them. Default: True.
 
     Returns:
-        The session; None if something was printed and nothing run.
+        The session, or None if only the help or the configuration was printed.
 
     Raises:
-        ConfigError: If the command line or the configuration is wrong.
+        ConfigError: If the command line or the configuration is invalid.
     """
     follow_scheduler()
     if (current_directory := os.getcwd()) not in sys.path:
@@ -102,7 +103,7 @@ def run(
 
 
 def _execute(stage: str, program: str, checked: CheckedConfig, text: str, options: Options, keep: bool) -> Session:
-    """Build the objects and run the stage. The Trainer comes first: if it launches processes, this one only waits."""
+    """Build the objects and run the stage. The Trainer is built first, because it may launch the run's processes."""
     from ...engine import seed_everything
     from ...trainer import Trainer, as_callbacks
     from ..config.instantiate import locate_error
@@ -163,7 +164,7 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
 
 
 def _describe_next_steps(trainer: Trainer, model: TaskModule, place: str, program: str) -> str:
-    """Return the commands that may follow a finished fit: inspect it, evaluate it, train longer."""
+    """Return commands that may follow a finished fit: show its curves, evaluate the model, train longer."""
     from ...trainer import TaskModule
 
     # The form in which commands name runs in runs/.
@@ -195,7 +196,7 @@ def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | Data
 
 
 def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Callback]:
-    """Return the callbacks, with a `PredictionWriter` unless one of them may use the predictions."""
+    """Return the callbacks, with a `PredictionWriter` added if none of them may use the predictions."""
     from ...callbacks import PredictionWriter
 
     if any(map(_can_take_predictions, callbacks)):
@@ -205,7 +206,7 @@ def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Ca
 
 
 def _can_take_predictions(callback: Callback) -> bool:
-    """Return whether a callback may use predictions; of Treadle's callbacks, the writers and LambdaCallback do."""
+    """Return whether a callback may use predictions. Of Treadle's callbacks, only writers and LambdaCallback may."""
     from ...callbacks import BasePredictionWriter, Callback
 
     hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")
@@ -218,7 +219,7 @@ def _can_take_predictions(callback: Callback) -> bool:
 
 
 def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) -> str | None:
-    """Return the checkpoint to evaluate: the requested one, or else that of the earlier run."""
+    """Return the checkpoint to evaluate: the requested one or the earlier run's. Without either, warn."""
     from ...common.messages import warn
     from ...engine.checkpoint import MANIFEST
 
@@ -234,7 +235,7 @@ def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) 
 
 
 def _prepare_callbacks(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]:
-    """Return the callbacks, set up to look up ``last`` and ``best`` in the earlier run's folder."""
+    """Return the callbacks, configured to look for ``last`` and ``best`` in the earlier run's folder."""
     from ...callbacks import ModelCheckpoint
     from ...trainer import as_callbacks
     from ...trainer.runs import CHECKPOINTS
@@ -276,7 +277,7 @@ def _open_run_folder(
 
 @contextmanager
 def _create_run_folder(checked: CheckedConfig, flags: Mapping[str, Any]) -> Iterator[RunFolder]:
-    """Create the folder of a new run. Discard it if the run is refused before it starts."""
+    """Create the folder of a new run. Discard it if a ConfigError is raised."""
     from ...trainer.runs import RunFolder
 
     with RunFolder.create(checked.run_dir, checked.run_name, flags) as folder:
@@ -301,7 +302,7 @@ def fit(arguments: Sequence[str]) -> int:
     """Run `treadle fit` and return the exit status.
 
     Args:
-        arguments: The words after `treadle fit`.
+        arguments: The command-line arguments after `treadle fit`.
     """
     return _run_main("fit", arguments)
 
@@ -310,7 +311,7 @@ def validate(arguments: Sequence[str]) -> int:
     """Run `treadle validate` and return the exit status.
 
     Args:
-        arguments: The words after `treadle validate`.
+        arguments: The command-line arguments after `treadle validate`.
     """
     return _run_main("validate", arguments)
 
@@ -319,7 +320,7 @@ def test(arguments: Sequence[str]) -> int:
     """Run `treadle test` and return the exit status.
 
     Args:
-        arguments: The words after `treadle test`.
+        arguments: The command-line arguments after `treadle test`.
     """
     return _run_main("test", arguments)
 
@@ -328,6 +329,6 @@ def predict(arguments: Sequence[str]) -> int:
     """Run `treadle predict` and return the exit status.
 
     Args:
-        arguments: The words after `treadle predict`.
+        arguments: The command-line arguments after `treadle predict`.
     """
     return _run_main("predict", arguments)

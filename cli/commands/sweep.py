@@ -28,7 +28,7 @@ def format_usage(program: str = "treadle sweep") -> str:
     """Return the help text of the command.
 
     Args:
-        program: The name of the command in the text.
+        program: The command's name, as shown in the help.
     """
     from ..sweep import KEYS
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `treadle sweep` and return the exit status.
 
     Args:
-        arguments: The words after `treadle sweep`.
+        arguments: The command-line arguments after `treadle sweep`.
     """
     return run(arguments, "treadle sweep", [sys.executable, "-m", "treadle"])
 
@@ -66,12 +66,12 @@ def run(
     """Run the sweep that a command line describes and return the exit status.
 
     Args:
-        arguments: The words after ``sweep``.
-        program: The name of the command, for messages.
-        command: The words before ``fit`` in the command of a trial.
-        model: The task's class, if the configuration need not name one.
-        data: The data module's class, if the configuration need not name one.
-        defaults: A configuration that the sweep's takes precedence over.
+        arguments: The command-line arguments after ``sweep``.
+        program: The command's name, for messages.
+        command: The part of a trial's command line before ``fit``.
+        model: The task's class, unless the configuration names a subclass of it. Default: None.
+        data: The data module's class, unless the configuration names a subclass of it. Default: None.
+        defaults: Default configuration, which the sweep's configuration overrides.
     """
     try:
         file, overrides, dry = _parse(arguments)

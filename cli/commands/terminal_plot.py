@@ -1,4 +1,4 @@
-"""Curves drawn with characters, for a terminal."""
+"""Charts for the terminal, drawn with characters."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def plot(
 ) -> str:
     """Draw curves over the optimizer steps.
 
-    The axis is logarithmic if the values span two orders of magnitude or more. With several curves a letter next to the
-    chart marks the end of each. One constant curve becomes a line of text.
+    The vertical axis is logarithmic if all values are positive and span two orders of magnitude or more. With several
+    curves, a letter next to the chart marks the end of each curve. A single constant curve is described by a line of
+    text instead.
 
     Args:
-        title: The title.
+        title: The title, printed above the chart.
         lines: Steps and values of each curve, by name.
         width: Characters per row, at least 24.
         height: Rows of the chart without title, axis and legend.
-        ascii: Whether to use plain characters instead of braille's, which have eight dots each.
+        ascii: Whether to draw with ASCII characters instead of braille characters, which have eight dots each.
         colour: Whether to give each curve an ANSI colour.
 
     Returns:
@@ -92,7 +93,7 @@ class Canvas:
         Args:
             x: The column, in dots from the left.
             y: The row, in dots from the top.
-            line: The number of the curve.
+            line: The index of the curve, which selects its mark and color.
         """
         cell = (y // self.high, x // self.wide)
         bits = 0 if self.ascii else self._cells.get(cell, (0, 0))[0] | _BRAILLE[y % 4][x % 2]
@@ -135,7 +136,7 @@ def _draw(canvas: Canvas, chart: Chart, points: tuple[Sequence[float], Sequence[
 
 
 def _place_labels(chart: Chart, height: int) -> dict[int, str]:
-    """Return labels for round values, by row."""
+    """Return axis labels by row: round values, or the axis limits if no round value fits."""
     labels: dict[int, str] = {}
     for value in choose_ticks(chart.bottom, chart.top, chart.logarithmic):
         row = round((1 - chart.scale_value(value)) * (height - 1))
@@ -147,7 +148,7 @@ def _place_labels(chart: Chart, height: int) -> dict[int, str]:
 
 
 def _format_steps(chart: Chart, columns: int) -> str:
-    """Return the label below the axis: the first and the last step at its ends, or a single one in the middle."""
+    """Return the line below the axis: the first and last step at its ends, or a single step in the middle."""
     steps = [step for steps, _ in chart.lines.values() for step in steps]
     first, last = f"{min(steps):,}", f"{max(steps):,} steps"
     if min(steps) == max(steps):

@@ -1,4 +1,4 @@
-"""Configurations: YAML files and overrides, merged, checked, and built into objects."""
+"""Configurations: YAML files and overrides that are merged, checked, and built into objects."""
 
 from __future__ import annotations
 

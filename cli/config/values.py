@@ -52,7 +52,7 @@ def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[st
 
     Args:
         text: The text.
-        secrets: References by secret.
+        secrets: Mapping from each secret to the reference that replaces it.
     """
     longest_first = sorted(secrets, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if secrets else [text]
@@ -64,7 +64,7 @@ def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
 
     Args:
         text: The message.
-        secrets: References by secret.
+        secrets: Mapping from each secret to the reference that replaces it.
     """
     forms = {form: name for secret, name in secrets.items() for form in (secret, repr(secret)[1:-1])}
     return "".join(before + reference for before, reference in split_at_secrets(text, forms))

@@ -62,10 +62,10 @@ class SettingsChecker(Checker):
         """Return a recipe for a value of an annotated type. Report a problem and return None if it does not fit.
 
         Args:
-            value: The value.
-            annotation: The annotation.
-            path: The path of the value.
-            lenient: Whether a number may be used as text.
+            value: The value from the configuration.
+            annotation: The type to check the value against.
+            path: The value's path in the configuration.
+            lenient: Whether an unquoted number or boolean is accepted as text. Default: True.
         """
         annotation = simplify(annotation)
         kind = typing.get_origin(annotation) or annotation
@@ -101,10 +101,10 @@ class SettingsChecker(Checker):
 
         Args:
             value: The object's settings, its class's name, or the path of a file.
-            base: The class that the named class must extend.
-            path: The path of the value.
-            supplied: Arguments that are passed when the object is built.
-            target: The class if none is named.
+            base: The base class that the named class must extend.
+            path: The value's path in the configuration.
+            supplied: Names of arguments that are passed only when the object is built.
+            target: The class if the value names none. Default: ``base``.
         """
         return super().check_object(read_named_file(value), base, path, supplied, target)
 
@@ -122,12 +122,12 @@ class SettingsChecker(Checker):
 
         Args:
             value: The value that holds the arguments.
-            argument_values: The arguments' values.
+            argument_values: The values by argument name.
             takes: The signature of the call.
-            name: The name of the class or function in messages.
-            path: The path of the value.
-            supplied: Arguments that are passed when the object is built.
-            partly: Whether required arguments may be missing.
+            name: The name of the class or function, for messages.
+            path: The value's path in the configuration.
+            supplied: Names of arguments that are passed only when the object is built.
+            partly: Whether required arguments may be missing. Default: False.
         """
         awaited = {place[-1] for place in self.awaited if place[:-1] == path}
         takes = replace(
@@ -165,7 +165,7 @@ def fits(item: Any, annotation: Any) -> bool:
 
     Args:
         item: The object.
-        annotation: The annotation.
+        annotation: The type to check the value against.
     """
     annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
@@ -219,7 +219,7 @@ def supply(recipe: Recipe, path: Path, value: Any) -> Recipe:
     Args:
         recipe: The recipe of the object.
         path: The path of the argument in the object.
-        value: The value.
+        value: The value from the configuration.
     """
     if not path:
         return PlainRecipe(Value(value, "linked"), value)

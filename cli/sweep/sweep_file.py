@@ -196,7 +196,7 @@ def read_sweep(file: str | Path, overrides: Sequence[str] = (), defaults: Mappin
     Args:
         file: Path of a YAML file.
         overrides: ``key=value`` of the sweep, or of the configuration if the key begins with one of its sections.
-        defaults: A configuration that the sweep's takes precedence over.
+        defaults: Default configuration, which the sweep's configuration overrides.
 
     Raises:
         ConfigError: If the file is wrong; the error names every problem with file and line.

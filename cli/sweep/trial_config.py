@@ -23,8 +23,8 @@ class TrialConfigs:
     Args:
         sweep: The sweep.
         program: The command that runs a trial, for the file's first line.
-        model: The task's class, if the configuration need not name one.
-        data: The data module's class, if the configuration need not name one.
+        model: The task's class, unless the configuration names a subclass of it. Default: None.
+        data: The data module's class, unless the configuration names a subclass of it. Default: None.
     """
 
     def __init__(

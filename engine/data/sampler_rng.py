@@ -1,4 +1,4 @@
-"""Random sources of a loader's order: the run's stream, and generators of the user's samplers and datasets."""
+"""Random sources that determine a loader's order: the run's stream, and the generators of samplers and datasets."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 
 class Draws:
-    """The random sources of one loader, read and restored together.
+    """Random sources of one loader, whose states are read and restored together.
 
     Args:
-        stream: The stream to draw from if the user gave no generator.
+        stream: The run's random stream. Samplers without a generator of their own draw from it.
         source: The user's loader.
-        samplers: Its samplers. Samplers inside them are found too.
-        dataset: The dataset, if its draws are part of the order. Datasets inside it are found too.
+        samplers: The loader's samplers. Nested samplers are included.
+        dataset: The dataset, if its draws determine the order. Nested datasets are included.
     """
 
     def __init__(
@@ -65,51 +65,51 @@ class Draws:
         """Restore a state returned by `state`.
 
         Args:
-            state: The state.
+            state: The state to restore.
         """
         self.rewind(state)
         self.load_samplers(state)
 
     def rewind(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by `state`, if no sampler has been used since.
+        """Restore a state returned by `state` except for the samplers, which must not have been used since.
 
         Args:
-            state: The state.
+            state: The state to restore.
         """
         self.stream.go_to(state["stream"])
         self.load_private(state["generators"])
         self.load_epochs(state)
 
     def epochs(self) -> list[int]:
-        """Return the epoch counters that datasets keep on their own."""
+        """Return the values of the datasets' own epoch counters."""
         return [dataset.epoch for dataset in self.counting_epochs]
 
     def load_epochs(self, state: dict[str, Any]) -> None:
-        """Restore the epoch counters that datasets keep on their own; older checkpoints do not have them.
+        """Restore the datasets' own epoch counters, which older checkpoints do not contain.
 
         Args:
-            state: The state.
+            state: A state returned by `state`.
         """
         for dataset, epoch in zip(self.counting_epochs, state.get("epochs", ()), strict=False):
             dataset.epoch = epoch
 
     def private_states(self) -> list[Any]:
-        """Return the states of the private generators."""
+        """Return the states of the generators that belong to the loader, its samplers and its dataset."""
         return read_states(self.private)
 
     def load_private(self, states: list[Any]) -> None:
-        """Restore the private generators.
+        """Restore the generators that belong to the loader, its samplers and its dataset.
 
         Args:
-            states: Their states.
+            states: One state per generator, as returned by `private_states`.
         """
         load_states(self.private, states)
 
     def agree(self, world: World) -> None:
-        """Use rank zero's private generators, so that all ranks draw the same order. Call it on all ranks.
+        """Copy rank zero's generator states to all ranks, so that they draw the same order. Call it on all ranks.
 
         Args:
-            world: The ranks.
+            world: The ranks that must draw the same order.
         """
         if self.private:
             self.load_private(world.broadcast(self.private_states()))
@@ -119,10 +119,10 @@ class Draws:
         return [copy.deepcopy(sampler.state_dict()) for sampler in self.stateful]
 
     def load_samplers(self, state: dict[str, Any]) -> None:
-        """Restore the samplers' own states; older checkpoints do not have them.
+        """Restore the samplers' own states, which older checkpoints do not contain.
 
         Args:
-            state: The state.
+            state: A state returned by `state`.
         """
         for sampler, saved in zip(self.stateful, state.get("samplers", ()), strict=False):
             sampler.load_state_dict(copy.deepcopy(saved))
@@ -133,7 +133,7 @@ class Draws:
 
     @contextmanager
     def replay_from(self, state: dict[str, Any] | None) -> Iterator[None]:
-        """Draw from an earlier state inside the context, and restore the current state afterwards.
+        """Return a context that draws from an earlier state and restores the current state afterwards.
 
         Args:
             state: A state returned by `read_host_state`; None draws from the current state.
@@ -149,10 +149,10 @@ class Draws:
             self.load_private(before["generators"])
 
     def difference(self, state: dict[str, Any]) -> str:
-        """Return why a saved state does not fit these sources; "" if it fits.
+        """Return the reason why a saved state does not fit these sources; "" if it fits.
 
         Args:
-            state: A state of the loader.
+            state: The loader's state from a checkpoint.
         """
         if "loaders" in state:
             return (
@@ -171,16 +171,17 @@ class Draws:
     # -- state outside of checkpoints ----------------------------------------------------------------------------
 
     def note_counts(self) -> None:
-        """Note the counters of samplers before an epoch's order is drawn for the first time."""
+        """Record the samplers' integer attributes before an epoch's order is drawn for the first time."""
         self._last = self._read_counts()
         if self._first is None:
             self._first = self._last
 
     def warn_of_counts(self, inside: bool) -> None:
-        """Warn if a sampler has changed a counter of its own, which is not saved.
+        """Warn if a sampler has changed one of its integer attributes, which checkpoints do not contain.
 
         Args:
-            inside: Whether an epoch is running, which a resume would start again.
+            inside: True while an epoch is running. A resume draws its order again, so changes made during it are
+                ignored.
         """
         if self._first is None or not self._counting:
             return
@@ -207,7 +208,7 @@ def preserve_loader_state(loader: Any) -> Iterator[None]:
     """Restore the generators, samplers and datasets of ``loader`` when the context ends.
 
     Args:
-        loader: The loader.
+        loader: A ``DataLoader``, or another object with ``sampler``, ``batch_sampler`` or ``dataset``.
     """
     batches = getattr(loader, "batch_sampler", None)
     samplers = _find_nested([getattr(loader, "sampler", None), batches], Sampler, ("sampler", "batch_sampler"))
@@ -228,7 +229,7 @@ def preserve_loader_state(loader: Any) -> Iterator[None]:
 
 
 def get_stateful(value: Any) -> Any:
-    """Return ``value`` if its state can be saved and loaded; else None.
+    """Return ``value`` if it has ``state_dict()`` and ``load_state_dict``; else None.
 
     Args:
         value: Any object.
@@ -245,7 +246,7 @@ def get_stateful(value: Any) -> Any:
 
 
 def _counts_epochs(dataset: Any) -> bool:
-    """Return whether a stream, or a part of one, counts its epochs in ``epoch`` and has no ``set_epoch``."""
+    """Return whether a stream, or one of its components, counts epochs in ``epoch`` and has no ``set_epoch``."""
     return (
         not (isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset))
         and type(getattr(dataset, "__dict__", {}).get("epoch")) is int
@@ -255,7 +256,7 @@ def _counts_epochs(dataset: Any) -> bool:
 
 
 def find_generators(dataset: Any) -> list[Any]:
-    """Return the generators among the attributes of a dataset, and of the datasets inside it.
+    """Return the generators among the attributes of a dataset and of the datasets nested in it.
 
     Args:
         dataset: The dataset.
@@ -278,7 +279,7 @@ def collect_generators(owners: Iterable[Any]) -> list[Any]:
 
 
 def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) -> list[Any]:
-    """Return ``roots`` and, recursively, every attribute that is a ``kind`` or has one of these names; each once."""
+    """Return ``roots`` and, recursively, their attributes that are a ``kind`` or named in ``names``, each once."""
     reached: dict[int, Any] = {}
     waiting = [root for root in roots if root is not None]
     for owner in waiting:  # the list grows during the loop
@@ -289,7 +290,7 @@ def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) 
 
 
 def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
-    """Yield attributes by name; the items of a list or dict whose first item is a known kind are yielded one by one."""
+    """Yield the name and value of each attribute; lists and dicts of generators, samplers or datasets item by item."""
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
         if isinstance(next(iter(items), None), (*_KINDS, Sampler, Dataset)):
@@ -299,19 +300,19 @@ def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
 
 
 def read_states(generators: list[Any]) -> list[Any]:
-    """Return the states of generators.
+    """Return the state of each generator.
 
     Args:
-        generators: The generators.
+        generators: Generators of torch, NumPy or Python's ``random``.
     """
     return [_read_state(generator) for generator in generators]
 
 
 def load_states(generators: list[Any], states: list[Any]) -> None:
-    """Restore generators.
+    """Restore the state of each generator.
 
     Args:
-        generators: The generators.
+        generators: Generators of torch, NumPy or Python's ``random``.
         states: States returned by `read_states`.
     """
     for generator, state in zip(generators, states, strict=True):
@@ -319,22 +320,22 @@ def load_states(generators: list[Any], states: list[Any]) -> None:
 
 
 def match_generators(generators: list[Any], states: list[Any]) -> bool:
-    """Return whether ``states`` belong to the same number of generators, of the same kinds.
+    """Return whether ``states`` fit ``generators`` in number and kind.
 
     Args:
-        generators: The generators.
+        generators: The generators to compare with.
         states: States returned by `read_states`.
     """
     return len(generators) == len(states) and all(map(_accepts_state, generators, states))
 
 
 def say_begin_anew(owner: Any, generators: list[Any], states: list[Any]) -> None:
-    """Warn that the states in a checkpoint belong to generators that ``owner`` does not have.
+    """Warn that the generators of ``owner`` are not restored, because the checkpoint's states do not fit them.
 
     Args:
         owner: The dataset.
-        generators: Its generators.
-        states: The states in the checkpoint.
+        generators: The generators of the dataset.
+        states: The states of the checkpoint's generators.
     """
     warn(
         f"{type(owner).__name__} has {len(generators)} separate generators, but the checkpoint has {len(states)}, so "

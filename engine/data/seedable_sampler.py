@@ -1,4 +1,4 @@
-"""Random sampler of ``DataLoaderConfiguration(use_seedable_sampler=True)``."""
+"""Random sampler that ``DataLoaderConfiguration(use_seedable_sampler=True)`` enables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader, RandomSampler
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Random sampler whose order in an epoch depends only on a seed and the epoch's number, as in Accelerate.
+    """Random sampler whose order depends only on a seed and the epoch number, as in Accelerate.
 
     Args:
         sampler: The user's sampler; its dataset, ``replacement`` and ``num_samples`` are used, its generator is not.
-        seed: The seed; the generator of an epoch is seeded with it plus the epoch's number.
+        seed: The base seed. The generator of an epoch is seeded with ``seed + epoch``.
 
     Attributes:
-        epoch: The epoch whose order is drawn.
+        epoch: The number of the epoch whose order the next iteration draws, from 0.
     """
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
@@ -32,22 +32,22 @@ class SeedableRandomSampler(RandomSampler):
         yield from super().__iter__()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order is drawn.
+        """Set the epoch whose order the next iteration draws.
 
         Args:
-            epoch: The number.
+            epoch: The epoch number, from 0.
         """
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed and the epoch."""
+        """Return the seed and the epoch number."""
         return {"seed": self.seed, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`, so that a resumed run keeps its seed.
 
         Args:
-            state_dict: The state.
+            state_dict: The seed and the epoch number.
         """
         self.seed, self.epoch = state_dict["seed"], state_dict["epoch"]
 
@@ -57,7 +57,7 @@ def replace_random_sampler(loader: Any, seed: int) -> Any:
 
     Args:
         loader: A ``DataLoader``; any other object is returned unchanged.
-        seed: The seed of the sampler.
+        seed: The base seed of the new sampler.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -70,12 +70,12 @@ def replace_random_sampler(loader: Any, seed: int) -> Any:
 
 
 def _replace_sampler(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
-    """Return ``sampler``, or a copy that contains the seedable one.
+    """Return ``sampler`` unchanged, or a replacement that draws its order from the seed.
 
     Args:
         sampler: A sampler, a batch sampler, or None.
-        seed: The seed of the sampler.
-        replaced: Samplers created so far, by the id of the one they replace.
+        seed: The base seed of the new sampler.
+        replaced: New samplers by the id of the sampler that each replaces; extended by this call.
     """
     # A subclass with its own order keeps it.
     if isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:

@@ -1,4 +1,4 @@
-"""The Trainer's side of a checkpoint: its own state, which checkpoint to resume from, a save after a failure."""
+"""The Trainer's checkpointing: saving its state, choosing the checkpoint to resume from, and saving after a failure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _COUNTING = (
 
 
 class BeforeValidation:
-    """Copy of state that a validation changes: RNG state, dataloader positions, buffers, counts, callback states.
+    """Copy of the state that a validation changes: RNG state, dataloader positions, buffers, counts, callback states.
 
     Args:
         trainer: The running Trainer.
@@ -52,7 +52,7 @@ class BeforeValidation:
         self._sums = sum_parameters(task)
 
     def note_start(self) -> None:
-        """Copy the buffers after the hooks at the validation's start, which may have replaced them with averages."""
+        """Copy the buffers after the hooks at the validation's start; a hook may have replaced them with averages."""
         self._started_buffers = _copy_buffers(self._task)
 
     def discard(self) -> None:
@@ -60,7 +60,7 @@ class BeforeValidation:
         self._counts.pop_all()
 
     def try_to_leave(self) -> bool:
-        """Let callbacks put the model's own weights back; return whether the model has them. Call it on all ranks."""
+        """Let callbacks restore the model's own weights, and return whether they succeeded. Call it on all ranks."""
         trainer, task = self._trainer, self._task
         moved_buffers = _copy_buffers(task)
         _restore_buffers(self._started_buffers)
@@ -108,7 +108,7 @@ def sum_parameters(task: nn.Module) -> list[Tensor]:
     """Return the sum of each parameter, to detect changes. The sums stay on the device until they are compared.
 
     Args:
-        task: The task.
+        task: Task whose parameters are summed.
     """
     parameters = (local(parameter.detach()) for parameter in task.parameters())
     return [(p.float() if p.element_size() == 1 else p).sum() for p in parameters]  # 8-bit formats cannot be summed

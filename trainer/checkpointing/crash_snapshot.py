@@ -1,4 +1,4 @@
-"""The last completed optimizer step, kept so that it can be saved when the next one fails."""
+"""The last completed optimizer step, kept so that it can be saved if the next one fails."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 
 
 class LastStep:
-    """Copy of everything that changes between two optimizer steps, and the checkpoint of that step.
+    """Copy of all state that changes between two optimizer steps, from which the last step can be saved.
 
     Parameters and the optimizer's tensors do not change between two steps, so they are not copied. RNG states, the
     dataloaders' positions, buffers (such as those of batch norm), counters, schedules, callback states and logged
     values change in between and are copied after every step.
 
-    After an error the checkpoint is saved on one process alone, without collectives, because other ranks may have
-    ended.
+    After an error, rank zero saves the checkpoint alone and without collectives, because other ranks may have exited.
 
     Args:
         trainer: The running Trainer.
@@ -70,7 +69,7 @@ class LastStep:
         )
 
     def close(self) -> None:
-        """Release the optimizers, which a user may keep for another run."""
+        """Remove the hooks from the optimizers, which a user may keep for another run."""
         for handle in self._handles:
             handle.remove()
 
@@ -89,7 +88,7 @@ class LastStep:
             self._sums = sum_parameters(self._task)  # to detect other weights, such as averages
 
     def note(self) -> None:
-        """Record the run after a complete step."""
+        """Record the state of the run after a complete step."""
         # Called on every process, because a user's object may call collectives in it.
         registered = self._collect_registered()
         if self._alone is None:
@@ -144,12 +143,12 @@ class LastStep:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps at the recorded step."""
+        """Number of optimizer steps taken when the state was recorded; 0 if none is recorded."""
         return self._state["progress"].step if self._state else 0
 
     @property
     def counts(self) -> dict[str, int]:
-        """Values of ``epoch`` and ``step`` for checkpoint names."""
+        """Values of ``epoch`` and ``step`` in the recorded state, for checkpoint names."""
         return {"epoch": self._state["progress"].epoch, "step": self.step}
 
     @property
@@ -173,7 +172,7 @@ class LastStep:
 
         Args:
             path: Path of the checkpoint.
-            weights_only: Omit everything that only a resume needs.
+            weights_only: Omit everything that is needed only to resume.
             trainable_only: Omit frozen weights.
 
         Raises:
@@ -240,10 +239,10 @@ def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def explain_need_of_others(trainer: Trainer) -> str:
-    """Return why rank zero alone cannot save the run; "" if it can.
+    """Return the reason why rank zero alone cannot save the run; "" if it can.
 
     Args:
-        trainer: The Trainer.
+        trainer: Trainer of the run.
     """
     strategy = trainer.accelerator.strategy
     if strategy.sharded:

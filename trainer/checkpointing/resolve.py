@@ -1,4 +1,4 @@
-"""Resolution of ``ckpt_path``: a path, or a word for a checkpoint that has to be searched for."""
+"""Resolution of ``ckpt_path``, which is a path or a word, such as "last", for a checkpoint to search for."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class CheckpointResolver:
     Args:
         trainer: The Trainer, whose ModelCheckpoints determine where to look.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        ckpt_path: None; a path, for which no other checkpoint is substituted; ``"last"``, the latest intact checkpoint
-            of this run; ``"best"``; or ``"auto"``, in ``fit`` only: ``"last"``, or a fresh start if there is none.
+        ckpt_path: None; a path, which must be an intact checkpoint; ``"last"``, the latest intact checkpoint of this
+            run; ``"best"``; or ``"auto"``, in ``fit`` only: ``"last"``, or a fresh start if there is none.
     """
 
     def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any) -> None:
@@ -84,14 +84,14 @@ class CheckpointResolver:
         self.report = SearchReport()
 
     def resolve(self) -> OpenCheckpoint | None:
-        """Return the checkpoint, opened and verified, the same on every rank; None for a fresh start.
+        """Return the opened and verified checkpoint, which is the same on every rank, or None for a fresh start.
 
         Call it on all ranks. Rank zero searches, all ranks verify, and one message announces the choice and the skipped
         checkpoints.
 
         Raises:
-            ValueError: If there is no such checkpoint, or the one at a path is damaged.
-            TypeError: If ``ckpt_path`` is not a path.
+            ValueError: If there is no such checkpoint, or it is damaged.
+            TypeError: If ``ckpt_path`` is neither a string nor a path.
         """
         trainer, ckpt_path = self.trainer, self.ckpt_path
         assert trainer.task is not None
@@ -144,7 +144,7 @@ class CheckpointResolver:
             raise ValueError(f"ckpt_path={ckpt_path!r}: {why}.")
 
     def _check_callbacks(self) -> None:
-        """Raise a ValueError if there is no ModelCheckpoint."""
+        """Raise a ValueError if the Trainer has no ModelCheckpoint."""
         if not self.trainer.checkpoint_callbacks:
             raise ValueError(
                 f"ckpt_path={self.ckpt_path!r} searches the directories of ModelCheckpoints, but the Trainer has no "
@@ -181,7 +181,7 @@ class CheckpointResolver:
         return latest
 
     def _none_intact(self) -> ValueError:
-        """Return the error for a search without a result."""
+        """Return the error for a search that found no intact checkpoint."""
         report, ckpt_path = self.report, self.ckpt_path
         whose = " of this run" if report.other_runs else ""
         folders_searched = report.describe_searched()
@@ -202,7 +202,7 @@ class CheckpointResolver:
         return find_first_intact(self.world, self._candidates(resumable), self.report.skipped)
 
     def _candidates(self, resumable: bool) -> Iterator[OpenCheckpoint]:
-        """Yield this run's checkpoints, latest first; earlier versions' directories follow one by one, latest first."""
+        """Yield this run's checkpoints, latest first, and then those of each earlier version, latest version first."""
         report = self.report
         run_folders, earlier_folders = self._folders()
         if self.stage == "fit":  # this run saves in them: complete what a killed process left unfinished
@@ -261,7 +261,7 @@ class CheckpointResolver:
     # -- the best checkpoint -------------------------------------------------------------------------------------
 
     def _best(self) -> OpenCheckpoint:
-        """Return the best checkpoint that this process's ModelCheckpoint, or else the latest checkpoint, records."""
+        """Return the best checkpoint according to this process's ModelCheckpoint or, failing that, the latest one."""
         self._check_callbacks()
         callback, stage, is_main = self.trainer.checkpoint_callback, self.stage, self.world.is_main
         assert callback is not None
@@ -331,18 +331,18 @@ def _check_is_checkpoint(path: AnyPath) -> None:
 
 
 def _run_record(folder: AnyPath) -> AnyPath | None:
-    """Return the record of the run whose folder is or contains ``folder``."""
+    """Return the path of the record of the run whose folder is or contains ``folder``; None if there is no record."""
     return next((path for parent in (folder, *folder.parents[:2]) if (path := parent / RECORD).is_file()), None)
 
 
 def _steps_reached(folder: AnyPath) -> int:
-    """Return the optimizer steps that the run of a folder has recorded; 0 if none."""
+    """Return the number of optimizer steps in the record of the run that a folder belongs to; 0 without a record."""
     record = _run_record(folder)
     return 0 if record is None else int(read_run(record.parent).facts.get("steps", 0))
 
 
 def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterator[tuple[Manifest, AnyPath]]:
-    """Yield the committed checkpoints of several stores, latest first; damaged manifests are reported."""
+    """Yield the committed checkpoints of several stores, latest first, and add damaged manifests to the report."""
     by_store: list[list[tuple[Manifest, AnyPath]]] = []
     for store in stores:
         committed, problems = store.scan()
@@ -356,7 +356,7 @@ def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterat
 
 
 def _shortened(lines: list[str], most: int = 5) -> str:
-    """Return lines as one text, shortened."""
+    """Join lines into one text, with a count in place of the lines after the first ``most``."""
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
 
 
@@ -376,7 +376,7 @@ def _find_earlier_runs(root: AnyPath, names: str) -> list[AnyPath]:
 
 
 def _recorded_best(callback: ModelCheckpoint, latest: OpenCheckpoint) -> str:
-    """Return the best checkpoint recorded by the ModelCheckpoint's state in the latest one; "" if none."""
+    """Return the path of the best checkpoint that the ModelCheckpoint recorded in the latest checkpoint; "" if none."""
     state = open_callback_states(latest)["callbacks"].get(callback.state_key, {})
     best, dirpath = state.get("best_model_path", ""), state.get("dirpath")
     if best and dirpath and as_path(dirpath) in as_path(best).parents and not as_path(best).is_dir():

@@ -42,7 +42,7 @@ def class_name(cls: type) -> str:
     """Return a class's full name, the same whether its file runs as a script or is imported.
 
     Args:
-        cls: The class.
+        cls: Class of a task.
     """
     module = cls.__module__
     if module in ("__main__", "__mp_main__"):
@@ -53,7 +53,7 @@ def class_name(cls: type) -> str:
 
 
 def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
-    """Return the plain hyperparameters of task and data module, by dotted name, as they were before the first stage.
+    """Return the plain hyperparameters of the task and data module before the first stage, by dotted name.
 
     A finder or ``setup`` may change them later, but neither has run yet in a restarted script.
 
@@ -88,13 +88,13 @@ def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterato
 
 
 def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
-    """Return why a checkpoint belongs to another run, one line per difference; empty if it belongs to this one.
+    """Return the differences that show that a checkpoint is from another run, one per line; empty if from this run.
 
     The task's class, its hyperparameters, and the names and shapes of its parameters are compared.
 
     Args:
         trainer: The Trainer.
-        opened: The checkpoint.
+        opened: The opened checkpoint.
 
     Raises:
         ValueError: If the checkpoint is damaged.

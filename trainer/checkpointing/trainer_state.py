@@ -1,4 +1,4 @@
-"""The Trainer's own parts of a checkpoint: how they are saved and restored."""
+"""Code that saves the Trainer's own state in a checkpoint and restores it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Added(dict[str, Any]):
-    """Dict for hooks that add to a checkpoint. Unlike Lightning's, it is not the checkpoint itself."""
+    """Dict that checkpoint hooks receive. Unlike Lightning's dict, it does not hold the whole checkpoint."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
@@ -62,7 +62,7 @@ class HookedState:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Stateful object made of two functions; a third one returns tensors with the sharding of its state."""
+    """Stateful object made of a save and a load function, and a third that returns tensors sharded like its state."""
 
     save: Callable[[], Any]
     load: Callable[[Any], None]
@@ -115,13 +115,13 @@ class TrainerCheckpointer:
         Args:
             task: The task.
             paths: Paths of the checkpoint, which is saved under each of them.
-            weights_only: Omit everything that only a resume needs.
+            weights_only: Omit everything that is needed only to resume.
             trainable_only: Omit frozen weights. Default: False.
             blocking: Wait until the checkpoint is written. Default: True.
 
         Raises:
-            ValueError: If an optimizer step is in progress, or a weight is not finite on any process. In that case
-                nothing is written or removed.
+            ValueError: If an optimizer step is in progress and ``weights_only`` is False, or if at least one process
+                holds a weight that is not finite. Nothing is then written or removed.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         path, *also = map(str, paths)
@@ -155,7 +155,7 @@ class TrainerCheckpointer:
             )
 
     def refuse_broken_weights(self, task: TaskModule, path: AnyPath) -> None:
-        """Raise a ValueError if this process's shard of the weights has NaN or infinity: no run could resume from it.
+        """Raise a ValueError if this process's shard of the weights contains NaN or infinity.
 
         Args:
             task: The task.
@@ -234,14 +234,14 @@ class TrainerCheckpointer:
     def _collect_callback_layouts(self) -> CallbackStates:
         """Return tensors with the sharding of the callbacks' states.
 
-        No hook is called, as it might change something.
+        It calls no hook, because a hook might change state.
         """
         callbacks = self._trainer.callbacks
         layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
         return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
 
     def call_save_hooks(self, task: TaskModule) -> HookedState:
-        """Call the ``on_save_checkpoint`` hooks, and return their additions to the checkpoint and their changes.
+        """Call the ``on_save_checkpoint`` hooks, and return the entries they added and the weights they changed.
 
         Args:
             task: The task.
@@ -266,7 +266,7 @@ class TrainerCheckpointer:
 
     @contextmanager
     def applying(self, hooked: HookedState, task: TaskModule) -> Iterator[None]:
-        """Apply the hooks' entries and weights to a checkpoint that is saved within a context.
+        """Apply the hooks' entries and weights to the checkpoint that is saved inside this context manager.
 
         Args:
             hooked: Result of the hooks.
@@ -300,7 +300,7 @@ class TrainerCheckpointer:
 
     @contextmanager
     def ahead(self, opened: OpenCheckpoint | None) -> Iterator[None]:
-        """Restore the counters and the data module first, as dataloaders may depend on them; undo this after an error.
+        """Restore the data module and the counters, on which dataloaders may depend; reset the counters after an error.
 
         Args:
             opened: The checkpoint, or None.
@@ -318,11 +318,11 @@ class TrainerCheckpointer:
             raise
 
     def load_weights(self, task: TaskModule, opened: OpenCheckpoint) -> None:
-        """Load the weights, as the task's ``on_load_checkpoint`` leaves them. Call it on all processes.
+        """Load the weights, with the changes that the task's ``on_load_checkpoint`` makes. Call it on all processes.
 
         Args:
             task: The task.
-            opened: The checkpoint.
+            opened: The opened checkpoint.
 
         Raises:
             ValueError: If the weights do not fit the task.
@@ -357,7 +357,7 @@ class TrainerCheckpointer:
         Call it on all processes.
 
         Args:
-            opened: The checkpoint.
+            opened: The opened checkpoint.
         """
         datamodule = self._trainer.datamodule
         with self._trainer.accelerator.world.together():
@@ -375,7 +375,7 @@ class TrainerCheckpointer:
         """Restore everything except the weights, and return the RNG state to set right before the first step.
 
         Args:
-            opened: The checkpoint, or None.
+            opened: The opened checkpoint, or None, which restores nothing.
             schedule: See `Accelerator.load_state`. Default: None.
         """
         if opened is None:

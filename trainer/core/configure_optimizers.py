@@ -1,4 +1,4 @@
-"""Parser of every form that ``configure_optimizers`` may return."""
+"""Parser for every form that ``configure_optimizers`` may return."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _TYPING_ERROR = 0.9  # 'lr_schedular' is 0.92; 'scheduler' for 'lr_scheduler', a
 
 @dataclass(kw_only=True)
 class SchedulerConfig:
-    """Scheduler, and the times at which it steps.
+    """Learning rate scheduler and the settings that determine when it steps.
 
     Attributes:
         scheduler: An object with ``step`` and ``state_dict``.
         interval: ``"epoch"`` or ``"step"`` (optimizer steps). Default: ``"epoch"``.
         frequency: Number of intervals between steps. Default: 1.
-        monitor: Name of the logged value that a plateau scheduler is stepped with. Default: None.
+        monitor: Name of the logged value that is passed to a plateau scheduler's ``step``. Default: None.
         strict: Whether a monitored value that was not logged is an error. Default: True.
         name: Name for `LearningRateMonitor`. Default: None.
         reduce_on_plateau: Whether ``step`` receives the monitored value. Default: False; always True for
@@ -54,7 +54,7 @@ class SchedulerConfig:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
     def check_monitor(self) -> None:
-        """Raise a ValueError for a plateau scheduler that the loop steps and that has no ``monitor``."""
+        """Raise a ValueError if a plateau scheduler has no ``monitor``. Call it only if the loop steps schedulers."""
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(
                 "a ReduceLROnPlateau scheduler needs a monitor. Return "
@@ -102,8 +102,8 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
 
     Args:
         module: The task.
-        optimizers: Its optimizers.
-        schedulers: Its schedulers.
+        optimizers: Optimizers that its ``configure_optimizers`` returned.
+        schedulers: Schedulers that its ``configure_optimizers`` returned.
 
     Raises:
         ValueError: If an optimizer or a scheduler is unrelated to the run and would silently have no effect.
@@ -155,10 +155,10 @@ def _parse_scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
 
 
 def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) -> None:
-    """Warn about unknown keys, which occur in public code.
+    """Warn about unknown keys, which some published code contains.
 
     Raises:
-        ValueError: If a key is nearly a valid one: a misspelled key would drop the scheduler.
+        ValueError: If a key is probably a misspelled valid one. Ignoring it would drop the scheduler.
     """
     for key in config:
         if key in valid:
@@ -172,11 +172,11 @@ def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) ->
 def endless(scheduler: Any) -> str | None:
     """Return the name of a scheduler's length argument that is infinite; None if all are finite.
 
-    Covers torch's schedulers, including combined ones, and the closure of a ``LambdaLR``'s function, which holds
-    ``num_training_steps`` for transformers' ``get_cosine_schedule_with_warmup``.
+    The search covers torch's schedulers, including combined ones, and the closure of a ``LambdaLR``'s function, which
+    holds ``num_training_steps`` for transformers' ``get_cosine_schedule_with_warmup``.
 
     Args:
-        scheduler: The scheduler.
+        scheduler: Scheduler to search.
     """
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         values = {name: getattr(part, name, None) for name in ("total_steps", "T_max", "total_iters", "T_0")}

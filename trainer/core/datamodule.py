@@ -71,10 +71,10 @@ class DataModule(HyperparametersMixin, TransferHooks):
     Attributes:
         trainer: The Trainer that uses the data module, or None.
         name: A user-defined name.
-        prepare_data_per_node: Whether ``prepare_data`` runs on one process of each machine, or on one process in total.
+        prepare_data_per_node: Run ``prepare_data`` on one process of each machine instead of one process in total.
             Default: True.
-        allow_zero_length_dataloader_with_multiple_devices: Accepted for Lightning's users: a process without a share of
-            the data always participates, with weight zero.
+        allow_zero_length_dataloader_with_multiple_devices: Accepted for compatibility with Lightning, and ignored. A
+            process without a share of the data always participates, with weight zero.
 
     Example:
         >>> import torch
@@ -163,17 +163,17 @@ class DataModule(HyperparametersMixin, TransferHooks):
         num_workers: int = 0,
         **kwargs: Any,
     ) -> Self:
-        """Return a data module around existing datasets. The training set is shuffled.
+        """Build a data module from existing datasets. The training set is shuffled.
 
         Args:
             train_dataset: A dataset, or several in lists, tuples and dicts.
             val_dataset: The same for validation.
             test_dataset: The same for testing.
             predict_dataset: The same for prediction.
-            batch_size: Batch size of each dataloader. Also passed to ``__init__`` if it has an argument of this name.
+            batch_size: Batch size of each dataloader. Also passed to ``__init__`` if that accepts this argument.
                 Default: 1.
-            num_workers: Worker processes of each dataloader. Also passed to ``__init__`` if it has an argument of this
-                name. Default: 0.
+            num_workers: Worker processes of each dataloader. Also passed to ``__init__`` if that accepts this argument.
+                Default: 0.
             kwargs: Further arguments of ``__init__``.
         """
 
@@ -212,10 +212,10 @@ class DataModule(HyperparametersMixin, TransferHooks):
 
         Args:
             checkpoint_path: A Treadle checkpoint; a Lightning ``.ckpt``; or the URL of a file, with ``sha256``.
-            map_location: Accepted for Lightning's signature; a data module's tensors stay on the CPU.
-            hparams_file: The ``hparams.yaml`` or ``.csv`` of a logger, which replaces the saved hyperparameters.
-            weights_only: Accepted for Lightning's signature; code in a file never runs.
-            sha256: The digest of the file, compared before the file is parsed.
+            map_location: Accepted for compatibility with Lightning; a data module's tensors stay on the CPU.
+            hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
+            weights_only: Accepted for compatibility with Lightning; code in a file never runs.
+            sha256: Expected SHA-256 digest of the file, verified before the file is parsed.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 
         Returns:
@@ -235,7 +235,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _describe_sizes(module: DataModule, method: str) -> Iterator[str]:
-    """Yield the number of samples of each of a method's dataloaders; "None" if there is no dataloader yet."""
+    """Yield the dataset size of each of a method's dataloaders as text; "None" if there is no dataloader yet."""
     try:
         loaders = getattr(module, method)()
     except Exception:  # the user's hook may need a setup() that has not run

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Exports(nn.Module):
-    """Part of a task that exports ``forward`` in evaluation mode, or the weights."""
+    """Base class of tasks that exports ``forward`` in evaluation mode, or the weights."""
 
     example_input_array: Any
 
@@ -39,13 +39,13 @@ class Exports(nn.Module):
 
         Args:
             file_path: Path of the file, or an open file; None writes no file.
-            input_sample: The input of ``forward``: a tensor, a tuple of arguments, or a dict of keywords. Default:
+            input_sample: Input of ``forward``: a tensor, a tuple of arguments, or a dict of keywords. Default:
                 ``example_input_array``.
             kwargs: Keyword arguments of ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` makes the batch
                 size dynamic.
 
         Returns:
-            The program.
+            The ONNX program.
 
         Raises:
             ModuleNotFoundError: If a package is missing; the message names it.
@@ -80,11 +80,11 @@ class Exports(nn.Module):
             kwargs: Keyword arguments of ``torch.export.export``: ``dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}``.
 
         Returns:
-            The program.
+            The exported program.
 
         Raises:
-            ValueError: If there is no input, the model is sharded, or the shapes of the program's outputs differ from
-                those of the model.
+            ValueError: If ``file_path`` does not end in ``.pt2``, there is no input, the model is sharded, or the
+                shapes of the program's outputs differ from those of the model.
         """
         if file_path is not None and Path(file_path).suffix != ".pt2":
             raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, the suffix that torch expects.")
@@ -133,8 +133,8 @@ class Exports(nn.Module):
             file_path: Path of the file, which ``torch.jit.load`` loads; None writes no file.
             method: ``"script"`` compiles the source of ``forward``, ``"trace"`` records one call. Default:
                 ``"script"``.
-            example_inputs: The input of ``forward`` for ``"trace"``: a tensor, a tuple of arguments, or a dict of
-                keywords. Default: ``example_input_array``.
+            example_inputs: Input of ``forward`` for ``"trace"``: a tensor, a tuple of arguments, or a dict of keywords.
+                Default: ``example_input_array``.
             kwargs: Keyword arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Returns:
@@ -190,7 +190,7 @@ def _for_export(task: nn.Module, method: str) -> Iterator[None]:
 
 @contextmanager
 def _readable_properties(task: nn.Module) -> Iterator[None]:
-    """Let TorchScript read every property of a task without a Trainer: it skips those that raise AttributeError."""
+    """Make properties that need a missing Trainer raise AttributeError, because TorchScript skips such properties."""
     detached = [part for part in task.modules() if part.__dict__.get("_trainer", task) is None]
     for part in detached:
         part.__dict__["_trainer"] = SimpleNamespace()
@@ -211,7 +211,7 @@ def _refuse_shards(task: nn.Module, method: str) -> None:
 
 
 def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional arguments and keywords for ``forward``, on the task's device."""
+    """Return the positional and keyword arguments for ``forward``, on the task's device."""
     sample = task.example_input_array if sample is None else sample
     if sample is None:
         raise ValueError(

@@ -11,13 +11,13 @@ from ...common.messages import name_type
 
 
 class HookedWeights:
-    """State dict that is passed to checkpoint hooks, and that detects their edits.
+    """State dict that is passed to checkpoint hooks and detects their edits.
 
     Args:
         weights: Tensors and other module state, by name.
 
     Attributes:
-        offered: The dict for ``checkpoint["state_dict"]``.
+        offered: Copy of the weights that hooks get as ``checkpoint["state_dict"]``.
     """
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
@@ -47,5 +47,5 @@ class HookedWeights:
 
 
 def _get_version(value: Any) -> int:
-    """Return the number of in-place changes; tensors made in inference mode have no counter and return 0."""
+    """Return a tensor's number of in-place changes; 0 for other values and inference tensors, which have no counter."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0

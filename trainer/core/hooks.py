@@ -11,10 +11,10 @@ class TaskHooks:
     """Hooks of a task. Override those you need; the others have no overhead. `docs/hooks.md` lists their order."""
 
     prepare_data_per_node: bool = True
-    """Whether ``prepare_data`` runs on one process of each machine, or on one process in total."""
+    """Run ``prepare_data`` on one process of each machine instead of one process in total."""
 
     allow_zero_length_dataloader_with_multiple_devices: bool = False
-    """Accepted for Lightning's users: a process without a share of the data always participates, with weight zero."""
+    """Accepted for Lightning compatibility. A process without a share of the data always takes part, with weight 0."""
 
     def prepare_data(self) -> None:
         """Download or build data on disk. Runs on one process per machine, before ``setup``."""
@@ -36,8 +36,8 @@ class TaskHooks:
     def configure_model(self) -> None:
         """Build layers that ``__init__`` did not build, in place.
 
-        A sharding strategy shards the layers as they are built; see `Accelerator.init_module`. May be called more
-        than once: return immediately if the layers exist.
+        A sharding strategy shards the layers as they are built; see `Accelerator.init_module`. The hook may be called
+        more than once, so return immediately if the layers exist.
         """
 
     def configure_callbacks(self) -> Any:
@@ -49,7 +49,7 @@ class TaskHooks:
         return []
 
     def on_fit_start(self) -> None:
-        """Run once model and optimizers are in place."""
+        """Run once the model and the optimizers are set up."""
 
     def on_fit_end(self) -> None:
         """Run after training."""
@@ -77,13 +77,13 @@ class TaskHooks:
         """Run before each epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """Run after each epoch, including its validation and its schedulers' steps."""
+        """Run after each epoch, once its validation and its schedulers' steps are done."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Run before each micro-batch, once it is on the device.
 
         Args:
-            batch: The batch.
+            batch: Batch on the device.
             batch_idx: Index of the batch.
 
         Returns:
@@ -91,11 +91,11 @@ class TaskHooks:
         """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Run after each micro-batch; after the last one of a group, the optimizer has stepped.
+        """Run after each micro-batch. After the last one of an accumulation group, the optimizer has already stepped.
 
         Args:
-            outputs: The step's result.
-            batch: The batch.
+            outputs: Result of ``training_step``.
+            batch: Batch on the device.
             batch_idx: Index of the batch.
         """
 
@@ -103,7 +103,7 @@ class TaskHooks:
         """Run after the loss is computed and before its backward pass.
 
         Args:
-            loss: The loss that ``training_step`` returned, unscaled.
+            loss: Unscaled loss that ``training_step`` returned.
         """
 
     def on_after_backward(self) -> None:
@@ -113,24 +113,24 @@ class TaskHooks:
         """Run once the group's gradients are complete and unscaled, before they are clipped.
 
         Args:
-            optimizer: The optimizer.
+            optimizer: Optimizer that is about to step.
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run after the optimizer step, before its gradients are reset.
+        """Run after the optimizer step, before the gradients are reset.
 
         Args:
-            optimizer: The optimizer.
+            optimizer: Optimizer that has stepped.
         """
 
     def on_step_end(self) -> None:
-        """Run after each optimizer step, including a validation that is due and the schedulers' steps."""
+        """Run after each optimizer step, once a validation that is due and the schedulers' steps are done."""
 
     def on_validation_start(self) -> None:
-        """Run before the validation."""
+        """Run before each validation."""
 
     def on_validation_end(self) -> None:
-        """Run after the validation."""
+        """Run after each validation."""
 
     def on_validation_epoch_start(self) -> None:
         """Run before the first batch of the validation dataloaders."""
@@ -145,7 +145,7 @@ class TaskHooks:
         """Run before each validation batch, once it is on the device.
 
         Args:
-            batch: The batch.
+            batch: Batch on the device.
             batch_idx: Index of the batch.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -154,8 +154,8 @@ class TaskHooks:
         """Run after each validation batch.
 
         Args:
-            outputs: The step's result.
-            batch: The batch.
+            outputs: Result of ``validation_step``.
+            batch: Batch on the device.
             batch_idx: Index of the batch.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -176,7 +176,7 @@ class TaskHooks:
         """Run before each test batch, once it is on the device.
 
         Args:
-            batch: The batch.
+            batch: Batch on the device.
             batch_idx: Index of the batch.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -185,8 +185,8 @@ class TaskHooks:
         """Run after each test batch.
 
         Args:
-            outputs: The step's result.
-            batch: The batch.
+            outputs: Result of ``test_step``.
+            batch: Batch on the device.
             batch_idx: Index of the batch.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -207,7 +207,7 @@ class TaskHooks:
         """Run before each predict batch, once it is on the device.
 
         Args:
-            batch: The batch.
+            batch: Batch on the device.
             batch_idx: Index of the batch.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -216,8 +216,8 @@ class TaskHooks:
         """Run after each predict batch.
 
         Args:
-            outputs: The step's result.
-            batch: The batch.
+            outputs: Result of ``predict_step``.
+            batch: Batch on the device.
             batch_idx: Index of the batch.
             dataloader_idx: Index of the dataloader. Default: 0.
         """
@@ -229,27 +229,27 @@ class TaskHooks:
         """Run before a validation within ``fit``. The gradients were already reset after the step."""
 
     def on_validation_model_eval(self) -> None:
-        """Set the modes of all modules for validation."""
+        """Set evaluation mode for validation."""
         self._set_mode(training=False)
 
     def on_validation_model_train(self) -> None:
-        """Restore the modes of all modules after validation."""
+        """Set training mode after validation. Without an override, each module returns to its earlier mode instead."""
         self._set_mode(training=True)
 
     def on_test_model_eval(self) -> None:
-        """Set the modes of all modules for testing."""
+        """Set evaluation mode for testing."""
         self._set_mode(training=False)
 
     def on_test_model_train(self) -> None:
-        """Restore the modes of all modules after testing."""
+        """Set training mode after testing. Without an override, each module returns to its earlier mode instead."""
         self._set_mode(training=True)
 
     def on_predict_model_eval(self) -> None:
-        """Set the modes of all modules for prediction."""
+        """Set evaluation mode for prediction."""
         self._set_mode(training=False)
 
     def _set_mode(self, *, training: bool) -> None:
-        """Set every module, the task included, to one mode."""
+        """Set the task and all its modules to training or evaluation mode."""
         self.train(training)  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

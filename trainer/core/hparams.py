@@ -43,14 +43,14 @@ class HyperparametersMixin:
         """Keep the arguments of ``__init__`` in ``self.hparams``, unchanged.
 
         Checkpoints and loggers get the arguments that are plain data: numbers, text, lists, dicts, paths, dates,
-        tensors, enum members, dataclasses, OmegaConf containers. Other arguments (a module, a function) are omitted
-        from them, with one warning that names them.
+        tensors, enum members, dataclasses and OmegaConf containers. Other arguments, such as a module or a function,
+        are omitted, and one warning names them.
 
         Args:
             args: Names of the arguments to keep, or one dict, namespace, dataclass or OmegaConf configuration to keep
                 instead. Default: all arguments.
             ignore: Names to omit.
-            frame: The frame of ``__init__``. Default: the frame of the caller.
+            frame: Stack frame of ``__init__``. Default: the caller's frame.
             logger: Whether loggers get the hyperparameters. Default: True.
 
         Raises:
@@ -98,7 +98,7 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """Copy of `hparams` as of `save_hyperparameters`, without later changes."""
+        """Copy of `hparams` at the last call of `save_hyperparameters`, without later changes."""
         return _take_snapshot(self.__dict__.get("_hparams_initial", AttributeDict()))
 
     def stored_hparams(self) -> Stored:
@@ -115,7 +115,7 @@ class HyperparametersMixin:
         """Warn once about each hyperparameter that cannot be passed to the constructor from a checkpoint.
 
         Args:
-            stored_form: The result of `stored_hparams`.
+            stored_form: Result of `stored_hparams`.
         """
         checked: set[str] = self.__dict__.setdefault("_hparams_checked", set())
         lost: dict[str, str] = {}
@@ -143,7 +143,7 @@ def _classify(whole: Any) -> tuple[str, str]:
     """Return the kind and the class name of the one object that holds all hyperparameters.
 
     Raises:
-        TypeError: If it does not hold hyperparameters by name.
+        TypeError: If the object does not hold hyperparameters by name.
     """
     kind = type(whole)
     if dataclasses.is_dataclass(whole) and not isinstance(whole, type):
@@ -158,7 +158,7 @@ def _classify(whole: Any) -> tuple[str, str]:
 
 
 def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
-    """Return a copy for which values are copied, except those of ``shared`` types and those that are not data."""
+    """Copy hyperparameters and their values, except values of ``shared`` types and values that are not data."""
     if is_config(values):
         return copy.deepcopy(values)
     snapshot = AttributeDict()
@@ -182,7 +182,7 @@ def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tu
 
 
 def _collect_init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any] | None:
-    """Return the arguments of all of ``instance``'s ``__init__`` calls on the stack; None outside of them."""
+    """Return the arguments of all of ``instance``'s ``__init__`` calls on the stack; None if there are none."""
     while frame is not None and not _is_init(frame, instance):  # the method may be called in a helper of __init__
         frame = frame.f_back
     if frame is None:

@@ -1,4 +1,4 @@
-"""Tasks and data modules built from checkpoints of Treadle or other programs: arguments first, then weights."""
+"""Construction of tasks and data modules from checkpoints of Treadle or other programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def warn_of_code(weights_only: bool | None) -> None:
     """Warn about ``weights_only=False``, which has no effect: only data is ever read from a checkpoint.
 
     Args:
-        weights_only: The user's argument.
+        weights_only: Value that the user passed, or None.
     """
     if weights_only is not None and not weights_only:
         warn(
@@ -62,13 +62,13 @@ def build(
     """Build a task and load its weights; see `TaskModule.load_from_checkpoint`.
 
     Args:
-        cls: The task's class.
-        source: The checkpoint or other source of weights.
-        map_location: The device of the task, or None for the CPU.
-        hparams_file: A logger's file of hyperparameters, or None.
+        cls: Class of the task.
+        source: A checkpoint or another source of weights.
+        map_location: Device of the task, or None for the CPU.
+        hparams_file: A logger's file of hyperparameters, which replace the saved ones, or None.
         strict: Whether the weights must match exactly; None uses the task's ``strict_loading``.
-        sha256: The expected digest of the file, or None.
-        overrides: Arguments that override the saved ones.
+        sha256: Expected SHA-256 digest of the file, or None.
+        overrides: Constructor arguments that override the saved ones.
 
     Returns:
         The task with the loaded weights.
@@ -113,11 +113,11 @@ def build_datamodule(
     """Build a data module and restore its state; see `DataModule.load_from_checkpoint`.
 
     Args:
-        cls: The data module's class.
-        source: The checkpoint.
-        hparams_file: A logger's file of hyperparameters, or None.
-        sha256: The expected digest of the file, or None.
-        overrides: Arguments that override the saved ones.
+        cls: Class of the data module.
+        source: Checkpoint of Treadle or Lightning.
+        hparams_file: A logger's file of hyperparameters, which replace the saved ones, or None.
+        sha256: Expected SHA-256 digest of the file, or None.
+        overrides: Constructor arguments that override the saved ones.
 
     Returns:
         The data module with its saved state.
@@ -156,18 +156,18 @@ def build_datamodule(
 def load_checkpoint(
     checkpoint_path: Source, map_location: Any = None, weights_only: bool | None = None, *, sha256: str | None = None
 ) -> dict[str, Any]:
-    """Return a checkpoint as the dict that Lightning stores in its file, in place of ``torch.load(path)``.
+    """Load a checkpoint as the dict that Lightning stores in its file. Use it instead of ``torch.load(path)``.
 
     Args:
         checkpoint_path: A Treadle checkpoint, such as ``trainer.checkpoint_callback.best_model_path``, or any other
             source of weights that `load_weights` accepts.
-        map_location: The device of the weights. Default: the CPU.
-        weights_only: Accepted for the signature of ``torch.load``; code in a file never runs.
-        sha256: The digest of a file, compared before the file is parsed.
+        map_location: Device of the weights. Default: the CPU.
+        weights_only: Accepted for compatibility with ``torch.load``; code in a file never runs.
+        sha256: Expected SHA-256 digest of a file, verified before the file is parsed.
 
     Returns:
-        ``state_dict``, the weights by their names in the task; ``epoch``, ``global_step``, ``hyper_parameters`` and the
-        entries that ``on_save_checkpoint`` added, as far as the checkpoint has them.
+        Dict with ``state_dict``, the weights by their names in the task, and with those of the following that the
+        checkpoint has: ``epoch``, ``global_step``, ``hyper_parameters`` and entries that ``on_save_checkpoint`` added.
 
     Raises:
         ValueError: If the path is not a checkpoint, or the checkpoint is damaged or harmful.
@@ -206,15 +206,15 @@ def load_checkpoint(
 
 
 def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to build a task with: those in its checkpoint, and those in ``given``.
+    """Return the arguments to build a task with: those in its checkpoint, and those in ``given`` that it lacks.
 
     Args:
-        cls: The task's class.
-        source: The checkpoint.
-        given: Arguments by name.
+        cls: Class of the task.
+        source: Checkpoint of the task.
+        given: Arguments by name, used where the checkpoint has no value.
 
     Raises:
-        TypeError: If an argument is in neither; the message names it.
+        TypeError: If a required argument is in neither; the message names it.
     """
     with open_source(source) as opened_source:
         saved, document = opened_source.checkpoint, {}
@@ -239,10 +239,10 @@ def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, check
 
 
 def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the first model's weights in a checkpoint, by name: tensors mapped onto the file, and extra state.
+    """Return the first model's state in a checkpoint, by name: memory-mapped weights and any extra state.
 
     Args:
-        opened: The checkpoint.
+        opened: The opened checkpoint.
     """
     extra = extra_part(0)
     weights = {name: read_tensor(piece) for name, piece in opened.open_part(model_part(0)).items()}
@@ -250,10 +250,10 @@ def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
 
 
 def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, with the epoch and step of the save.
+    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step.
 
     Args:
-        opened: The checkpoint.
+        opened: The opened checkpoint.
     """
     manifest = opened.manifest
     return load_into_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
@@ -280,7 +280,7 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
 
 
 def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
-    """Return the dict that Lightning passes to ``on_load_checkpoint``: all data of the file, with mapped tensors."""
+    """Return the dict that Lightning passes to ``on_load_checkpoint``: the file's data, with memory-mapped tensors."""
     try:
         parts, dropped = _read_parts(file)
     except (ValueError, RecursionError) as error:
@@ -317,7 +317,7 @@ def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _read_tensors(file: TorchFile, value: Any) -> Any:
-    """Return a value with its tensors mapped onto the file."""
+    """Return a value with its tensors memory-mapped from the file."""
     if isinstance(value, View):
         return read_tensor(file.piece(value))
     if isinstance(value, dict):
@@ -336,10 +336,10 @@ def _replace_hparams(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[s
 def _merge_arguments(
     cls: type[Any], place: str, document: Mapping[str, Any], overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of ``__init__``: saved ones that it accepts, and the caller's overrides.
+    """Return the arguments of ``__init__``: the saved ones that it accepts, and the caller's overrides.
 
     Raises:
-        TypeError: If an argument is in neither; the message names it.
+        TypeError: If a required argument is in neither; the message names it.
     """
     saved: dict[str, Any] = {}
     for name in (*_OLD_NAMES, "hyper_parameters"):
@@ -428,7 +428,7 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
         Hyperparameters by name.
 
     Raises:
-        ValueError: If the file is missing, has another format, is too long, or names types.
+        ValueError: If the file is missing, has another format, is too long, or contains anything other than plain data.
     """
     path = Path(path)
     ending = path.suffix.lower()
@@ -467,7 +467,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _parse_csv(text: str) -> dict[str, Any]:
-    """Return the pairs of a logger's CSV file, without its header."""
+    """Return the names and values in a logger's CSV file, without its header."""
     rows = [row for row in csv.reader(text.splitlines()) if row]
     if any(len(row) != 2 for row in rows):
         raise ValueError("each line must be a key and a value")
@@ -475,7 +475,7 @@ def _parse_csv(text: str) -> dict[str, Any]:
 
 
 def _parse_value(word: str) -> Any:
-    """Return the number, list or other literal that a text stands for, else the text itself."""
+    """Parse a number, a list or another literal; return any other text unchanged."""
     named = {"None": None, "True": True, "False": False, "": None}
     if word in named:
         return named[word]

@@ -22,10 +22,10 @@ class Argument:
     """Argument of a constructor.
 
     Attributes:
-        name: Its name.
-        type: Its annotation; ``Any`` if there is none or it cannot be evaluated.
-        default: Its default; `REQUIRED` if it has none.
-        several: Whether it is ``*args``, passed as a list.
+        name: Name of the argument.
+        type: Annotation; ``Any`` if there is none or it cannot be evaluated.
+        default: Default value; `REQUIRED` if there is none.
+        several: Whether the argument is ``*args``, which is passed as a list.
     """
 
     name: str
@@ -40,8 +40,8 @@ class Signature:
 
     Attributes:
         arguments: Arguments by name, in order.
-        open: Whether it accepts other names too, whose use is unknown.
-        positional: Names that may be passed by position; those before ``*args`` must be.
+        open: Whether the callable also accepts other names, whose use is unknown.
+        positional: Names that may be passed by position, or must be if ``*args`` follows them.
         by_place_only: Number of arguments that must be passed by position.
     """
 
@@ -54,10 +54,10 @@ class Signature:
 def signature(target: Callable[..., Any]) -> Signature:
     """Return the arguments of a class or function.
 
-    A class that passes ``**kwargs`` on also has its base classes' arguments.
+    The arguments of a class that forwards ``**kwargs`` include those of its base classes.
 
     Args:
-        target: The class or function.
+        target: Class or function to inspect.
     """
     if not isinstance(target, type):
         return _read_signature(target, bound=False)
@@ -103,7 +103,7 @@ def signature(target: Callable[..., Any]) -> Signature:
 
 
 def _read_signature(function: Any, bound: bool) -> Signature:
-    """Return a function's own arguments; a function that cannot be inspected accepts any."""
+    """Return a function's own arguments; a function that cannot be inspected accepts any arguments."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
@@ -154,9 +154,9 @@ class _ForwardedArguments:
     """Arguments that a constructor passes to ``super().__init__`` in addition to its ``**kwargs``.
 
     Attributes:
-        keywords: Names of the keywords.
+        keywords: Names of the keyword arguments.
         by_place: Number of positional arguments.
-        variadic: Whether its ``*args`` are passed on, too.
+        variadic: Whether the constructor also passes its ``*args``.
     """
 
     keywords: set[str]
@@ -165,7 +165,7 @@ class _ForwardedArguments:
 
 
 def _find_forwarded(init: Any) -> _ForwardedArguments | None:
-    """Return the arguments passed along with ``**kwargs`` to ``super().__init__``; None if they are used otherwise."""
+    """Return the arguments passed along with ``**kwargs`` to ``super().__init__``; None for other uses."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
     except (OSError, TypeError, SyntaxError):
@@ -195,10 +195,10 @@ def _find_forwarded(init: Any) -> _ForwardedArguments | None:
 
 
 def described(target: Any) -> dict[str, str]:
-    """Return a docstring's description of each argument, in Google's or Sphinx's form.
+    """Return the descriptions of the arguments in a docstring of Google or Sphinx style.
 
     Args:
-        target: The class or function.
+        target: Class or function that has the docstring.
 
     Returns:
         Descriptions by name, for the arguments that have one.

@@ -1,7 +1,7 @@
-"""Hyperparameters as data: the form that checkpoints store and loggers get, and the arguments rebuilt from it.
+"""Hyperparameters as data: the form that checkpoints store and loggers receive, and the arguments rebuilt from it.
 
-``hparams`` holds the user's objects unchanged. The stored form holds data alone: containers of OmegaConf, dataclasses
-and enum members become a `Record` of their content. Reading it imports nothing and builds a dataclass only if the
+``hparams`` holds the user's objects unchanged. The stored form holds only data: OmegaConf containers, dataclasses and
+enum members become a `Record` of their content. Reading this form imports nothing and builds a dataclass only if the
 constructor's own annotation names that class, so a checkpoint cannot choose code to run.
 """
 
@@ -100,7 +100,7 @@ def make_config(values: Any) -> Any:
     """Return values as a ``DictConfig``, or unchanged if OmegaConf cannot hold one of them.
 
     Args:
-        values: The values.
+        values: Dict of values, or any other value.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -115,7 +115,7 @@ def copied_config(config: Any, ignored: set[str]) -> Any:
     """Return a copy of a ``DictConfig`` without some keys. Its flags and the targets of its references are kept.
 
     Args:
-        config: The ``DictConfig``.
+        config: ``DictConfig`` to copy.
         ignored: Keys to omit.
     """
     from omegaconf import flag_override
@@ -131,7 +131,7 @@ def entries(config: Any) -> dict[Any, Any]:
     """Return the values of a ``DictConfig`` by name. A missing value or a broken reference is returned as written.
 
     Args:
-        config: The ``DictConfig``.
+        config: ``DictConfig`` to read.
     """
     from omegaconf import OmegaConf
 
@@ -150,7 +150,7 @@ def class_name(kind: type) -> str:
     """Return the name by which a record refers to a class.
 
     Args:
-        kind: The class.
+        kind: Class of a dataclass, an enum or a mapping.
     """
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -159,7 +159,7 @@ def readable(value: Any) -> Any:
     """Return a stored value in readable form: records are replaced by their content.
 
     Args:
-        value: The stored value.
+        value: Value in its stored form.
     """
     if isinstance(value, Record):
         name = value.name.partition(":")[2]
@@ -174,7 +174,7 @@ def readable(value: Any) -> Any:
 
 
 def _make_readable_key(key: Any) -> Any:
-    """Return a readable form of a mapping's key that can itself be a key."""
+    """Return a mapping's key in a readable and hashable form."""
     name = readable(key)
     return name if isinstance(name, Hashable) else str(key)
 
@@ -297,7 +297,7 @@ def _get_item(container: Any, key: Any) -> Any:
 
 
 def _is_dataclass(value: Any) -> bool:
-    """Return whether a value is an instance of a dataclass to store by its fields."""
+    """Return whether a value is an instance of a dataclass that is stored by its fields."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Record | nn.Module)
 
 
@@ -318,25 +318,24 @@ def _list_fields(kind: type) -> list[str]:
 
 
 class CannotRebuild(ValueError):
-    """Error for an argument that must be passed by the caller; its text gives the reason."""
+    """Error for an argument that the caller must pass; its text gives the reason."""
 
 
 def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
     """Rebuild an argument from its stored form. No module is imported; only classes named in ``annotation`` are called.
 
     Args:
-        value: The stored form.
-        annotation: The constructor's annotation of the argument.
-        default: The constructor's default, whose class is treated as if the annotation named it.
-        home: The module of the constructor's class, in which enums of a script are looked up.
-        from_text: Whether the data comes from a file that holds text only, so that the annotation decides on types.
-            Default: False.
+        value: Stored form of the argument.
+        annotation: Annotation of the argument in the constructor.
+        default: Default of the argument, whose class is treated as if the annotation named it.
+        home: Name of the module of the constructor's class, in which enums of a script are looked up.
+        from_text: Whether the data comes from a text file, so that the annotation determines the types. Default: False.
 
     Returns:
         The argument.
 
     Raises:
-        CannotRebuild: If the class of an object in it is unknown.
+        CannotRebuild: If the argument contains an object of unknown class.
     """
     allowed = [*_iterate_classes(annotation)]
     if isinstance(default, enum.Enum) or _is_dataclass(default):
@@ -352,7 +351,7 @@ class _Rebuilder:
         self.from_text = from_text
 
     def value(self, value: Any, allowed: tuple[type, ...]) -> Any:
-        """Return the original of a stored value."""
+        """Rebuild the original value from a stored value."""
         kind = type(value)
         if kind is Record:
             return self._build_object(value, allowed)
@@ -402,7 +401,7 @@ class _Rebuilder:
         return self._instantiate(matching_class, record.content)
 
     def _instantiate(self, kind: type, content: Mapping[str, Any]) -> Any:
-        """Return an instance of a dataclass with this content."""
+        """Build an instance of a dataclass from the values of its fields."""
         try:
             hints = typing.get_type_hints(kind)
         except Exception:  # for example a name imported for type checkers only
@@ -414,7 +413,7 @@ class _Rebuilder:
             raise CannotRebuild(f"a {kind.__qualname__}, which cannot be rebuilt: {error}") from error
 
     def _interpret(self, value: Any, allowed: tuple[type, ...]) -> Any:
-        """Convert a text or a dict to the type of the annotation, if that is another type."""
+        """Convert a value to a type of the annotation, unless it already has one."""
         if type(value) in allowed or not allowed:
             return value
         for kind in allowed:
@@ -438,7 +437,7 @@ class _Rebuilder:
 
 
 def build_config(content: Any) -> Any:
-    """Return an OmegaConf configuration with this content. Text never becomes a reference: stored ones are resolved.
+    """Build an OmegaConf configuration. Text is escaped, because references were resolved before they were stored.
 
     Args:
         content: A dict, a list or None.
@@ -458,7 +457,7 @@ def build_config(content: Any) -> Any:
 
 
 def _escape_references(content: Any) -> Any:
-    """Return the content with escaped ``${``, so that OmegaConf reads it as text."""
+    """Return the content with ``${`` escaped, so that OmegaConf reads it as text."""
     if isinstance(content, str):
         return _REFERENCE_START.sub(lambda match: match[1] * 2 + "\\${", content)
     if type(content) is dict:

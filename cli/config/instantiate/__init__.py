@@ -1,4 +1,4 @@
-"""Construction of objects from a configuration: names resolved, arguments checked against signatures, then built."""
+"""Construction of objects from a configuration, after all names are resolved and all arguments are checked."""
 
 from __future__ import annotations
 

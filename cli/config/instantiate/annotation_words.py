@@ -1,4 +1,4 @@
-"""Annotations and values described in words."""
+"""Descriptions of annotations and values for error messages."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ WRITTEN = (*PATHS, torch.dtype, torch.device)
 
 
 def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
-    """Return the message about an argument that a class does not have, with the closest one.
+    """Return the error message for an unknown argument, with the closest valid name.
 
     Args:
         name: The name of the class.
-        key: The argument that it does not have.
-        valid_names: The arguments that it has.
+        key: The unknown argument.
+        valid_names: The arguments that the class accepts.
     """
     hint = nearest(key, valid_names)
     has = f" It has {', '.join(valid_names)}." if 0 < len(valid_names) <= 12 else "" if valid_names else " It has none."
@@ -50,12 +50,12 @@ def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
 
 
 def describe_type(argument: Argument) -> str:
-    """Return an argument's annotation in parentheses; empty if it has none."""
+    """Return an argument's annotation in parentheses; an empty string if it has none."""
     return "" if argument.type is Any else f" ({describe_annotation(argument.type)})"
 
 
 def simplify(annotation: Any) -> Any:
-    """Return the annotation inside ``Annotated``, ``NewType``, ``Final`` and type variables."""
+    """Unwrap ``Annotated`` and ``NewType``, and replace a type variable by its bound or constraints."""
     while True:
         if typing.get_origin(annotation) is typing.Annotated:
             annotation = typing.get_args(annotation)[0]
@@ -73,7 +73,7 @@ def has_shape(value: Value, member: Any) -> bool:
 
     Args:
         value: The value.
-        member: The member, an annotation.
+        member: The member's annotation.
     """
     kind = typing.get_origin(member) or member
     if isinstance(value.data, list):
@@ -129,17 +129,17 @@ def describe_annotation(annotation: Any) -> str:
 
 
 def join_words(words: list[str]) -> str:
-    """Return words joined by commas and "or", each once."""
+    """Join the distinct words with commas and "or"."""
     words = list(dict.fromkeys(words))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def format_value(value: Value, secrets: Mapping[str, str]) -> str:
-    """Return a value as it is shown in messages, with secrets hidden.
+    """Return a value as messages show it: with secrets hidden, and at most 100 characters long.
 
     Args:
         value: The value.
-        secrets: References by the secret text that they replace.
+        secrets: Mapping from each secret to the reference that replaces it.
     """
     data = to_plain(value)
     if data is None or isinstance(data, bool):

@@ -1,4 +1,4 @@
-"""Values checked against annotations and constructors before anything is built."""
+"""Checks of values against annotations and constructors, before any object is built."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Checker:
 
     Attributes:
         problems: The problems, one or two sentences each, in the order of the configuration.
-        secrets: References by the secret text that they replace in messages.
+        secrets: Mapping from each secret to the reference that replaces it in messages.
     """
 
     def __init__(self, secrets: Mapping[str, str] | None = None) -> None:
@@ -55,27 +55,27 @@ class Checker:
         self.secrets = secrets or {}
 
     def make_trial(self) -> Checker:
-        """Return a checker of the same kind without problems."""
+        """Return a new checker of the same kind that has no problems yet."""
         return Checker(self.secrets)
 
     def report(self, value: Value, path: Path, words: str) -> None:
         """Add a problem.
 
         Args:
-            value: The value, whose source begins the message.
-            path: The path of the value.
+            value: The value, with whose source the message begins.
+            path: The value's path in the configuration.
             words: The message after the path.
         """
         self.problems.append(hide_secrets(f"{value.source}: {format_path(path)}{words}", self.secrets))
 
     def check(self, value: Value, annotation: Any, path: Path, lenient: bool = True) -> Recipe | None:
-        """Return a recipe for a value of an annotated type. Report a problem and return None if it does not fit.
+        """Return a recipe for a value that fits an annotation. Report a problem and return None if it does not fit.
 
         Args:
-            value: The value.
-            annotation: The annotation.
-            path: The path of the value.
-            lenient: Whether a number may be used as text.
+            value: The value from the configuration.
+            annotation: The type to check the value against.
+            path: The value's path in the configuration.
+            lenient: Whether an unquoted number or boolean is accepted as text. Default: True.
         """
         annotation = simplify(annotation)
         origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
@@ -154,7 +154,7 @@ class Checker:
         return self._check_literal(value, tuple(member.name for member in kind), path)
 
     def _check_text_form(self, value: Value, kind: Any, path: Path) -> Recipe | None:
-        """Return a recipe for types that are written as text: paths, devices, dtypes."""
+        """Return a recipe for a path, a device or a dtype, which a configuration contains as text."""
         if isinstance(value.data, str):
             if kind in PATHS:
                 return PlainRecipe(value, FilePath(value.data))
@@ -228,7 +228,7 @@ class Checker:
         return None if recipes is None else MappingRecipe(value, recipes)
 
     def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
-        """Return a recipe for the first member that fits, or report the problems of the member of the same kind."""
+        """Return a recipe for the first member of a union that fits the value. Report problems if none fits."""
         # A number is accepted as text if no member of the union is a number.
         numbers = any(candidate in (int, float, bool) for candidate in members)
         for strict in (True,) if numbers else (True, False):
@@ -276,11 +276,12 @@ class Checker:
         """Return a recipe for an object. Report a problem and return None if it cannot be built.
 
         Args:
-            value: ``{class: ..., argument: ...}``, or the class's name. A known class may be omitted.
-            base: The class that the named class must extend.
-            path: The path of the value.
-            supplied: Arguments that are passed when the object is built.
-            target: The class if none is named.
+            value: ``{class: ..., argument: ...}``, or the class's name. ``class`` may be omitted if ``target`` is set
+                or ``base`` itself can be built.
+            base: The base class that the named class must extend.
+            path: The value's path in the configuration.
+            supplied: Names of arguments that are passed only when the object is built.
+            target: The class if the value names none. Default: ``base``.
         """
         data = value.data
         named = (
@@ -351,7 +352,7 @@ class Checker:
         supplied: Iterable[str] = (),
         later: bool = False,
     ) -> ObjectRecipe | None:
-        """Return a recipe that calls ``target`` with the keys of the value."""
+        """Return a recipe that calls ``target`` with the arguments in the value."""
         takes = signature(target)
         argument_values = (
             {key: item for key, item in value.data.items() if key != "class"} if isinstance(value.data, dict) else {}
@@ -373,16 +374,16 @@ class Checker:
         supplied: Iterable[str] = (),
         partly: bool = False,
     ) -> dict[str, Recipe] | None:
-        """Return recipes for the arguments of a call. Report wrong, unknown and missing ones and return None.
+        """Return recipes for the arguments of a call. Report invalid, unknown or missing arguments and return None.
 
         Args:
-            value: The value that holds the arguments.
-            argument_values: The arguments' values.
+            value: The value that contains the arguments.
+            argument_values: The values by argument name.
             takes: The signature of the call.
-            name: The name of the class or function in messages.
-            path: The path of the value.
-            supplied: Arguments that are passed when the object is built.
-            partly: Whether required arguments may be missing.
+            name: The name of the class or function, for messages.
+            path: The value's path in the configuration.
+            supplied: Names of arguments that are passed only when the object is built.
+            partly: Whether required arguments may be missing. Default: False.
         """
         before = len(self.problems)
         supplied = set(supplied)
@@ -431,7 +432,7 @@ class Checker:
         return self.check(value, argument.type, path)
 
     def _check_nested(self, value: Value, annotation: Any, path: Path, supplied: set[str]) -> Recipe | None:
-        """Return a recipe for schedulers inside a scheduler, which also receive the optimizer."""
+        """Return a recipe for the schedulers inside a scheduler. They receive the optimizer, too."""
         inner = typing.get_args(annotation)
         if not (isinstance(value.data, list) and inner and isinstance(inner[0], type)):
             return None
